@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q -n auto --dist loadfile
+TEST := $(RUN)/python -m pytest -q -n auto --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install format check fast test times test-optional demo docs bench clean
 
 help:
-	@echo "make fast    ruff and the tests that are not slow: about a minute"
+	@echo "make fast    ruff and the tests that are not slow: under a minute"
 	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
 	@echo "make times   measure all tests, and list those that make fast leaves out"
@@ -42,16 +42,18 @@ check: $(STAMP)
 	$(RUN)/ruff format --check --quiet
 	$(RUN)/ruff check
 
+# What became slow since the list was written is named at the end.
 fast: check
-	$(TEST) -m "not slow"
+	$(TEST) -m "not slow" --durations=5 --durations-min=1
 
 test: check docs
 	$(RUN)/mypy
 	$(TEST)
 
 # Which tests are slow, measured anew: writes tests/slow_tests.txt.
+# TIMES='-m "not slow"' measures the others alone, and adds those that became slow.
 times: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -q --times
+	$(RUN)/python -m pytest -q --times $(TIMES)
 
 test-optional: $(STAMP)
 	$(RUN)/python -m pip install --quiet -c constraints.txt accelerate lightning 'ray[client]' triton \

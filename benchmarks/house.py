@@ -26,6 +26,23 @@ SOURCE = ROOT / "src" / "roundoff"
 ANY_ROW = re.compile(r"\b(dict|Mapping|MutableMapping)\[str, (Any|object)\]|\bRow\b")
 #: What one object becomes in JSON, or is read from, is no row.
 JSON = ("to_dict", "from_dict", "to_json")
+#: Mappings that are no rows, because their keys are not ours to choose: the function or
+#: class, its parameter, field or ``return``, and whose keys they are.
+NOT_OURS = {
+    ("write_checkpoint", "config"): "config.json of the user's model",
+    ("write_compressed", "config"): "config.json of the user's model",
+    ("read_lists", "source"): "settings of another tool, as the user has them",
+    ("read_lists", "base"): "the operator library of another tool",
+    ("write_lists", "base"): "the operator library of another tool",
+    ("Plan", "about"): "the open [about] table of a plan file; Plan.figures has fields",
+    ("Plan.from_formats", "about"): "the same table",
+    ("Record", "about"): "the open [about] table of a record file",
+    ("Rounding", "parameters"): "arguments of the observer that the user names",
+    ("prepare_qat", "parameters"): "arguments of the learners that the user names",
+    ("parameter_groups", "return"): "parameter groups of torch.optim",
+    ("LossScaler.state_dict", "return"): "torch's protocol of checkpoints",
+    ("LossScaler.load_state_dict", "state"): "torch's protocol of checkpoints",
+}
 VAGUE = {"found", "made", "known", "own", "one", "here", "told", "said", "given"}
 
 
@@ -36,6 +53,10 @@ class Finding:
     kind: str
     where: str
     what: str
+
+
+#: The function or class that a type hint belongs to, of what, the hint and its line.
+Hint = tuple[str, str, ast.expr, int]
 
 
 @dataclass(frozen=True)
@@ -179,31 +200,52 @@ def exported(room: str) -> set[str]:
 
 def dict_rows(module: Module) -> Iterator[Finding]:
     """Functions and fields of a room's face that take or give rows without fields."""
+    for owner, name, hint, line in face_hints(module):
+        if (owner, name) not in NOT_OURS and ANY_ROW.search(ast.unparse(hint)):
+            yield Finding("dict row", module.at(line), f"{owner}, {name}")
+
+
+def face_hints(module: Module) -> Iterator[Hint]:
+    """Every type hint of a room's face: of its functions, methods and fields."""
     names = exported(module.room)
     for node in module.tree.body:
         if getattr(node, "name", None) not in names:
             continue
-        functions = [node]
-        if isinstance(node, ast.ClassDef):
-            public = [
-                n for n in node.body if not getattr(n, "name", "").startswith("_")
-            ]
-            functions = [n for n in public if isinstance(n, ast.FunctionDef)]
-            for n in public:
-                if isinstance(n, ast.AnnAssign) and ANY_ROW.search(
-                    ast.unparse(n.annotation)
-                ):
-                    yield Finding("dict row", module.at(n.lineno), ast.unparse(n)[:60])
-        for function in functions:
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            if function.name in JSON:
-                continue
-            arguments = [*function.args.args, *function.args.kwonlyargs]
-            hints = [a.annotation for a in arguments] + [function.returns]
-            if any(h is not None and ANY_ROW.search(ast.unparse(h)) for h in hints):
-                where = module.at(function.lineno)
-                yield Finding("dict row", where, function.name)
+        if isinstance(node, ast.FunctionDef):
+            yield from function_hints(node, node.name)
+        elif isinstance(node, ast.ClassDef):
+            yield from class_hints(node)
+
+
+def class_hints(node: ast.ClassDef) -> Iterator[Hint]:
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign):
+            yield node.name, ast.unparse(part.target), part.annotation, part.lineno
+        elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+            yield from function_hints(part, f"{node.name}.{part.name}")
+
+
+def function_hints(function: ast.FunctionDef, owner: str) -> Iterator[Hint]:
+    if function.name in JSON:
+        return
+    arguments = function.args
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+        if argument.annotation is not None:
+            yield owner, argument.arg, argument.annotation, function.lineno
+    if function.returns is not None:
+        yield owner, "return", function.returns, function.lineno
+
+
+def needless_exceptions(everything: list[Module]) -> Iterator[Finding]:
+    """Entries of ``NOT_OURS`` that no face has, or that are no rows any more."""
+    rows = {
+        (owner, name)
+        for module in everything
+        for owner, name, hint, _ in face_hints(module)
+        if ANY_ROW.search(ast.unparse(hint))
+    }
+    for owner, name in NOT_OURS.keys() - rows:
+        yield Finding("needless exception", "benchmarks/house.py", f"{owner}, {name}")
 
 
 def deep_imports(faces: set[str]) -> Iterator[Finding]:
@@ -253,6 +295,7 @@ def main() -> None:
     ]
     if options.room is None:
         findings += deep_imports(faces)
+        findings += needless_exceptions(everything)
     else:
         for module, name, line, complexity in blocks:
             if complexity > options.over:
@@ -272,6 +315,7 @@ def main() -> None:
         ("mean complexity", f"{mean:.2f} of {len(blocks)}", "4"),
         ("operator tables outside ops/", str(tables), "2"),
         ("dict rows in faces", str(counts["dict row"]), "0"),
+        ("needless exceptions of these", str(counts["needless exception"]), "0"),
         ("deep imports in documents", str(counts["deep import"]), "0"),
         ("parallel assignments", str(counts["parallel assignment"]), "0"),
         ("nested conditionals", str(counts["nested conditional"]), "0"),

@@ -1,22 +1,26 @@
-"""One thread: the tensors of these tests are tiny, so that threads cost more time than they save."""
+"""One thread, and the list of slow tests.
 
+The tensors of these tests are tiny, so that threads cost more time than they save.
+``torch`` is imported where it is used: the process that hands the tests to others needs none.
+"""
+
+import contextlib
 import functools
+import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 #: The functions that `make fast` leaves out, measured by `make times`.
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 #: Seconds of processor time of a test function, over all its parameters, with the
 #: processes that it starts.
-SLOW = 0.08
+SLOW = 0.15
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +42,9 @@ def inference_session() -> Callable[..., Any]:
 @functools.cache
 def _runs_bf16_lstm() -> bool:
     """Ask torch: oneDNN has an LSTM in bf16 only where the CPU has AVX512."""
+    import torch
+    from torch import nn
+
     try:
         with torch.autocast("cpu", torch.bfloat16):
             nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
@@ -64,16 +71,35 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Times(), "times")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in helpers, not in the docstrings of tests."""
+    collectors = yield
+    if not file_path.name.startswith("test_"):
+        return collectors
+    return [c for c in collectors if type(c) is pytest.Module]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
+    slow = _listed()
     for item in items:
         if _function(item) in slow:
             item.add_marker(pytest.mark.slow)
 
 
+def _listed() -> set[str]:
+    return set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
+
+
 def _function(item: pytest.Item) -> str:
     """The name of a test without its parameters."""
     return item.nodeid.partition("[")[0]
+
+
+def _file(function: str) -> str:
+    return function.partition("::")[0]
 
 
 def _processor_seconds() -> float:
@@ -83,20 +109,75 @@ def _processor_seconds() -> float:
 
 
 class _Times:
-    """Write the list of slow tests after a run of all, in one process."""
+    """Write the list of slow tests after a run in one process.
+
+    A fixture that several tests share counts in full for each of them: the first pays for
+    all, and where it is left out the next one does.
+    A run of some tests changes the places of these alone.
+    """
 
     def __init__(self) -> None:
+        self.collected: set[str] = set()
+        #: Of each function that ran: alone, without fixtures that are shared.
         self.seconds: dict[str, float] = {}
+        #: By the place where a shared fixture is defined, and its name.
+        self.shared: dict[tuple[str, str], float] = {}
+        self.uses: dict[str, set[tuple[str, str]]] = {}
+        self._inside = 0.0
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.collected = {_function(item) for item in items}
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[Callable[[], float]]:
+        """Measure a block, without the blocks inside that are measured too."""
+        outside = self._inside
+        self._inside = 0.0
+        start = _processor_seconds()
+        seconds = 0.0
+        yield lambda: seconds
+        whole = _processor_seconds() - start
+        seconds = whole - self._inside
+        self._inside = outside + whole
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        start = _processor_seconds()
-        result = yield
-        seconds = _processor_seconds() - start
+        with self._alone() as seconds:
+            result = yield
         name = _function(item)
-        self.seconds[name] = seconds + self.seconds.get(name, 0.0)
+        self.seconds[name] = seconds() + self.seconds.get(name, 0.0)
+        names = set(getattr(item, "fixturenames", ()))
+        self.uses.setdefault(name, set()).update(
+            (place, fixture)
+            for place, fixture in self.shared
+            if fixture in names and item.nodeid.startswith(place)
+        )
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._alone() as seconds:
+            result = yield
+        key = (fixturedef.baseid, fixturedef.argname)
+        self.shared[key] = max(seconds(), self.shared.get(key, 0.0))
         return result
 
     def pytest_sessionfinish(self) -> None:
-        slow = sorted(name for name, s in self.seconds.items() if s > SLOW)
-        SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
+        slow = {name for name in self.seconds if self._total(name) > SLOW}
+        slow |= {name for name in _listed() if self._stays(name)}
+        lines = "".join(f"{name}\n" for name in sorted(slow))
+        SLOW_TESTS.write_text(lines, encoding="utf-8")
+
+    def _total(self, name: str) -> float:
+        shared = sum(self.shared[fixture] for fixture in self.uses[name])
+        return self.seconds[name] + shared
+
+    def _stays(self, name: str) -> bool:
+        """True for a test that was not run and that is still there."""
+        if name in self.seconds:
+            return False
+        files = {_file(function) for function in self.collected}
+        elsewhere = _file(name) not in files and Path(_file(name)).exists()
+        return name in self.collected or elsewhere

@@ -110,6 +110,9 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
+    if page == "prune":
+        text = (DOCS / "prune.md").read_text()
+        assert text.split("```text\n")[-1].rstrip("`\n") in capsys.readouterr().out
     if page == "export":
         assert "True True ['0/conv2d:0', '2/relu'" in capsys.readouterr().out
     if page == "quantize":

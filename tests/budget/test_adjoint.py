@@ -128,7 +128,7 @@ def test_a_loss_over_several_batches(given):
     workload = Workload(
         model, batches, loss=lambda output, batch: output.square().mean()
     )
-    measured = budget(workload, ["bf16"], target="loss", probes=given)
+    measured = budget(workload, ["bf16"], of="loss", probes=given)
     assert (measured.about.probes, measured.about.samples) == (1, 2)
     with torch.no_grad():
         signal = sum(float(model(batch).square().mean()) ** 2 for batch in batches)

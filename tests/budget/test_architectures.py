@@ -177,9 +177,7 @@ def test_outputs_of_many_tensors(kind):
         len(measured.about.target.tensors)
         == {"tuple": 3, "dict": 2, "dataclass": 2}[kind]
     )
-    part = budget(
-        Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], target="hidden"
-    )
+    part = budget(Workload(Many("dict"), [torch.randn(32, 6)]), ["bf16"], of="hidden")
     assert {s.site: s.no_path is None for s in part.sites} == {
         "a/linear": True,
         "/tanh": True,

@@ -50,7 +50,7 @@ def workload() -> ro.Workload:
 
 @pytest.fixture(scope="module")
 def budget(workload: ro.Workload) -> ro.Budget:
-    return ro.budget(workload, ALL, target="logits")
+    return ro.budget(workload, ALL, of="logits")
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_what_is_kept_about_sites(workload):
 
 
 def test_a_part_of_the_output(workload):
-    found = budget(workload, ["bf16"], target="aux.h")
+    found = budget(workload, ["bf16"], of="aux.h")
     assert found.about.target == MeasuredTarget("aux.h", {"aux.h": [3, 6]})
     assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
@@ -134,11 +134,11 @@ def test_a_part_of_the_output(workload):
         "last/linear": False,
     }
     with pytest.raises(WorkloadError, match="no part named 'y'"):
-        budget(workload, ["bf16"], target="y")
+        budget(workload, ["bf16"], of="y")
 
 
 def test_a_site_as_the_target(workload):
-    found = budget(workload, ["bf16"], target="first/linear", probes=200)
+    found = budget(workload, ["bf16"], of="first/linear", probes=200)
     assert {s.site: s.no_path is None for s in found.sites} == {
         "first/linear": True,
         "/relu": False,
@@ -159,7 +159,7 @@ def test_a_site_as_the_target(workload):
     # the Jacobian is the identity: 1600 products of relative variance at most 2, 4 sigma is 14 %
     assert found.table["noise"][0] == pytest.approx(expected, rel=0.14)
     with pytest.raises(WorkloadError, match="no site named 'second/linear' was called"):
-        budget(workload, ["bf16"], target="second/linear")
+        budget(workload, ["bf16"], of="second/linear")
 
 
 def test_a_site_that_is_written_over_later():
@@ -171,7 +171,7 @@ def test_a_site_that_is_written_over_later():
             return z + y
 
     workload = Workload(Overwritten(), [torch.rand(4, 3) + 0.5])
-    found = budget(workload, ["bf16"], target="/sin")
+    found = budget(workload, ["bf16"], of="/sin")
     (reference,) = run_batches(workload, target="/sin").targets
     assert torch.equal(reference["/sin"], workload.batches[0].sin())
     assert {s.site: s.no_path is None for s in found.sites} == {
@@ -182,7 +182,7 @@ def test_a_site_that_is_written_over_later():
 
 
 def test_the_loss_as_the_target(workload):
-    found = budget(workload, ["bf16"], target="loss")
+    found = budget(workload, ["bf16"], of="loss")
     assert found.about.target.name == "loss"
     assert {"/square", "/mean"} <= {s.site for s in found.sites}
     chosen = {s.site: "bf16" for s in found.sites if not s.no_path}
@@ -194,7 +194,7 @@ def test_the_loss_as_the_target(workload):
         < 1e-3
     )
     with pytest.raises(WorkloadError, match="the workload has none"):
-        budget(Workload(workload.model, workload.batches), ["bf16"], target="loss")
+        budget(Workload(workload.model, workload.batches), ["bf16"], of="loss")
 
 
 def test_the_metric_is_kept_as_a_curve(workload):
@@ -203,7 +203,7 @@ def test_the_metric_is_kept_as_a_curve(workload):
     )
     assert len(budget(workload, ["bf16"]).about.metric.levels) > 10
     # noise in a part of the output says nothing of a metric that sees all of it
-    assert budget(workload, ["bf16"], target="z").about.metric is None
+    assert budget(workload, ["bf16"], of="z").about.metric is None
 
 
 def test_a_target_of_zeros():

@@ -270,8 +270,8 @@ def test_a_reference_in_low_precision():
     noises = {(r["site"], r["format"]): r["noise"] for r in found.table.to_dicts()}
     assert {v for (_, fmt), v in noises.items() if fmt == "bf16"} == {0.0}
     assert noises["linear/linear", "int8"] > 0
-    (row,) = [e for e in found.about.environment if e["name"] == "parameters"]
-    assert "the reference itself is low precision" in row["note"]
+    (row,) = [e for e in found.about.environment if e.name == "parameters"]
+    assert "the reference itself is low precision" in row.note
 
 
 def test_weights_that_are_computed():

@@ -426,7 +426,7 @@ def test_other_targets(target):
         [torch.randn(64, 4)],
         loss=lambda output, batch: output["values"].square().sum(),
     )
-    measured = budget(workload, ["bf16"], target=target)
+    measured = budget(workload, ["bf16"], of=target)
     row = cost(measured, "scores/linear", "bf16")
     exact = run_batches(workload, target=target).targets
     ran = run_batches(workload, {"scores/linear": "bf16"}, target=target)

@@ -96,7 +96,10 @@ def test_workload(
             "diagnose good.py --pin *.attention=bf16",
             ["*.attention", "matches no site", "/linear"],
         ),
-        ("diagnose good.py --pin linear", ["--pin", "PATTERN=FORMAT"]),
+        (
+            "diagnose good.py --pin linear",
+            ["--pin: a pattern and a format are needed", "PATTERN=FORMAT"],
+        ),
         ("diagnose good.py --target fast", ["fast", "40dB"]),
         (
             "diagnose good.py --target 40 --metric-drop 1%",
@@ -104,6 +107,7 @@ def test_workload(
         ),
         ("diagnose good.py --metric-drop 1%", ["metric"]),
         ("diagnose good.py --cost money", ["money", "bytes", "bitops", "seconds"]),
+        ("diagnose good.py --cost bytez", ["'bytez'", "did you mean bytes?"]),
         ("diagnose good.py --of logits", ["logits", "output"]),
         ("diagnose good.py --of loss", ["loss"]),
         ("diagnose good.py -o good.py", ["good.py", "cannot write"]),

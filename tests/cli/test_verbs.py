@@ -98,6 +98,7 @@ def test_a_missed_target_is_exit_code_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main("budget net.py --formats int8 -o b.parquet".split()) == 0
+    assert "plan" not in capsys.readouterr().out  # there is none yet
     assert main("plan b.parquet --target 30 -o p.toml".split()) == 0
     capsys.readouterr()
     code, out, _ = run("verify net.py p.toml --target 90dB --json", capsys)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundoff
-from roundoff.compare.noise_floor import KEY, noise_floor, relative_distance
+from roundoff.compare.noise_floor import KEY, noise_floor, own_tensor, relative_distance
 from roundoff.compare.reproducibility import (
     GPU,
     OUTSIDE,
@@ -24,7 +24,6 @@ from roundoff.compare.reproducibility import (
 from roundoff.errors import RunError
 from roundoff.ops import operators_that
 from roundoff.record.disk.siblings import siblings
-from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.writer import Writer
 
 
@@ -101,15 +100,9 @@ def test_the_floor_of_each_row(tmp_path, keep):
             )
             assert row["floor"] is None
             continue
-        x = (
-            reference.kept(StoredTensor.of_row(ops.row(place, named=True)))
-            .double()
-            .numpy()
-        )
+        x = reference.kept(own_tensor(ops.row(place, named=True))).double().numpy()
         ys = [
-            other.kept(StoredTensor.of_row(table.row(place, named=True)))
-            .double()
-            .numpy()
+            other.kept(own_tensor(table.row(place, named=True))).double().numpy()
             for other, table in zip(others, tables, strict=True)
         ]
         size = np.linalg.norm(x)

@@ -57,6 +57,7 @@ def test_the_first_rule_that_names_a_site_decides() -> None:
     [
         ("schema = 2\n", ["schema = 1", "schema = 2"]),
         ("not a plan", ["not a readable plan"]),
+        ("schema = 1\nabout = 3\n", ["about is not a table", "got: 3"]),
         ('schema = 1\n[[rule]]\nformat = "bf16"\n', ["incomplete", "sites"]),
         (
             'schema = 1\n[[rule]]\nformat = "bf61"\nsites = ["*"]\n',
@@ -69,3 +70,20 @@ def test_broken_files(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.load(tmp_path / "p.toml")
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_figures_are_read_from_about() -> None:
+    about = {"target_db": 40, "note": "", "cost": None, "origin": {"a": "line 3"}}
+    figures = Plan((), about=about).figures
+    assert figures.target_db == 40
+    assert figures.cost == 0.0
+    assert figures.forwards == 1
+
+
+@pytest.mark.parametrize(
+    "about", [{"target_db": "forty"}, {"forwards": 1.5}, {"note": 3}, {"cost": True}]
+)
+def test_figures_of_another_type_are_named(about: dict) -> None:
+    (name,) = about
+    with pytest.raises(PlanError, match=f"the plan's {name} is not a"):
+        _ = Plan((), about=about).figures

@@ -18,7 +18,6 @@ from roundoff.quantize.graph import trace
 from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.weights.gptq import supported
 
-transformers = pytest.importorskip("transformers")
 NEAREST = Rounding(observer="minmax", weights="nearest", scales="minmax", bias=False)
 INT8 = parse_format("int8")
 
@@ -38,7 +37,13 @@ def hidden(model, batch):
 
 
 @pytest.fixture(scope="module")
-def gpt2():
+def transformers():
+    """Imported by the tests that use it alone: that takes a second."""
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def gpt2(transformers):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=40,
@@ -54,7 +59,7 @@ def gpt2():
 
 
 @pytest.fixture(scope="module")
-def bert():
+def bert(transformers):
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=40,
@@ -293,7 +298,7 @@ def test_a_checkpoint_comes_back(gpt2, tmp_path, fmt, bits):
     sizes = write_checkpoint(found, tmp_path)
     count = sum(found.model.get_parameter(n).numel() for n in found.weight_names())
     assert sizes.weights == count * bits // 8
-    fresh = transformers.GPT2LMHeadModel(gpt2.config).eval()
+    fresh = type(gpt2)(gpt2.config).eval()
     load_checkpoint_(fresh, tmp_path)
     for name, weight in fresh.named_parameters():
         assert torch.equal(weight, found.model.get_parameter(name)), name
@@ -320,7 +325,7 @@ def test_a_checkpoint_of_linear_layers_with_inputs(bert, tmp_path):
     name = "encoder.layer.0.intermediate.dense.weight"
     assert read.inputs[name].dynamic
     assert read.inputs[name].granularity == "per_token"
-    fresh = transformers.BertModel(bert.config, add_pooling_layer=False)
+    fresh = type(bert)(bert.config, add_pooling_layer=False)
     load_checkpoint_(fresh, tmp_path)
     assert torch.equal(fresh.get_parameter(name), found.model.get_parameter(name))
 

@@ -82,7 +82,13 @@ def drive_transformers(callback, steps=4, accumulate=2, error=None):
     return model
 
 
-@pytest.mark.skipif(not there("transformers"), reason="transformers is not installed")
+@pytest.fixture(scope="module")
+def transformers():
+    """Imported by the tests that use it alone: that takes a second."""
+    return pytest.importorskip("transformers.trainer_callback")
+
+
+@pytest.mark.usefixtures("transformers")
 class TestTransformers:
     def test_steps_with_gradient_accumulation(self, tmp_path):
         before = len(_global_forward_hooks)

@@ -25,6 +25,7 @@ from roundoff.compare import (
 )
 from roundoff.compare.summary import UnmeasuredCount
 from roundoff.errors import OutputError
+from roundoff.record import Setting
 from roundoff.report import comparison_html
 from roundoff.report.comparison_answer import answer_comparison, coverage_sentence
 from roundoff.report.comparison_chart import error_chart
@@ -448,12 +449,12 @@ def test_the_chart_orders_sizes_and_marks():
 
 def test_environments_that_differ_come_first():
     one = [
-        {"name": "torch", "value": "2.6", "note": ""},
-        {"name": "threads", "value": "1", "note": "sums"},
+        Setting("torch", "2.6", ""),
+        Setting("threads", "1", "sums"),
     ]
     other = [
-        {"name": "torch", "value": "2.6", "note": ""},
-        {"name": "threads", "value": "2", "note": "sums"},
+        Setting("torch", "2.6", ""),
+        Setting("threads", "2", "sums"),
     ]
     assert [
         (e.name, e.differs) for e in environment({"reference": one, "candidate": other})

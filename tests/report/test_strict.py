@@ -15,7 +15,7 @@ import pytest
 from roundoff.errors import OutputError
 from roundoff.report import DiagnosisSummary, json_text, plain, strict
 from roundoff.report.html import write_html
-from roundoff.report.strict import write_json
+from roundoff.report.strict import from_plain, write_json
 
 
 def read(path):
@@ -65,6 +65,30 @@ def test_what_is_not_plain_data_is_refused_and_nothing_is_written(tmp_path):
         write_json({"site": object()}, tmp_path / "s.json")
     assert list(tmp_path.iterdir()) == []
     assert strict({"a": (1, 2.5, None, True, "x")}) == {"a": [1, 2.5, None, True, "x"]}
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    label: str = field(default="", metadata={"omit": "empty"})
+    cache: tuple[int, ...] = field(default=(), metadata={"omit": "always"})
+
+
+@dataclass(frozen=True)
+class Picture:
+    name: str
+    size: Size = field(metadata={"inline": True})
+
+
+def test_fields_that_metadata_places():
+    picture = Picture("a", Size(3, cache=(1, 2)))
+    assert plain(picture) == {"name": "a", "width": 3}
+    assert plain(Picture("a", Size(3, "wide"))) == {
+        "name": "a",
+        "width": 3,
+        "label": "wide",
+    }
+    assert from_plain(Picture, plain(picture)) == Picture("a", Size(3))
 
 
 @pytest.fixture(params=[write_html, write_json])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import polars as pl
@@ -217,6 +218,28 @@ def test_what_is_no_saved_comparison(compared, tmp_path):
     table.write_bytes(table.read_bytes()[:100])
     with pytest.raises(RunError, match="the saved comparison cannot be read"):
         roundoff.Comparison.load(tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference": None}, "does not say its reference"),
+        ({"reference": None, "candidate": None}, "its reference and candidate"),
+        ({"margin": "2"}, '"margin" of the saved comparison cannot be read'),
+        ({"limits": {"cosine": "0.9"}}, '"limits" of the saved'),
+        ({"environment": []}, '"environment" of the saved'),
+        ({"notes": "none"}, '"notes" of the saved'),
+        ({"unstable": [{"side": "reference"}]}, '"unstable" of the saved'),
+    ],
+)
+def test_keys_of_a_saved_comparison_are_checked(compared, tmp_path, changes, words):
+    compared({}, {}).save(tmp_path)
+    file = tmp_path / "comparison.json"
+    about = json.loads(file.read_text()) | changes
+    kept = {name: value for name, value in about.items() if value is not None}
+    file.write_text(json.dumps(kept))
+    with pytest.raises(RunError, match=words):
+        roundoff.Comparison.load(tmp_path)
 
 
 def test_statistics_of_one_side_alone(recorded):

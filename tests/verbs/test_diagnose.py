@@ -82,7 +82,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def found(workload):
-    return diagnose(workload, ["bf16", "fp16", "int8"], target="40dB", part="scores")
+    return diagnose(workload, ["bf16", "fp16", "int8"], target="40dB", of="scores")
 
 
 def plain(value):
@@ -231,7 +231,7 @@ def test_single_sites_beside_their_prediction(found):
 
 
 def test_a_target_that_leaves_nothing_rounded(workload):
-    found = diagnose(workload, ["int8"], target=300, part="scores")
+    found = diagnose(workload, ["int8"], target=300, of="scores")
     summary = report.plain(found.summary)
     assert summary["result"]["measured_db"] == math.inf
     assert summary["plan"]["sites"] == {"fp32": 8}
@@ -284,7 +284,7 @@ def test_pins_hold_through_every_round(workload):
         workload,
         ["bf16", "int8"],
         target=20,
-        part="scores",
+        of="scores",
         cost="bitops",
         pin={"head/linear": "fp32"},
     )
@@ -298,7 +298,7 @@ def test_the_model_is_left_as_it_was(workload):
     model.head.weight.grad = torch.ones_like(model.head.weight)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     rng = torch.get_rng_state()
-    diagnose(workload, ["bf16"], target=30, part="scores")
+    diagnose(workload, ["bf16"], target=30, of="scores")
     assert all(m.training for m in model.modules())
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
@@ -316,7 +316,7 @@ def test_progress_names_each_stage(workload):
         workload,
         ["bf16"],
         target=30,
-        part="scores",
+        of="scores",
         progress=lambda name, *_: seen.append(name),
     )
     names = list(dict.fromkeys(seen))

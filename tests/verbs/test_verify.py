@@ -191,7 +191,7 @@ def test_the_loss_as_the_target(workload):
         workload.batches,
         loss=lambda output, batch: output.square().mean(),
     )
-    found = budget(lossy, ["bf16", "int8"], target="loss")
+    found = budget(lossy, ["bf16", "int8"], of="loss")
     proof = verify(lossy, found.plan(30), budget=found)
     assert proof.met
     assert {"/square", "/mean"} <= {s.site for s in found.sites}

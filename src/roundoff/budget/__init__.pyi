@@ -18,6 +18,7 @@ from .noise_power import Term as Term
 from .noise_power import decibels as decibels
 from .noise_power import power as power
 from .noise_power import sqnr_db as sqnr_db
+from .signs import draw_signs as draw_signs
 from .table import Budget as Budget
 from .table import SiteCost as SiteCost
 from .table import TermRow as TermRow

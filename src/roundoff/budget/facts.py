@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from roundoff.record import Setting, settings_of
+
 if TYPE_CHECKING:
     from roundoff.ops import Excluded
 
@@ -107,7 +109,7 @@ class Measurement:
         batched: True where all probes went back at once.
         calls: operator calls of one batch.
         excluded: calls that did not become sites.
-        environment: settings that change numbers, rows of name, value and note.
+        environment: the settings that change numbers.
         parameters: elements of each parameter; None where not kept.
         metric: how noise moves the metric; None without one.
         trials: rows (a site in a format) that were measured by trial; None in files of
@@ -131,7 +133,7 @@ class Measurement:
     batched: bool
     calls: int
     excluded: tuple[ExcludedCalls, ...]
-    environment: tuple[Mapping[str, str], ...]
+    environment: tuple[Setting, ...]
     parameters: Mapping[str, int] | None = None
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
@@ -155,15 +157,10 @@ class Measurement:
         records = {
             "target": MeasuredTarget(**data["target"]),
             "excluded": excluded,
+            "environment": settings_of(data["environment"]),
             "metric": None if metric is None else MetricCurve.from_dict(metric),
         }
-        lists = (
-            "formats",
-            "batch_samples",
-            "batch_signal",
-            "sample_signal",
-            "environment",
-        )
+        lists = ("formats", "batch_samples", "batch_signal", "sample_signal")
         tuples = {name: tuple(data[name]) for name in lists}
         return cls(**{**data, **tuples, **records})
 

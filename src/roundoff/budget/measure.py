@@ -51,7 +51,7 @@ def budget(
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
     *,
     probes: int | None = None,
-    target: str | None = None,
+    of: str | None = None,
     around: Mapping[str, str] | None = None,
     seed: int = 0,
     trials: int | None = None,
@@ -69,7 +69,7 @@ def budget(
         formats: names of the number formats.
         probes: sign vectors a sample (K); by default 2 to 16, so that K times the
             number of samples reaches 256 (0.4 dB standard error on a site).
-        target: a part of the output by name (all of it when None), the name of a site,
+        of: a part of the output by name (all of it when None), the name of a site,
             or ``"loss"``.
         around: site to format; linearise around that rounded model instead of the
             unrounded one.
@@ -95,7 +95,7 @@ def budget(
         )
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
-    run = _BudgetRun(workload, chosen, target, rounded, probes, seed)
+    run = _BudgetRun(workload, chosen, of, rounded, probes, seed)
     batches = len(workload.batches)
     started = time.process_time()
     with preserve(workload.model):
@@ -112,7 +112,7 @@ def budget(
     if not around and trials != 0:
         seconds = time.process_time() - started
         measured = refine(workload, measured, run.signs, seconds, trials, report)
-    if around is None and target is None and workload.metric is not None:
+    if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
     return measured
@@ -365,7 +365,7 @@ class _BudgetRun:
             batched=self.way.batched,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
-            environment=tuple(environment(model)),
+            environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
         )
 

@@ -36,7 +36,7 @@ def command(
         measured = roundoff.budget(
             roundoff.Workload.load(workload),
             o.split(formats),
-            target=of,
+            of=of,
             probes=probes,
             seed=seed,
             trials=trials,
@@ -61,6 +61,6 @@ def command(
         )
     else:
         console = o.console(False)
-        print_ranking(rows, console, top=top)
+        print_ranking(rows, console, top=top, is_planned=False)
         console.print(f"Written to {output}", markup=False)
     return 0

@@ -93,7 +93,7 @@ def command(
     folder = check_folder(output)
     names = o.split(formats)
     goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, names)
-    sampling = Sampling(part=of, probes=probes, seed=seed)
+    sampling = Sampling(of=of, probes=probes, seed=seed)
     loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:
@@ -147,8 +147,7 @@ def _finish_candidate(
     _write_summary(compared.summary, folder, json)
     if not json:
         console = o.console(False)
-        comparison = compared.comparison.summary(limit=20)  # as in summary.json
-        print_candidate(compared.summary, comparison, console, top)
+        print_candidate(compared.summary, console, top)
         console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
     return 0 if compared.agrees else 1
 

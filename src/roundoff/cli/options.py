@@ -124,7 +124,7 @@ def pairs(options: list[str] | None, name: str) -> dict[str, str]:
         pattern, _, value = option.rpartition("=")
         if not pattern or not value:
             raise PatternError(
-                f"--{name} needs a pattern and a format",
+                "a pattern and a format are needed",
                 where=f"--{name}",
                 expected="PATTERN=FORMAT, such as '*/softmax=fp32'",
                 got=repr(option),

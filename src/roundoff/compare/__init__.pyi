@@ -2,6 +2,7 @@ from .alignment import MATCHED as MATCHED
 from .alignment import Pair as Pair
 from .alignment import align as align
 from .culprits import Culprit as Culprit
+from .culprits import CulpritWithShare as CulpritWithShare
 from .element_differences import ElementDifferences as ElementDifferences
 from .element_differences import ElementPair as ElementPair
 from .explain import RecordedStep as RecordedStep

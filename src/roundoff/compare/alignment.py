@@ -198,7 +198,7 @@ class _Alignment:
         return twin.shape == row.shape
 
     def pairs(self) -> list[Pair]:
-        """All pairs, with a reason for every row that has no counterpart."""
+        """Return all pairs, with a reason for every row that has no counterpart."""
         pairs = [
             self._by_candidate.get(record)
             or Pair(None, record, CANDIDATE_ONLY, _why_unpaired(row, "reference"))
@@ -225,7 +225,7 @@ def _handed_on(row: RecordedRow) -> int:
 def records_read(
     reference: Sequence[RecordedRow], candidate: Sequence[RecordedRow]
 ) -> list[tuple[int, int]]:
-    """The pairs of records that two aligned calls read at the same place."""
+    """Return the pairs of records that two aligned calls read at the same place."""
     read: dict[tuple[int, int], None] = {}
     by_place = {row.place: row for row in reference}
     for row in candidate:

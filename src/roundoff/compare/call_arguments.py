@@ -33,7 +33,7 @@ class _NoConstant:
 def argument_differences(
     reference: RecordedRow, candidate: RecordedRow
 ) -> tuple[str, ...]:
-    """The constants that differ between two calls: ``eps: 1e-05, here 0.001``.
+    """Return the constants that differ between two calls: ``eps: 1e-05, here 0.001``.
 
     Tensors and formats are no constants. The rows are the first of each call.
     """
@@ -54,7 +54,7 @@ def argument_differences(
 
 
 def _constants(row: RecordedRow) -> dict[str, Any]:
-    """The constants of a call by name, defaults of the schema included."""
+    """Return the constants of a call by name, defaults of the schema included."""
     positional, by_name = json.loads(row.arguments or "")
     schema = overload_of(row.overload or "")._schema.arguments
     names = [argument.name for argument in schema]
@@ -92,7 +92,7 @@ def _text(value: Any) -> str:
 
 
 def with_tensors_of(arguments: str, other: str, fits: Fits) -> str | None:
-    """The arguments of one call with the tensors of another, in their order.
+    """Return the arguments of one call with the tensors of another, in their order.
 
     None where the calls take different numbers of tensors, or where a record of
     ``other`` does not fit in the place of one of ``arguments``.

@@ -236,7 +236,7 @@ def _twins(one: RecordedCall, other: RecordedCall) -> bool:
 def _needleman_wunsch(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
-    """The order-keeping pairs with the best total score; a gap costs nothing."""
+    """Return the order-keeping pairs with the best total score; a gap costs nothing."""
     table = _best_scores(reference, candidate)
     pairs = []
     i = 0
@@ -343,7 +343,7 @@ def _distance(one: RecordedCall, other: RecordedCall) -> float:
 def _common_blocks(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
-    """The places of the longest common runs of operators and shapes."""
+    """Return the places of the longest common runs of operators and shapes."""
     ours = [(call.operator, call.shapes) for call in reference]
     theirs = [(call.operator, call.shapes) for call in candidate]
     return _equal_places(SequenceMatcher(None, ours, theirs, autojunk=False))

@@ -60,6 +60,16 @@ class Culprit:
     steps: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CulpritWithShare(Culprit):
+    """A culprit, and the share of the output's noise that rounding its module makes.
+
+    None where the budget has no site in the module, or several.
+    """
+
+    share: float | None
+
+
 def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
     """The operators behind rows that made an error themselves, the likeliest first.
 
@@ -156,7 +166,7 @@ def _module_and_operator(row: ComparedRow) -> tuple[str, str]:
 def _key_of_forward(
     row: ComparedRow, by_key: dict[tuple[Any, ...], Culprit]
 ) -> tuple[Any, ...] | None:
-    """The key of the forward operator that a backward row belongs to."""
+    """Return the key of the forward operator that a backward row belongs to."""
     if row.blamed_phase != "backward":
         return None
     module, operator = _module_and_operator(row)

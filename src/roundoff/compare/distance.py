@@ -101,7 +101,7 @@ class Distances:
 
 
 def _index_of(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The index of an element from its place in memory."""
+    """Return the index of an element from its place in memory."""
     strided = [(stride[axis], axis) for axis, size in enumerate(shape) if size > 1]
     index = [0] * len(shape)
     for step, axis in sorted(strided, reverse=True):
@@ -110,7 +110,7 @@ def _index_of(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[in
 
 
 def of_metrics(metrics: Metrics) -> Distance:
-    """The relative l2 distance; infinite where NaN, Inf or zeros disagree."""
+    """Return the relative l2 distance; infinite where NaN, Inf or zeros disagree."""
     if metrics.numel == 0:
         return EQUAL
     if (
@@ -128,7 +128,7 @@ def of_metrics(metrics: Metrics) -> Distance:
 
 
 def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
-    """The largest relative difference of the statistics of two rows.
+    """Return the largest relative difference of the statistics of two rows.
 
     l2 is relative to the reference's, mean and standard deviation to its root mean
     square, smallest and largest to its largest magnitude. Equal statistics are taken
@@ -226,7 +226,7 @@ def largest_difference(
     candidate: RecordedRow | StatisticColumns,
     maximum: Callable[..., Any],
 ) -> Any:
-    """The largest relative difference of statistics, as of ``of_statistics``.
+    """Return the largest relative difference of statistics, as of ``of_statistics``.
 
     ``maximum`` is ``max`` for rows, for columns the maximum element by element.
     """

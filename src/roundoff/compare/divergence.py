@@ -63,21 +63,21 @@ class StepMeasures(Protocol):
         """The error that a value may have although its statistics are equal."""
 
     def distance(self, reference: int, candidate: int) -> Distance:
-        """How far two values are apart."""
+        """Return how far two values are apart."""
 
     def distance_within(self, one: int, other: int) -> Distance:
-        """How far two of the candidate's own values are apart."""
+        """Return how far two of the candidate's own values are apart."""
 
     def bound(self, twin: RecordedRow, row: RecordedRow) -> Bound:
-        """The error that rounding explains."""
+        """Return the error that rounding explains."""
 
     def operands(
         self, twin: RecordedRow, row: RecordedRow
     ) -> Sequence[tuple[int, int]]:
-        """The records that two aligned rows read in the same places."""
+        """Return the records that two aligned rows read in the same places."""
 
     def changed_arguments(self, twin: RecordedRow, row: RecordedRow) -> tuple[str, ...]:
-        """The arguments that differ between two calls, a text each."""
+        """Return the arguments that differ between two calls, a text each."""
 
     def replay(
         self, twin: RecordedRow, row: RecordedRow, *, same_inputs: bool
@@ -116,7 +116,7 @@ class Divergence:
         return self.findings
 
     def twin(self, record: int) -> RecordedRow:
-        """The reference's row of a candidate record."""
+        """Return the reference's row of a candidate record."""
         return self.reference[self.counterpart[record]]
 
     # -- one row -----------------------------------------------------------------
@@ -194,7 +194,7 @@ class Divergence:
     def _values_read(
         self, row: RecordedRow, twin: RecordedRow
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The values behind a row, each with what the reference has for it.
+        """Return the values behind a row, each with what the reference has for it.
 
         Rows without counterpart in between are looked through; they are the second
         of the result.
@@ -304,7 +304,7 @@ class Divergence:
     def _stands_out(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
     ) -> bool:
-        """True where an error cannot have come in with the inputs."""
+        """Return True where an error cannot have come in with the inputs."""
         if row.is_leaf:
             alone = error > CARRIED * finding.inputs + finding.tolerance
         else:
@@ -318,7 +318,7 @@ class Divergence:
     def _is_inserted(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow
     ) -> bool:
-        """True for an operator that the reference lacks, which changes a value.
+        """Return True for an operator that the reference lacks, which changes a value.
 
         The reference hands the value on as it is.
         """
@@ -415,7 +415,7 @@ class Divergence:
 
 
 def is_workspace(row: RecordedRow) -> bool:
-    """True for bytes that a kernel leaves for its backward kernel."""
+    """Return True for bytes that a kernel leaves for its backward kernel."""
     further_result = (row.place or 0) > 0
     return row.dtype == "uint8" and further_result and row.operator in WORKSPACE
 
@@ -434,7 +434,7 @@ def _is_cleared(replay: CallReplay, finding: Finding) -> bool:
 
 
 def _part_made_here(error: float, inputs: float) -> float:
-    """The part of an error that cannot have come in: sqrt(error² - inputs²).
+    """Return the part of an error that cannot have come in: sqrt(error² - inputs²).
 
     Errors are taken to add like independent ones.
     """

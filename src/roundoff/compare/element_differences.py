@@ -220,7 +220,7 @@ class _WorstPlaces:
 
 
 def _errors(r: Tensor, c: Tensor) -> tuple[Array, Array]:
-    """Which elements differ, and |r - c| in fp64.
+    """Return which elements differ, and |r - c| in fp64.
 
     The error is inf where special values disagree, 0 where they agree.
     """

@@ -90,7 +90,7 @@ class Totals:
 
 
 def grid_of(one: torch.dtype, other: torch.dtype) -> Grid | None:
-    """The coarser of two formats; None for types without floating point.
+    """Return the coarser of two formats; None for types without floating point.
 
     Coarser has fewer bits of fraction, then the larger smallest normal number.
     """
@@ -229,7 +229,7 @@ def _difference_of_squares(x: Array, y: Array, norms: Iterable[float]) -> float:
 
 
 def distance(x: Array, y: Array, grid: Grid) -> Array:
-    """How many representable numbers lie from each of ``x`` to ``y``.
+    """Return how many representable numbers lie from each of ``x`` to ``y``.
 
     Args:
         x: finite fp64 values.
@@ -257,7 +257,7 @@ def _distance_in_fp64(x: Array, y: Array) -> Array:
 
 
 def _code(x: Array, grid: Grid) -> Array:
-    """The number of steps of a format from zero to each value, with its sign."""
+    """Return the number of steps of a format from zero to each value, with its sign."""
     size = np.abs(x)
     # exponent and fraction stand side by side in the bits: one number, from 2**low on
     steps = (size.view(np.int64) - ((grid.low + 1022) << 52)) * 2.0 ** (grid.bits - 52)
@@ -314,7 +314,7 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Array:
 
 
 def raw_equal(r: Tensor, c: Tensor) -> Tensor:
-    """Which elements of two flat tensors of one dtype have the same bits."""
+    """Return which elements of two flat tensors of one dtype have the same bits."""
     if r.is_complex():
         parts = (torch.view_as_real(r), torch.view_as_real(c))
         raw = _RAW[r.element_size() // 2]

@@ -41,7 +41,7 @@ class RecordedStep:
     tensors: StepTensors | None = None
 
     def tensor(self, record: int) -> Tensor | None:
-        """The tensor of a record; None where it was not kept."""
+        """Return the tensor of a record; None where it was not kept."""
         if self.tensors is None or record not in self.tensors:
             return None
         return self.tensors[record]
@@ -157,7 +157,7 @@ def _operator_at_fault(rows: Rows, finding: Finding, row: RecordedRow) -> Record
 
 
 def _as_forward(missing: RecordedRow, divergence: Divergence) -> RecordedRow:
-    """The forward call without counterpart that a backward call belongs to."""
+    """Return the forward call without counterpart that a backward call belongs to."""
     if missing.phase != "backward":
         return missing
     paired = set(divergence.counterpart.values())
@@ -206,7 +206,7 @@ def _expected(
 
 
 def _without_nan(value: float | None) -> float | None:
-    """The value; infinity for NaN."""
+    """Return the value; infinity for NaN."""
     if value is None or math.isfinite(value):
         return value
     return math.inf

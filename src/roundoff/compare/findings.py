@@ -128,7 +128,7 @@ def _squared_sources(
 
 
 def _part_kept(finding: Finding, sources: float) -> float:
-    """The part of a row's weight that its own error explains, from 0 to 1."""
+    """Return the part of a row's weight that its own error explains, from 0 to 1."""
     if finding.cause == OWN or not sources:
         return 1.0
     made_here = _square(finding.own_error)

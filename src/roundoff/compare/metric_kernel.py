@@ -124,7 +124,7 @@ def _rows(pieces: list[_Piece], n: int) -> Tensor:
     count = n * len(pieces)
     while len(pieces) > 1:
         halves = zip(pieces[::2], pieces[1::2], strict=True)
-        pieces = [_added(one, other) for one, other in halves]
+        pieces = [_added(left, right) for left, right in halves]
     (piece,) = pieces
     *sums, ulp = (s.sum(1) for s in piece.sums)
     # as fp32 along the row: at its end torch adds the lanes of an int32 vector one by one

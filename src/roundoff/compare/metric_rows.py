@@ -87,7 +87,7 @@ def add_rows(totals: Totals, x: Tensor, y: Tensor, grid: Grid) -> bool:
 
 
 def _wide_form(x: Tensor, y: Tensor, grid: Grid) -> _Pass | None:
-    """The form for large tensors; None where it cannot be compiled."""
+    """Return the form for large tensors; None where it cannot be compiled."""
     if x.dtype is y.dtype is torch.bfloat16:
         packed = compiled("packed_wide", torch.bfloat16)
         if packed is None:
@@ -126,7 +126,7 @@ def _add_closer(totals: Totals, x: Tensor, y: Tensor, start: int, grid: Grid) ->
 
 @lru_cache
 def _scale(grid: Grid) -> tuple[Tensor, Tensor]:
-    """The two last arguments of the form ``pairs``.
+    """Return the two last arguments of the form ``pairs``.
 
     The factor from the smallest normal number of a format to that of fp32, and the bits
     of its 1 ulp in steps of fp32's.
@@ -210,7 +210,7 @@ def _add_values(
 
 
 def _trusted(sums: Array, added: Array, y: Tensor, row: int) -> Array | None:
-    """Which rows are finite and within fp32's range of squares; None for all."""
+    """Return which rows are finite and within fp32's range of squares; None for all."""
     error = sums[_MAX_ABS]
     faint = (error > 0) & (error < _TINY)
     small_reference = sums[_R2] < _TINY_SQUARES

@@ -196,7 +196,7 @@ def _has_numbers(values: Tensor) -> bool:
 def _metrics(
     totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int], grid: Grid | None
 ) -> Metrics:
-    """The metrics of flat tensors from their totals."""
+    """Return the metrics of flat tensors from their totals."""
     counts = _counts(totals, x, y, shape)
     compared = totals.compared
     if not compared:
@@ -228,7 +228,7 @@ def _metrics(
 def _counts(
     totals: Totals, x: Tensor, y: Tensor, shape: Sequence[int]
 ) -> dict[str, Any]:
-    """The metrics that do not need an element that is finite in both."""
+    """Return the metrics that do not need an element that is finite in both."""
     place = totals.place if totals.broken is None else totals.broken
     specials = totals.specials
     return {
@@ -261,7 +261,7 @@ def _rel_l2(r: float, d: float) -> float | None:
 
 
 def _cosine(r: float, c: float, d: float, e: float) -> float | None:
-    """The cosine from the norms of r, c and r - c, and e = |r|² - |c|².
+    """Return the cosine from the norms of r, c and r - c, and e = |r|² - |c|².
 
     |d|² = (|r| - |c|)² + 2 |r| |c| (1 - cosine): no digits cancel where both are close.
     """

@@ -83,7 +83,7 @@ def _check_side(
 
 
 def _modules(run: Run, rank: int, step: int) -> set[str]:
-    """The modules of a step, those that hold others and parameters included."""
+    """Return the modules of a step, those that hold others and parameters included."""
     owner = pl.col("name").str.replace(r"\.?[^.]*$", "").alias("owner")
     table = run.part(rank, step).select("module", owner).collect()
     modules = set()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import polars as pl
@@ -35,6 +36,8 @@ from roundoff.errors import RunError
 from roundoff.ops import operators_that
 from roundoff.record import Run, StoredTensor, complete, own_error
 
+#: The columns that find a tensor.
+_PLACE = tuple(field.name for field in fields(StoredTensor))
 KEY = ("rank", "step", "phase", "module", "operator", "index", "place", "role")
 _NEEDED = (
     "record",
@@ -68,7 +71,7 @@ GARBAGE = "uninitialised memory"
 
 
 def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
-    """The floor of each row of ``reference``.
+    """Return the floor of each row of ``reference``.
 
     Args:
         reference: a run.
@@ -223,18 +226,23 @@ def _tensor_distance(
     one: Run, other: Run, couple: dict[str, Any]
 ) -> tuple[float | None, str | None]:
     try:
-        x = one.kept(StoredTensor.of_row(couple))
+        x = one.kept(own_tensor(couple))
         y = other.kept(other_tensor(couple))
     except RunError as error:  # a damaged file
         return None, str(error).splitlines()[0]
     return relative_distance(x, y)
 
 
+def own_tensor(couple: dict[str, Any]) -> StoredTensor:
+    """Where the tensor of the first run's row of a pair is."""
+    return StoredTensor(**{name: couple[name] for name in _PLACE})
+
+
 def other_tensor(couple: dict[str, Any]) -> StoredTensor:
     """Where the tensor of the other run's row of a pair is."""
-    columns = (*KEY, *_NEEDED)
-    row = {name: couple.get(f"{name}_other", couple[name]) for name in columns}
-    return StoredTensor.of_row(row)
+    return StoredTensor(
+        **{name: couple.get(f"{name}_other", couple[name]) for name in _PLACE}
+    )
 
 
 def _statistics_distance(pairs: pl.DataFrame) -> pl.DataFrame:

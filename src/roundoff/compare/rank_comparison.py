@@ -155,7 +155,7 @@ class _RankComparison:
         return RecordedStep(rows, StepTensors(run, self._rank, step))
 
     def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
-        """The tables of the steps that agree by their statistics, by number."""
+        """Return the tables of the steps that agree by their statistics, by number."""
         if self._tensors or self._settings.modules:
             return {}
         try:
@@ -188,7 +188,7 @@ class _RankComparison:
 def _compared_as_columns(
     ours: pl.DataFrame, theirs: pl.DataFrame
 ) -> tuple[pl.DataFrame, Array]:
-    """The rows of both runs side by side, and which of them agree.
+    """Return the rows of both runs side by side, and which of them agree.
 
     Statistics agree where their difference is within the least that rounding explains
     in the format.
@@ -243,7 +243,7 @@ def _statistic_columns(rows: pl.DataFrame) -> StatisticColumns:
 
 
 def _side_by_side(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
-    """The names of both sides of rows at the same places."""
+    """Return the names of both sides of rows at the same places."""
     return ours.select(
         "rank",
         "step",

@@ -20,14 +20,6 @@ from roundoff.ops import (
     tensors_made,
 )
 
-#: Begins the reasons of ``run_again`` for calls that round nothing: they run as they
-#: are.
-_EXACT = (
-    "a view rounds nothing",
-    "a cast that rounds nothing",
-    "already runs in",
-    "makes ",
-)
 #: How many calls of the reference run one after the other to say what the candidate's
 #: operators should have given together.
 DEEPEST = 12
@@ -61,7 +53,7 @@ class RecentResults:
     def of(
         self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype
     ) -> list[Tensor | None]:
-        """The results of a call in a format. Raises ``CannotRun``."""
+        """Return the results of a call in a format. Raises ``CannotRun``."""
         key = overload, arguments, dtype
         results = self._results.get(key)
         if results is None:
@@ -89,7 +81,7 @@ def run_call(
     results = run_again(func, args, kwargs, dtype=dtype)
     if not isinstance(results, Reason):
         return results
-    if not results.text.startswith(_EXACT):
+    if not results.is_exact:
         raise CannotRun(results.text)
     with outside_of_modes(func):
         try:

@@ -90,7 +90,7 @@ _COLUMNS = tuple(field.name for field in fields(RecordedRow))
 
 
 def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
-    """The rows of one step by record, in the order of execution."""
+    """Return the rows of one step by record, in the order of execution."""
     no_inputs = pl.lit([], pl.List(pl.Int64))
     table = (
         run.part(rank, step)
@@ -103,7 +103,7 @@ def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
 
 
 def first_rows(rows: Rows) -> dict[int, RecordedRow]:
-    """The first row of each call: it holds the arguments."""
+    """Return the first row of each call: it holds the arguments."""
     first: dict[int, RecordedRow] = {}
     for row in rows.values():
         if row.is_call:
@@ -112,5 +112,5 @@ def first_rows(rows: Rows) -> dict[int, RecordedRow]:
 
 
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
-    """The last row of each parameter, buffer and gradient by its name."""
+    """Return the last row of each parameter, buffer and gradient by its name."""
     return {row.name: row for row in rows.values() if row.name}

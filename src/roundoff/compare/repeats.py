@@ -97,7 +97,7 @@ def blamed_for_changing(
 def repeat_notes(
     rows: Sequence[UnstableRow], more_runs: Mapping[str, int], *, unchanged: bool
 ) -> list[str]:
-    """What the reader should know before anything is blamed, a sentence each.
+    """Return what the reader should know before anything is blamed, a sentence each.
 
     Args:
         rows: what does not repeat itself.

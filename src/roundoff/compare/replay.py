@@ -175,7 +175,7 @@ class _Call(NamedTuple):
     results: RecentResults
 
     def run(self, dtype: torch.dtype) -> Tensor:
-        """The result in a format. Raises ``CannotRun``."""
+        """Return the result in a format. Raises ``CannotRun``."""
         results = self.results.of(self.overload, self.arguments, self.tensors, dtype)
         return result_at(results, self.place)
 
@@ -294,7 +294,7 @@ def _relative(actual: Tensor, exact: Tensor) -> float:
 
 
 def _excess(actual: Tensor, exact: Tensor, allowed: _Allowed) -> float:
-    """The error in units of what is allowed.
+    """Return the error in units of what is allowed.
 
     Infinite where NaN or Inf disagree, also where the format is too small.
     """

@@ -14,11 +14,12 @@ from roundoff.compare.noise_floor import (
     kept_by_both,
     measurable_rows,
     other_tensor,
+    own_tensor,
     paired,
 )
 from roundoff.errors import RunError
 from roundoff.ops import base, operators_that
-from roundoff.record import STATISTICS, Run, StoredTensor, content_hash
+from roundoff.record import STATISTICS, Run, content_hash
 
 RANDOM = "draws random numbers without a seed"
 GPU = "known to be nondeterministic on GPUs"
@@ -76,7 +77,7 @@ class UnstableRow:
 
 
 def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[UnstableRow]:
-    """The values that do not repeat themselves, in the order of execution."""
+    """Return the values that do not repeat themselves, in the order of execution."""
     if not repeats:
         return []
     table = unstable(run, repeats)
@@ -202,7 +203,7 @@ class _FirstDifference:
             return True
         if row["blob"] is None or row["blob_other"] is None:
             return True
-        ours = self._reference.kept(StoredTensor.of_row(row))
+        ours = self._reference.kept(own_tensor(row))
         theirs = self._repeat.kept(other_tensor(row))
         return content_hash(ours) == content_hash(theirs)
 

@@ -78,7 +78,7 @@ def _spacing(name: str | None) -> float:
 
 
 def working_formats(rows: Iterable[RecordedRow]) -> frozenset[str]:
-    """The floating-point formats that a run works in.
+    """Return the floating-point formats that a run works in.
 
     They are those of at least a fifth of its matrix products and convolutions; of all
     its results, where it has none of these.
@@ -110,7 +110,7 @@ def tolerance(
     adopted: frozenset[str],
     inputs: Sequence[RecordedRow] = (),
 ) -> float:
-    """The largest relative distance that rounding explains, for equal inputs.
+    """Return the largest relative distance that rounding explains, for equal inputs.
 
     ``inputs`` are what the candidate's call read.
     """
@@ -130,7 +130,7 @@ def tolerance(
 
 
 def _is_only_a_result(row: RecordedRow, other: RecordedRow) -> bool:
-    """True where one run only has the result of calls that the other one has."""
+    """Return True where one run only has the result of calls that the other one has."""
     return row.is_leaf and other.is_call
 
 
@@ -150,7 +150,7 @@ def terms(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
 
 
 def _products(shape: Sequence[int]) -> float:
-    """The number of products in one element of a matrix product, at most."""
+    """Return the number of products in one element of a matrix product, at most."""
     if not shape:
         return 1.0
     if len(shape) == 1:
@@ -271,7 +271,7 @@ def _largest_size(
 
 
 def _rms(row: RecordedRow) -> float | None:
-    """The root mean square of a value; None where nothing is known."""
+    """Return the root mean square of a value; None where nothing is known."""
     if row.l2 is None or not row.numel:
         return None
     return row.l2 / math.sqrt(row.numel)

@@ -73,7 +73,7 @@ def compare_step(
     modules: Mapping[str, str],
     floors: NoiseFloors | None = None,
 ) -> list[ComparedRow]:
-    """The rows of the table for one step; ``memory`` is changed.
+    """Return the rows of the table for one step; ``memory`` is changed.
 
     Those of the candidate come first, in its order of execution.
 
@@ -262,7 +262,7 @@ class _Measures:
 
 
 def _whole(step: RecordedStep) -> RecordedStep:
-    """The step with the tensors alone on which an operator can run again."""
+    """Return the step with the tensors alone on which an operator can run again."""
     if step.tensors is None:
         return step
     return RecordedStep(step.rows, step.tensors.whole())
@@ -273,7 +273,7 @@ def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:
 
 
 def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """The row of the operator that made these values, behind views and casts."""
+    """Return the row of the operator that made these values, behind views and casts."""
     while row.operator in TRANSPARENT and len(row.inputs) == 1:
         source = rows.get(row.inputs[0])
         if source is None:

@@ -18,6 +18,8 @@ from roundoff.compare.table import (
     JudgedRow,
     rows_in,
 )
+from roundoff.errors import RunError
+from roundoff.record import Setting, settings_of
 
 #: Most dots of a chart.
 _POINTS = 900
@@ -40,26 +42,89 @@ class About:
     repeats: Sequence[str] = ()
     #: By side, what the run kept of its tensors.
     kept: Mapping[str, str] = field(default_factory=dict)
-    #: By side, the settings that can change numbers: ``name``, ``value``, ``note``.
-    environment: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    #: By side, the settings that can change numbers.
+    environment: Mapping[str, Sequence[Setting]] = field(default_factory=dict)
     #: The user's limits by metric, in place of what rounding explains.
     limits: Mapping[str, float] = field(default_factory=dict)
     #: The factor of what rounding explains.
     margin: float = 1.0
     #: What else was tried, a sentence each.
-    verified: Sequence[str] = ()
+    verified: Sequence[str] = field(default=(), metadata={"omit": "empty"})
 
     def is_lower_limit(self, metric: str) -> bool:
         """Return True for a metric of which a larger value is better."""
         return LARGER_IS_BETTER[metric]
 
     @classmethod
-    def of_plain(cls, data: Mapping[str, Any]) -> About:
-        """The object from its plain data; unknown keys are left out."""
-        names = {each.name for each in fields(cls)}
-        values = {name: value for name, value in data.items() if name in names}
-        unstable = [UnstableRow(**row) for row in data.get("unstable", ())]
-        return cls(**values | {"unstable": unstable})
+    def from_dict(cls, data: Mapping[str, Any], *, where: str) -> About:
+        """Read what ``json.load`` gives of the file at ``where``; other keys are left out.
+
+        Raises ``RunError`` naming a key that is missing or not of its type.
+        """
+        values = {
+            each.name: data[each.name] for each in fields(cls) if each.name in data
+        }
+        _check_values(values, where)
+        sides = values.get("environment", {})
+        environment = {side: settings_of(rows) for side, rows in sides.items()}
+        unstable = [_unstable_row(row, where) for row in values.get("unstable", ())]
+        return cls(**values | {"environment": environment, "unstable": unstable})
+
+
+#: Keys that ``comparison.json`` cannot do without.
+_REQUIRED = ("reference", "candidate")
+
+
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    """Raise ``RunError`` for a key of ``About`` that is missing or not of its type."""
+    missing = [name for name in _REQUIRED if name not in values]
+    if missing:
+        raise RunError(
+            f"the saved comparison does not say its {' and '.join(missing)}",
+            where=where,
+            expected=f"the keys {' and '.join(_REQUIRED)}",
+            got=", ".join(values) or "none of the keys",
+            do="compare the two runs again",
+        )
+    for name, value in values.items():
+        name_of_type, is_right = _is_of_its_type(name, value)
+        if not is_right:
+            raise _not_of_its_type(name, name_of_type, value, where)
+
+
+def _is_of_its_type(name: str, value: Any) -> tuple[str, bool]:
+    """Return what JSON calls the type of a field of ``About``, and if a value has it."""
+    if name in _REQUIRED:
+        return "a text", isinstance(value, str)
+    if name == "margin":
+        return "a number", _is_number(value)
+    if name == "limits":
+        numbers = isinstance(value, Mapping) and all(map(_is_number, value.values()))
+        return "an object of numbers", numbers
+    if name in ("kept", "environment"):
+        return "an object", isinstance(value, Mapping)
+    return "a list", isinstance(value, list)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unstable_row(row: Any, where: str) -> UnstableRow:
+    names = {each.name for each in fields(UnstableRow)}
+    if not isinstance(row, Mapping) or {*row} != names:
+        raise _not_of_its_type("unstable", "a list of rows with all fields", row, where)
+    return UnstableRow(**row)
+
+
+def _not_of_its_type(name: str, expected: str, value: Any, where: str) -> RunError:
+    return RunError(
+        f'"{name}" of the saved comparison cannot be read',
+        where=where,
+        expected=expected,
+        got=repr(value)[:60],
+        do="compare the two runs again",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +197,7 @@ class ChartPoint(LabelledValue):
 class ComparisonSummary:
     """A comparison without its table: what is printed, drawn and said."""
 
-    about: About
+    about: About = field(metadata={"inline": True})
     #: True where no row fails.
     agrees: bool
     #: How many rows pass, fail and are undecided.
@@ -158,19 +223,19 @@ class ComparisonSummary:
     #: Those that fail, then the largest contributions.
     rows: Sequence[JudgedRow] = ()
     #: For a chart, in the order of execution.
-    points: Sequence[ChartPoint] = ()
+    points: Sequence[ChartPoint] = field(default=(), metadata={"omit": "always"})
 
 
 _LABEL = tuple(each.name for each in fields(LabelledValue))
 
 
 def culprits_in(table: pl.DataFrame) -> list[Culprit]:
-    """The operators that made an error which rounding does not explain."""
+    """Return the operators that made an error which rounding does not explain."""
     return culprits(rows_in(table.filter(pl.col("cause") == OWN)))
 
 
 def first_of(named: Sequence[Culprit]) -> Culprit | None:
-    """The first culprit in the order of execution; None without any."""
+    """Return the first culprit in the order of execution; None without any."""
     return min(named, key=lambda c: (c.step, c.record), default=None)
 
 
@@ -218,7 +283,7 @@ def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
 
 
 def verdicts_of(table: pl.DataFrame) -> dict[str, int]:
-    """How many rows pass, fail and are undecided."""
+    """Return how many rows pass, fail and are undecided."""
     return dict(table.group_by("verdict").len().sort("verdict").iter_rows())
 
 
@@ -229,7 +294,7 @@ def summarise(
     coverage: ComparisonCoverage,
     limit: int | None,
 ) -> ComparisonSummary:
-    """The summary of a judged table, without rows and points.
+    """Return the summary of a judged table, without rows and points.
 
     Args:
         table: with the column ``verdict``.
@@ -291,7 +356,7 @@ def rows_to_show(table: pl.DataFrame, limit: int) -> list[JudgedRow]:
 
 
 def chart_points(table: pl.DataFrame, first: Culprit | None) -> list[ChartPoint]:
-    """The rows in the order of execution, of the rank where the runs part.
+    """Return the rows in the order of execution, of the rank where the runs part.
 
     Where there are more than a chart can show, the row of each stretch that failed
     worst.

@@ -165,7 +165,7 @@ def frame_of(rows: Sequence[ComparedRow]) -> pl.DataFrame:
 
 
 def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """The frames, one below the other, with all columns.
+    """Return the frames, one below the other, with all columns.
 
     A column that none of them has takes no memory.
     """
@@ -179,7 +179,7 @@ def whole(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
 
 
 def rows_in(table: pl.DataFrame) -> list[JudgedRow]:
-    """The rows of a judged table."""
+    """Return the rows of a judged table."""
     names = {column: each.name for column, each in _FIELDS.items()}
     renamed = table.rename(names, strict=False)
     return [JudgedRow(**row) for row in renamed.iter_rows(named=True)]
@@ -240,7 +240,7 @@ def judged(
 
 
 def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:
-    """Which rows break one of the limits, and which can be decided."""
+    """Return which rows break one of the limits, and which can be decided."""
     broken = [
         pl.col(name) < limit if LARGER_IS_BETTER[name] else pl.col(name) > limit
         for name, limit in limits.items()
@@ -250,7 +250,7 @@ def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:
 
 
 def _by_rounding(margin: float) -> tuple[pl.Expr, pl.Expr]:
-    """Which rows have an error beyond rounding, and which can be decided."""
+    """Return which rows have an error beyond rounding, and which can be decided."""
     broken = pl.col("error") > margin * pl.col("tolerance")
     if margin <= 1:
         # an operator that does something else is a finding however little comes of it

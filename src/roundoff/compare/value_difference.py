@@ -119,7 +119,7 @@ class ValueDifference:
 
 
 def label_of(row: RecordedRow) -> ValueLabel:
-    """The name of a value."""
+    """Return the name of a value."""
     return ValueLabel(row.site, row.name, row.phase, row.place, row.call)
 
 
@@ -139,7 +139,7 @@ def with_measures(
     limit: int,
     without_tensors: str | None = None,
 ) -> ValueDifference:
-    """The difference with everything that can be measured.
+    """Return the difference with everything that can be measured.
 
     Args:
         named: only the names.
@@ -206,7 +206,7 @@ def _why_no_tensor(sides: Sides, twin: RecordedRow, row: RecordedRow) -> str | N
 
 
 def _first(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """The first row of the call: it holds the arguments."""
+    """Return the first row of the call: it holds the arguments."""
     return first_rows(rows)[row.call] if row.is_call else row
 
 
@@ -216,7 +216,7 @@ def _input_differences(
     pair: tuple[RecordedRow, RecordedRow],
     distances: Distances,
 ) -> list[InputDifference]:
-    """What both calls read at the same places, and how far it is apart."""
+    """Return what both calls read at the same places, and how far it is apart."""
     twin, row = pair
     if not row.is_call or not twin.is_call:
         return []

@@ -41,7 +41,7 @@ class QParams:
     granularity: Granularity | None = None
 
     def view_shape(self, x: Tensor) -> Sequence[int]:
-        """The shape in which ``x`` broadcasts against the scale."""
+        """Return the shape in which ``x`` broadcasts against the scale."""
         if self.granularity is None:
             return x.shape
         return self.granularity.split(x.shape)[0]
@@ -50,7 +50,7 @@ class QParams:
 def choose_qparams(
     x: Tensor, fmt: Format, granularity: Granularity | None = None
 ) -> QParams:
-    """The scale (and zero point) that bring ``x`` into the range of ``fmt``.
+    """Choose the scale (and zero point) that bring ``x`` into the range of ``fmt``.
 
     Symmetric formats: ``scale = amax / target``, target being the format's largest value (hif8: 15, see
     ``named.py``), or the mean magnitude for ternary and binary. Asymmetric ones: ``scale = (max - min) / levels``
@@ -119,7 +119,7 @@ def _asymmetric_qparams(
 
 
 def _usable(scale: Tensor) -> Tensor:
-    """The scale, normal and positive: 1 for 0, the smallest normal number for less."""
+    """Make the scale normal and positive: 1 for 0, the smallest normal number for less."""
     tiny = torch.finfo(scale.dtype).tiny
     return torch.where(scale > 0, scale.clamp(min=tiny), 1.0)
 
@@ -218,7 +218,7 @@ def _divided(view: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
-    """The codes of ``x``, in its shape: int32 for an integer format, the format's own torch dtype for others (fp8).
+    """Return the codes of ``x``, in its shape: int32 for an integer format, the format's own torch dtype for others (fp8).
 
     What :func:`fake_quantize` gives is ``scale * (code - zero_point)`` of these, so a tensor that lies on the grid has its
     own codes. What is out of range saturates.
@@ -254,7 +254,7 @@ def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
 
 
 def dequantize(codes: Tensor, qparams: QParams) -> Tensor:
-    """The values of codes, ``scale * (code - zero_point)``, in the scale's dtype and the codes' shape.
+    """Return the values of codes, ``scale * (code - zero_point)``, in the scale's dtype and the codes' shape.
 
     >>> dequantize(torch.tensor([1, -3]), QParams(torch.tensor(0.5), torch.tensor(1.0)))
     tensor([ 0., -2.])

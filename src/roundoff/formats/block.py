@@ -26,7 +26,7 @@ def round_blocks(
     rounding: RoundingMode,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """``x`` rounded to ``fmt`` with blocks along ``axis``, in x's shape and dtype. Elements saturate."""
+    """Round ``x`` to ``fmt`` with blocks along ``axis``, in x's shape and dtype. Elements saturate."""
     shape, dims = PerGroup(fmt.block_size, axis).split(x.shape)
     if x.numel() == 0:
         return x.clone()
@@ -44,7 +44,7 @@ def round_blocks(
 
 
 def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
-    """The scale of blocks with the given largest magnitudes (fp32 or fp64, finite), of amax's shape.
+    """Return the scale of blocks with the given largest magnitudes (fp32 or fp64, finite), of amax's shape.
 
     Example:
         >>> from roundoff.formats import parse_format

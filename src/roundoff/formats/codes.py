@@ -15,7 +15,7 @@ _DOTS = (("11", 4), ("10", 3), ("01", 2), ("001", 1), ("0001", 0))
 
 
 def decode(code: int, fmt: Format) -> float:
-    """The value of a code: an element's, without any scale. NaN and Inf codes give nan and inf.
+    """Return the value of a code: an element's, without any scale. NaN and Inf codes give nan and inf.
 
     Codes above the largest finite value are Inf (the first one, where the format has Inf) or NaN.
 
@@ -79,7 +79,7 @@ def _magnitude(code: int, fmt: Format) -> float:
 
 
 def _hif8(code: int) -> float:
-    """The seven bits below the sign: dot, exponent (sign, then the magnitude below its leading 1), fraction."""
+    """Decode the seven bits below the sign: dot, exponent (sign, then the magnitude below its leading 1), fraction."""
     text = f"{code:07b}"
     for dot, width in _DOTS:
         if text.startswith(dot):
@@ -95,7 +95,7 @@ def _hif8(code: int) -> float:
 
 @lru_cache(maxsize=64)
 def all_values(fmt: Format) -> list[float]:
-    """The value of every code, in the order of codes, for formats of at most 16 bits; treat it as read-only.
+    """Return the value of every code, in the order of codes, for formats of at most 16 bits; treat it as read-only.
 
     The code that a narrow range leaves out is left out here too.
 

@@ -134,7 +134,7 @@ def _view(shape: Sequence[int], axes: tuple[int, ...]) -> Split:
 
 
 def _axis(axis: int, shape: Sequence[int], granularity: object) -> int:
-    """``axis`` counted from the front."""
+    """Count ``axis`` from the front."""
     if not -len(shape) <= axis < len(shape):
         raise FormatError(
             f"axis {axis} is out of range",
@@ -151,7 +151,7 @@ def _axis(axis: int, shape: Sequence[int], granularity: object) -> int:
 def _divide(
     length: int, size: int, axis: int, shape: Sequence[int], granularity: object
 ) -> int:
-    """How many runs of ``size`` make up ``length``."""
+    """Return how many runs of ``size`` make up ``length``."""
     if size < 1 or length % size:
         raise FormatError(
             f"size {size} does not divide axis {axis}",

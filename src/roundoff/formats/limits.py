@@ -37,7 +37,11 @@ class Limits:
 
 @lru_cache
 def limits(fmt: str | Format) -> Limits:
-    """The bounds of a format. Raises ``FormatError`` for formats that are only used with a scale (integers, blocks)."""
+    """Return the bounds of a format.
+
+    Raises ``FormatError`` for formats that are only used with a scale (integers,
+    blocks).
+    """
     fmt = parse_format(fmt)
     if not _has_limits(fmt):
         examples = ", ".join(plain_formats()[:6])
@@ -66,7 +70,7 @@ def _has_limits(fmt: Format) -> bool:
 
 
 def plain_formats() -> list[str]:
-    """The names of the formats that have bounds of their own, as values need no scale in them."""
+    """Return the names of the formats that have bounds of their own, as values need no scale in them."""
     return [name for name, fmt in FORMATS.items() if _has_limits(fmt)]
 
 

@@ -36,7 +36,7 @@ def _ieee(
     torch_name: str | None,
     execution: Execution,
 ) -> Format:
-    """An IEEE-like format: the largest exponent field is Inf (fraction 0) and NaN."""
+    """Make an IEEE-like format: the largest exponent field is Inf (fraction 0) and NaN."""
     fraction_bits = width - 1 - exponent_bits
     emax = 2 ** (exponent_bits - 1) - 1
     max_finite = math.ldexp(2.0 - math.ldexp(1.0, -fraction_bits), emax)
@@ -67,7 +67,7 @@ def _float(
     negative_zero: bool = True,
     torch_name: str | None = None,
 ) -> Format:
-    """A small float without Inf."""
+    """Make a small float without Inf."""
     return Format(
         name=name,
         width=width,
@@ -89,7 +89,7 @@ def integer(
     narrow_range: bool | None = None,
     name: str | None = None,
 ) -> Format:
-    """A signed integer format of ``width`` >= 2 bits: quantum 1.
+    """Make a signed integer format of ``width`` >= 2 bits: quantum 1.
 
     Args:
         width: bits of a code.
@@ -311,7 +311,7 @@ _MIXED = re.compile(
 
 
 def integer_named(name: str) -> Format | None:
-    """The integer format of any width from 2 to 16: ``int6``, ``int3_asym``.
+    """Return the integer format of any width from 2 to 16: ``int6``, ``int3_asym``.
 
     ``None``: no such name.
     """
@@ -322,7 +322,7 @@ def integer_named(name: str) -> Format | None:
 
 
 def mixed(name: str) -> Format | None:
-    """Integer weights of one width, and activations of another or in full precision.
+    """Combine integer weights of one width, and activations of another or in full precision.
 
     ``w4a8``: weights of 4 bits, asymmetric activations of 8. ``w4``: weights alone.
     ``w4g64``: 64 weights along the contracted axis share a scale. Widths are 2 to 16.
@@ -350,7 +350,7 @@ def mixed(name: str) -> Format | None:
 
 
 def parse_format(name: str | Format) -> Format:
-    """The format with this name or alias; a format is returned as it is.
+    """Return the format with this name or alias; a format is returned as it is.
 
     Case does not matter, nor ``-`` for ``_`` or a leading ``torch.``. ``int6`` and the
     like are integers of any width from 2 to 16, ``w4a8`` and the like integers of two

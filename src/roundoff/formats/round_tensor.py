@@ -31,7 +31,7 @@ def round_tensor(
     axis: int = -1,
     scale_rule: ScaleRule | None = None,
 ) -> Tensor:
-    """``x`` rounded to the values of ``fmt``: a tensor of x's shape, dtype and device, without gradient.
+    """Round ``x`` to the values of ``fmt``: a tensor of x's shape, dtype and device, without gradient.
 
     * Without granularity and scale: a plain cast to the format's own values. Out of range as in
       ``Format.saturates``: the largest finite value if ``saturate``, else Inf, else NaN. Integer formats, ternary
@@ -115,7 +115,7 @@ def _qparams(
     scale: Tensor | float | None,
     zero_point: Tensor | float | None,
 ) -> QParams | None:
-    """The scale and zero point that are asked for; None for a plain cast."""
+    """Return the scale and zero point that are asked for; None for a plain cast."""
     if scale is not None:
         scale = torch.as_tensor(scale, device=x.device)
         if zero_point is not None:

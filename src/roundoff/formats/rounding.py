@@ -56,7 +56,7 @@ def cast(
     saturate: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """``x`` rounded to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
+    """Round ``x`` to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
     x = x.detach()
     if _holds(fmt, x.dtype):
         return x if not saturate else _clip(x)
@@ -93,18 +93,18 @@ def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _holds(fmt: Format, dtype: torch.dtype) -> bool:
-    """Every number of ``dtype`` is a value of the format, Inf and -0 included."""
+    """Return True if every number of ``dtype`` is a value of the format, Inf and -0 included."""
     return fmt.has_inf and fmt.has_negative_zero and fmt.contains(_CARRIERS[dtype])
 
 
 def _clip(x: Tensor) -> Tensor:
-    """Inf saturated to the largest value that ``x`` can carry."""
+    """Saturate Inf to the largest value that ``x`` can carry."""
     limit = torch.finfo(x.dtype).max
     return x.clamp(-limit, limit)
 
 
 def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
-    """The dtype whose cast gives the format's nearest-even values at speed, else ``None``."""
+    """Return the dtype whose cast gives the format's nearest-even values at speed, else ``None``."""
     dtype = fmt.torch_dtype
     if dtype is None or not dtype.is_floating_point or not fmt.has_subnormals:
         return None
@@ -123,7 +123,7 @@ def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
 
 @lru_cache(maxsize=64)
 def _overflow(dtype: torch.dtype, device: str) -> str:
-    """What a cast to ``dtype`` makes of Inf and of finite values out of range.
+    """Return what a cast to ``dtype`` makes of Inf and of finite values out of range.
 
     One of ``saturate``, ``inf``, ``nan`` and ``mixed``.
     """
@@ -147,7 +147,7 @@ def round_values(
     generator: torch.Generator | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The general algorithm on fp32 or fp64 ``x``. ``out=x`` overwrites x, for formats with a zero that saturate.
+    """Run the general algorithm on fp32 or fp64 ``x``. ``out=x`` overwrites x, for formats with a zero that saturate.
 
     The sign of a zero is not cleared for formats without -0: ``cast`` does that.
     """
@@ -175,7 +175,7 @@ def round_values(
 def _overflowed(
     x: Tensor, rounded: Tensor, fmt: Format, rounding: RoundingMode
 ) -> Tensor:
-    """``rounded`` with Inf, or NaN without Inf, where ``x`` is out of range."""
+    """Return ``rounded`` with Inf, or NaN without Inf, where ``x`` is out of range."""
     lowest = min(fmt.min_finite, 0.0)
     if rounding is RoundingMode.TOWARD_ZERO:
         rounded = torch.where(x.isinf(), x, rounded.clamp(lowest, fmt.max_finite))
@@ -199,7 +199,7 @@ def _may_exceed(rounded: Tensor, low: float, high: float) -> bool:
 
 
 def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
-    """The distance between neighbouring values at each element: a power of two."""
+    """Return the distance between neighbouring values at each element: a power of two."""
     if fmt.one_quantum is not None:
         return fmt.one_quantum
     integer, mask, bits = _EXPONENT[x.dtype]
@@ -221,7 +221,7 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
 
 @lru_cache(maxsize=64)
 def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
+    """Return the quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
     _, mask, bits = _EXPONENT[dtype]
     count = (mask >> bits) + 1
     exponents = [
@@ -240,7 +240,7 @@ def to_integer(
     generator: torch.Generator | None,
     out: Tensor | None,
 ) -> Tensor:
-    """``significand`` rounded to integers; Inf and NaN stay."""
+    """Round ``significand`` to integers; Inf and NaN stay."""
     if rounding is RoundingMode.NEAREST_EVEN:
         return torch.round(significand, out=out)
     # On magnitudes, since torch's floor is vectorised on the CPU and its trunc is not.

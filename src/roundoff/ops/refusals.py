@@ -35,13 +35,21 @@ _TRAITS: Mapping[Trait, str] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a call has no second result."""
+    """Why a call has no second result.
+
+    ``is_exact`` is true where the call rounds nothing, so that it may run as it is.
+    """
 
     text: str
+    is_exact: bool = False
 
 
 class Refusal(Exception):  # noqa: N818 - caught where it is raised, and given back as a Reason
     """Carry a reason out of the middle of a run."""
+
+    def __init__(self, text: str, *, is_exact: bool = False) -> None:
+        super().__init__(text)
+        self.reason = Reason(text, is_exact)
 
 
 def refuse(func: OpOverload, values: Keywords) -> None:
@@ -61,9 +69,9 @@ def refuse(func: OpOverload, values: Keywords) -> None:
         raise Refusal("draws random numbers")
     if operator in operators_that("cast"):
         if _hands_values_on(values):
-            raise Refusal("a cast that rounds nothing")
+            raise Refusal("a cast that rounds nothing", is_exact=True)
     elif _is_view(func):
-        raise Refusal("a view rounds nothing")
+        raise Refusal("a view rounds nothing", is_exact=True)
     makes_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
     if not makes_tensors and not func._schema.is_mutable:
         raise Refusal("returns no tensor")

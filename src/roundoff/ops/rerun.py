@@ -20,7 +20,7 @@ its input on.
 >>> f"{error.l2:.2g} {error.max:.2g} {error.reference:.2g}"
 '2.4e-08 1.2e-08 0.6'
 >>> run_again(torch.ops.aten.t.default, (x,), {})
-Reason(text='a view rounds nothing')
+Reason(text='a view rounds nothing', is_exact=True)
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run_again(
             refuse(func, {name: value for name, (_, value) in call.bound.items()})
             results = _run(call, target)
         except Refusal as refusal:
-            return Reason(str(refusal))
+            return refusal.reason
         except Exception as error:  # noqa: BLE001 - a custom operator may raise anything, and training must go on
             return _failure(error, target)
         if before is not None and not torch.equal(before, _random_state()):
@@ -193,10 +193,10 @@ def _run(call: _BoundCall, target: _Destination) -> list[Result]:
     elif narrow:  # integers alone give the default format: 1 / 3, mean, sqrt
         results = _once(call, replace(target, widen=True)).results
     elif target.device is None and first.is_unchanged:
-        raise Refusal(f"already runs in {_name(target.dtype)}")
+        raise Refusal(f"already runs in {_name(target.dtype)}", is_exact=True)
     fixed = {t.dtype for t in narrow} & {t.dtype for t in results if t is not None}
     for dtype in fixed:
-        raise Refusal(f"makes {_name(dtype)} of any input")
+        raise Refusal(f"makes {_name(dtype)} of any input", is_exact=True)
     return results
 
 

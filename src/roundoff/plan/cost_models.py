@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, did_you_mean, nearest
 from roundoff.formats import FORMATS, Format
 from roundoff.ops import MATRIX_KINDS
 from roundoff.plan.seconds import KINDS, SecondsTable
@@ -127,7 +127,10 @@ def cost(
 def _check(work: Work, fmt: Format, model: str, table: SecondsTable | None) -> None:
     if model not in UNITS:
         raise PlanError(
-            "unknown cost model", expected=", ".join(UNITS), got=repr(model)
+            "unknown cost model",
+            expected=", ".join(UNITS),
+            got=repr(model),
+            do=did_you_mean(nearest(model, UNITS, at_most=1)),
         )
     if work.kind not in KINDS:
         raise PlanError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from roundoff.errors import FormatError, PlanError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
 from roundoff.formats import parse_format
+from roundoff.plan.figures import PlanFigures
 from roundoff.site import first_match, matches
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class Plan:
                 raise PlanError(
                     f"a rule asks for an unknown format: {error}", where="plan"
                 ) from error
+
+    @property
+    def figures(self) -> PlanFigures:
+        """Target, prediction and cost, as ``about`` says them.
+
+        Raises ``PlanError`` for one that is no number.
+        """
+        return PlanFigures.from_dict(self.about)
 
     def format_of(self, site: str) -> str:
         """The format of one site. Raises ``PlanError`` for a plan over autocast's lists, which know operators, not sites."""
@@ -202,10 +211,18 @@ class Plan:
                 where=str(path),
                 expected="format = NAME and sites = [PATTERN, ...]",
             ) from error
+        about = data.get("about", {})
+        if not isinstance(about, dict):
+            raise PlanError(
+                "about is not a table",
+                where=str(path),
+                expected="[about] and lines NAME = VALUE below it",
+                got=repr(about)[:60],
+            )
         return cls(
             rules,
             str(data.get("default", "fp32")),
-            data.get("about", {}),
+            about,
             str(data.get("autocast", "")),
         )
 

@@ -56,6 +56,8 @@ from .replay import replay_run as replay_run
 from .script import capture_script as capture_script
 from .session import Capture as Capture
 from .session import check_noise as check_noise
+from .setting import Setting as Setting
+from .setting import settings_of as settings_of
 from .statistics import STATISTICS as STATISTICS
 from .statistics import in_memory_order as in_memory_order
 from .statistics import measure as measure

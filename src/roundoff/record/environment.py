@@ -1,4 +1,4 @@
-"""The settings of this process that change numbers, as rows a report can show."""
+"""The settings of this process that change numbers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundoff.record.setting import Setting
 
-def environment(model: nn.Module | None = None) -> list[dict[str, str]]:
-    """Rows ``{name, value, note}``: versions, device, threads and every flag that
-    changes results.
+
+def environment(model: nn.Module | None = None) -> tuple[Setting, ...]:
+    """Read versions, device, threads and every flag that changes results.
 
     Reads settings and changes none; whether subnormals are flushed is measured by
     multiplying two numbers.
     """
-    rows = [*_cpu_settings(), *_gpu_settings()]
+    settings = [*_cpu_settings(), *_gpu_settings()]
     if model is not None:
-        rows += _model_settings(model)
-    return rows
+        settings += _model_settings(model)
+    return tuple(settings)
 
 
-def _row(name: str, value: Any, note: str = "") -> dict[str, str]:
-    return {"name": name, "value": str(value), "note": note}
+def _setting(name: str, value: Any, note: str = "") -> Setting:
+    return Setting(name, str(value), note)
 
 
-def _cpu_settings() -> list[dict[str, str]]:
+def _cpu_settings() -> list[Setting]:
     machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     precision = torch.get_float32_matmul_precision()
     fewer = "" if precision == "highest" else "fp32 products are computed in fewer bits"
@@ -36,31 +37,33 @@ def _cpu_settings() -> list[dict[str, str]]:
     keeps_subnormals = bool(torch.tensor(1e-30) * torch.tensor(1e-10))
     threads_note = "another number splits reductions at other places"
     return [
-        _row("torch", torch.__version__),
-        _row("machine", machine, "vector width orders the sums"),
-        _row("threads", torch.get_num_threads(), threads_note),
-        _row("float32 matmul precision", precision, fewer),
-        _row("oneDNN", _on_or_off(onednn)),
-        _row("deterministic algorithms", _on_or_off(deterministic)),
-        _row("subnormals", "kept" if keeps_subnormals else "flushed to zero"),
-        _row("default dtype", str(torch.get_default_dtype()).removeprefix("torch.")),
+        _setting("torch", torch.__version__),
+        _setting("machine", machine, "vector width orders the sums"),
+        _setting("threads", torch.get_num_threads(), threads_note),
+        _setting("float32 matmul precision", precision, fewer),
+        _setting("oneDNN", _on_or_off(onednn)),
+        _setting("deterministic algorithms", _on_or_off(deterministic)),
+        _setting("subnormals", "kept" if keeps_subnormals else "flushed to zero"),
+        _setting(
+            "default dtype", str(torch.get_default_dtype()).removeprefix("torch.")
+        ),
     ]
 
 
-def _gpu_settings() -> list[dict[str, str]]:
+def _gpu_settings() -> list[Setting]:
     if not torch.cuda.is_available():
         return []
     matmul = torch.backends.cuda.matmul.allow_tf32
     cudnn = torch.backends.cudnn.allow_tf32
     benchmark_note = "may choose another algorithm each run"
     return [
-        _row("GPU", torch.cuda.get_device_name()),
-        _row("TF32", f"matmul {matmul}, cuDNN {cudnn}"),
-        _row("cuDNN benchmark", torch.backends.cudnn.benchmark, benchmark_note),
+        _setting("GPU", torch.cuda.get_device_name()),
+        _setting("TF32", f"matmul {matmul}, cuDNN {cudnn}"),
+        _setting("cuDNN benchmark", torch.backends.cudnn.benchmark, benchmark_note),
     ]
 
 
-def _model_settings(model: nn.Module) -> list[dict[str, str]]:
+def _model_settings(model: nn.Module) -> list[Setting]:
     kinds: Counter[str] = Counter()
     is_low_precision = False
     for parameter in model.parameters():
@@ -76,12 +79,12 @@ def _model_settings(model: nn.Module) -> list[dict[str, str]]:
         "dropout off, running statistics used, whatever mode the workload returned"
     )
     return [
-        _row(
+        _setting(
             "parameters",
             ", ".join(counts) or "none",
             reference_note if is_low_precision else "",
         ),
-        _row("mode", "evaluation", mode_note),
+        _setting("mode", "evaluation", mode_note),
     ]
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -181,7 +182,7 @@ class Capture:
             "seed": self.seed,
             "noise": self.noise,
             "of": self.of,
-            "environment": environment(self.model),
+            "environment": [asdict(s) for s in environment(self.model)],
             "model": None if self.model is None else type(self.model).__name__,
             "command": self.command,
             "framework": f"torch {torch.__version__}",

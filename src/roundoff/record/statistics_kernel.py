@@ -106,10 +106,8 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def errors(x: Tensor, reference: Tensor) -> Tensor:
     """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]`` of two tensors of shape
     ``(rows, n)``, n a multiple of 4, in fp64; not finite where one of them is not."""
-    quarters, true = (
-        x.to(torch.float64).view(x.shape[0], 4, -1),
-        reference.view(x.shape[0], 4, -1),
-    )
+    quarters = x.to(torch.float64).view(x.shape[0], 4, -1)
+    true = reference.view(x.shape[0], 4, -1)
     a, b, c, d = (quarters - true).abs().unbind(1)
     e, f, g, h = true.abs().unbind(1)
     most = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))

@@ -3,6 +3,7 @@
 >>> import tempfile
 >>> from pathlib import Path
 >>> from rich.console import Console
+>>> from roundoff.record import Setting
 >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=41.26,
 ...     stderr_db=0.4, share=1.0, activation_db=43.1, weight_db=45.9, chosen="int8")
 >>> cost = PlanCost(model="bytes", unit="MB", plan=2.0, fp32=8.0, lowest=2.0,

@@ -6,6 +6,7 @@ from .candidate_text import print_candidate as print_candidate
 from .comparison_answer import answer_comparison as answer_comparison
 from .comparison_html import write_comparison as write_comparison
 from .comparison_text import print_comparison as print_comparison
+from .diagnosis import AnsweredComparison as AnsweredComparison
 from .diagnosis import AskedTarget as AskedTarget
 from .diagnosis import CandidateSummary as CandidateSummary
 from .diagnosis import Coverage as Coverage
@@ -17,7 +18,6 @@ from .diagnosis import PlanSummary as PlanSummary
 from .diagnosis import RankingRow as RankingRow
 from .diagnosis import RoundingShare as RoundingShare
 from .diagnosis import ScatterPoint as ScatterPoint
-from .diagnosis import Setting as Setting
 from .diagnosis import TradeoffPoint as TradeoffPoint
 from .diagnosis import UnstableValue as UnstableValue
 from .diagnosis import Verdict as Verdict

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 
 from roundoff.report.comparison_text import print_comparison
@@ -13,9 +11,6 @@ from roundoff.report.diagnosis import (
     HigherPrecision,
 )
 from roundoff.report.figures import db, percent
-
-if TYPE_CHECKING:
-    from roundoff.compare import ComparisonSummary
 
 
 def candidate_sentences(
@@ -55,7 +50,6 @@ def _verdict_sentence(higher: HigherPrecision) -> str:
 
 def print_candidate(
     summary: CandidateSummary,
-    comparison: ComparisonSummary,
     console: Console,
     top: int = 20,
 ) -> None:
@@ -63,6 +57,7 @@ def print_candidate(
 
     Where nothing is at fault the sites that cost most follow.
     """
+    comparison = summary.comparison.summary
     print_comparison(comparison, console, top, option="--top")
     rows = [row for row in summary.rounding if row.share is not None]
     if rows and not comparison.culprits:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roundoff.report import comparison_answer, comparison_text, figures, run_text
 from roundoff.report.comparison_chart import error_chart
@@ -14,6 +14,7 @@ from roundoff.report.page import Mark, Page
 
 if TYPE_CHECKING:
     from roundoff.compare import ComparisonSummary
+    from roundoff.record import Setting
 
 
 def write_comparison(summary: ComparisonSummary, path: str | os.PathLike[str]) -> None:
@@ -83,25 +84,31 @@ class SettingOfBoth:
 
 
 def environment(
-    sides: Mapping[str, Sequence[Mapping[str, Any]]],
+    sides: Mapping[str, Sequence[Setting]],
 ) -> list[SettingOfBoth]:
     """The settings of both runs, those that differ first.
 
-    >>> environment({"reference": [{"name": "threads", "value": "2", "note": ""}]})
+    >>> from roundoff.record import Setting
+    >>> environment({"reference": [Setting("threads", "2")]})
     [SettingOfBoth(name='threads', reference='2', candidate=None, note='')]
     """
-    ours = {entry["name"]: entry for entry in sides.get("reference", ())}
-    theirs = {entry["name"]: entry for entry in sides.get("candidate", ())}
+    ours = {setting.name: setting for setting in sides.get("reference", ())}
+    theirs = {setting.name: setting for setting in sides.get("candidate", ())}
     settings = [
-        SettingOfBoth(
-            name=name,
-            reference=ours.get(name, {}).get("value"),
-            candidate=theirs.get(name, {}).get("value"),
-            note=(theirs.get(name) or ours[name]).get("note") or "",
-        )
+        _of_both(name, ours.get(name), theirs.get(name))
         for name in dict.fromkeys([*ours, *theirs])
     ]
     return sorted(settings, key=lambda setting: not setting.differs)
+
+
+def _of_both(name: str, ours: Setting | None, theirs: Setting | None) -> SettingOfBoth:
+    latest = theirs or ours
+    return SettingOfBoth(
+        name=name,
+        reference=ours.value if ours else None,
+        candidate=theirs.value if theirs else None,
+        note=latest.note if latest else "",
+    )
 
 
 def value(number: float | None) -> str:

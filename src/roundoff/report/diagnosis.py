@@ -7,19 +7,14 @@ fields, in their order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
+from roundoff.record import Setting
 from roundoff.report.strict import from_plain
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A setting that changes numbers; ``note`` says how, where it is not usual."""
-
-    name: str
-    value: str
-    note: str = ""
+if TYPE_CHECKING:
+    from roundoff.compare import ComparisonSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +295,14 @@ class RoundingShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredComparison:
+    """A comparison with its first paragraph; its JSON is that of ``roundoff compare``."""
+
+    answer: str
+    summary: ComparisonSummary = field(metadata={"inline": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateSummary:
     """Everything that a report of ``diagnose`` with a candidate shows.
 
@@ -311,7 +314,7 @@ class CandidateSummary:
         notes: about the candidate, and why there is no plan.
         unstable: what does not repeat itself.
         higher_precision: bug or rounding; None where the two sides are equal.
-        comparison: ``Comparison.to_dict``, culprits with their share of the noise.
+        comparison: the two runs, its culprits with their share of the noise.
         rounding: what rounding each site costs, worst first.
         plan: the diagnosis for a number format; None for other candidates.
     """
@@ -323,6 +326,6 @@ class CandidateSummary:
     notes: tuple[str, ...]
     unstable: tuple[UnstableValue, ...]
     higher_precision: HigherPrecision | None
-    comparison: Mapping[str, Any]
+    comparison: AnsweredComparison
     rounding: tuple[RoundingShare, ...]
     plan: DiagnosisSummary | None

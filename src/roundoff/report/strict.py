@@ -13,9 +13,12 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from roundoff.files import atomic_path
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Record = TypeVar("Record")
 
@@ -26,8 +29,10 @@ NOTE = "not_finite"
 def plain(value: Any) -> Any:
     """Return a value as dicts, lists, texts, numbers, booleans and None.
 
-    A dataclass becomes a dict of its fields in their order; a field whose metadata has
-    ``"json"`` goes by that key. Enumeration members become their values, paths their
+    A dataclass becomes a dict of its fields in their order. In a field's metadata
+    ``"json"`` names its key, ``"inline"`` puts the fields of its record into this
+    dict, and ``"omit"`` leaves it out: ``"always"``, or while it is ``"empty"``.
+    Enumeration members become their values, paths their
     text, tuples lists, keys texts. Anything else comes back as it is, so that
     ``json.dumps`` refuses what is not data.
 
@@ -40,10 +45,7 @@ def plain(value: Any) -> Any:
     {'rounds': [{'number': 1, 'files': ['plan.toml']}]}
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.metadata.get("json", field.name): plain(getattr(value, field.name))
-            for field in fields(value)
-        }
+        return _plain_fields(value)
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, PathLike):
@@ -53,6 +55,20 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+def _plain_fields(record: DataclassInstance) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        omit = field.metadata.get("omit")
+        if omit == "always" or (omit == "empty" and not value):
+            continue
+        if field.metadata.get("inline"):
+            data.update(plain(value))
+        else:
+            data[field.metadata.get("json", field.name)] = plain(value)
+    return data
 
 
 def from_plain(kind: type[Record], data: Any) -> Record:
@@ -73,7 +89,9 @@ def from_plain(kind: type[Record], data: Any) -> Record:
     values = {}
     for item in fields(kind):  # type: ignore[arg-type]
         key = item.metadata.get("json", item.name)
-        if key in data:
+        if item.metadata.get("inline"):
+            values[item.name] = from_plain(hints[item.name], data)
+        elif key in data:
             values[item.name] = _value_of(hints[item.name], data[key])
     return kind(**values)
 

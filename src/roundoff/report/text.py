@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from roundoff.record import Setting
 from roundoff.report import figures
 from roundoff.report.answer import (
     REFERENCE,
@@ -22,7 +23,6 @@ from roundoff.report.diagnosis import (
     LeftOutCalls,
     PlanSummary,
     RankingRow,
-    Setting,
     VerificationSummary,
     VerifiedResult,
     VerifiedRound,
@@ -88,7 +88,11 @@ def _print_answer(summary: DiagnosisSummary, console: Console) -> None:
 
 
 def print_ranking(
-    rows: Sequence[RankingRow], console: Console, *, top: int = 20
+    rows: Sequence[RankingRow],
+    console: Console,
+    *,
+    top: int = 20,
+    is_planned: bool = True,
 ) -> None:
     """Print the ranked table, site by format, worst first.
 
@@ -97,7 +101,7 @@ def print_ranking(
     own parts. A part shown as ``–`` does not apply or makes no error; SQNR is ``exact``
     where rounding changes nothing and ``lost`` where the result is not finite. Where
     the console is too narrow, own parts and then the plan's format are left out, and a
-    line says so.
+    line says so. ``is_planned`` is false before there is a plan: it has no column then.
 
     >>> from roundoff.report import RankingRow
     >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=31.26,
@@ -114,7 +118,8 @@ def print_ranking(
         say(console, "No site was measured in any format.")
         return
     shown = rows[:top]
-    left_out = _print_rows(shown, {row.site for row in rows}, console)
+    sites = {row.site for row in rows}
+    left_out = _print_rows(shown, sites, console, is_planned=is_planned)
     for row in shown:
         if row.needs_note:
             note = f"! {row.rank}: {row.site} in {row.format}: {row.note}"
@@ -132,7 +137,11 @@ def print_ranking(
 
 
 def _print_rows(
-    rows: Sequence[RankingRow], sites: Collection[str], console: Console
+    rows: Sequence[RankingRow],
+    sites: Collection[str],
+    console: Console,
+    *,
+    is_planned: bool,
 ) -> list[str]:
     """Print ranked rows, the site column as wide as the numbers leave it.
 
@@ -151,14 +160,16 @@ def _print_rows(
         parts[0]: lambda row: db(row.activation_db),
         parts[1]: lambda row: db(row.weight_db),
         parts[2]: lambda row: db(row.output_db),
-        "plan": lambda row: row.chosen,
     }
+    if is_planned:
+        cells["plan"] = lambda row: row.chosen
     columns = {name: list(map(cell, rows)) for name, cell in cells.items()}
     left_out = []
-    droppable = {
+    droppable: dict[str, tuple[str, ...]] = {
         "own parts (activation, weight, output)": parts,
-        "the format in the plan": ("plan",),
     }
+    if is_planned:
+        droppable["the format in the plan"] = ("plan",)
     for label, names in droppable.items():
         if _room_for_sites(columns, console) < SITE_LEAST:
             for name in names:
@@ -166,7 +177,7 @@ def _print_rows(
             left_out.append(label)
     room = max(_room_for_sites(columns, console), 3)
     columns["site"] = [elide(name, room, sites) for name in columns["site"]]
-    styles = ["bold" if row.format == row.chosen else "" for row in rows]
+    styles = ["bold" if is_planned and row.format == row.chosen else "" for row in rows]
     print_table(console, columns, styles=styles)
     return left_out
 

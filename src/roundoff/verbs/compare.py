@@ -137,10 +137,7 @@ class Comparison:
 
     def to_dict(self, limit: int = 20) -> dict[str, Any]:
         """The comparison as plain data, with the culprits and rows of ``summary``."""
-        summary = plain(self.summary(limit))
-        del summary["about"]
-        del summary["points"]
-        return {"answer": self.answer, **_plain_about(self.about), **summary}
+        return {"answer": self.answer, **plain(self.summary(limit))}
 
     @cached_property
     def answer(self) -> str:
@@ -163,7 +160,7 @@ class Comparison:
         """
         with open_output(_within(path, TABLE_FILE)) as temporary:
             self.table.write_parquet(temporary)
-        text = json.dumps({**_plain_about(self.about), "comparison": VERSION})
+        text = json.dumps({**plain(self.about), "comparison": VERSION})
         # last: a folder with it is a whole comparison
         write_text(_within(path, ABOUT_FILE), text)
 
@@ -202,14 +199,7 @@ class Comparison:
                 got=f"version {version}",
                 do="compare the two runs again",
             )
-        return cls(table, About.of_plain(about))
-
-
-def _plain_about(about: About) -> dict[str, Any]:
-    data: dict[str, Any] = plain(about)
-    if not data["verified"]:
-        del data["verified"]
-    return data
+        return cls(table, About.from_dict(about, where=where))
 
 
 def is_saved(path: str | Path) -> bool:
@@ -319,7 +309,7 @@ def _about(reference: Run, candidate: Run) -> About:
         reference=reference.location,
         candidate=candidate.location,
         kept={side: run.about.keep or "tensors" for side, run in sides.items()},
-        environment={side: run.about.environment or [] for side, run in sides.items()},
+        environment={side: run.about.environment or () for side, run in sides.items()},
     )
 
 

@@ -32,7 +32,6 @@ from roundoff.report import (
     PlanSummary,
     RankingRow,
     ScatterPoint,
-    Setting,
     TradeoffPoint,
 )
 from roundoff.verbs.verify import Verification, verify
@@ -57,12 +56,12 @@ class Sampling:
     """How the budget of a diagnosis is measured.
 
     Attributes:
-        part: of the output, by name; None for all of it (see ``roundoff.budget``).
+        of: a part of the output, by name; None for all of it (see ``roundoff.budget``).
         probes: sign vectors a sample; None to choose from the data.
         seed: of the sign vectors.
     """
 
-    part: str | None = None
+    of: str | None = None
     probes: int | None = None
     seed: int = 0
 
@@ -109,7 +108,7 @@ def diagnose(
     cost_table: Any = None,
     pin: Mapping[str, str] | None = None,
     allow: Mapping[str, Sequence[str]] | None = None,
-    part: str | None = None,
+    of: str | None = None,
     probes: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -133,7 +132,7 @@ def diagnose(
         cost_table: seconds per operation, for the cost ``seconds``.
         pin: format of sites, by pattern.
         allow: formats that sites may take, by pattern.
-        part: what is measured (see ``roundoff.budget``).
+        of: what is measured (see ``roundoff.budget``).
         probes: sign vectors a sample.
         seed: of the sign vectors.
         progress: called as work goes on.
@@ -153,7 +152,7 @@ def diagnose(
         pin=pin or {},
         allow=allow or {},
     )
-    sampling = Sampling(part=part, probes=probes, seed=seed)
+    sampling = Sampling(of=of, probes=probes, seed=seed)
     if candidate is not None:
         from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
@@ -186,7 +185,7 @@ def diagnose_workload(
             workload,
             formats,
             probes=sampling.probes,
-            target=sampling.part,
+            of=sampling.of,
             seed=sampling.seed,
             progress=progress,
         )
@@ -203,7 +202,7 @@ def diagnose_workload(
             goal=goal,
             progress=progress,
         )
-        points = scatter(workload, measured, proof.plan, sampling.part, progress)
+        points = scatter(workload, measured, proof.plan, sampling.of, progress)
     asked = goal.metric_drop if goal.target is None else goal.target
     about = measured.about
     verification = proof.summary()
@@ -213,11 +212,11 @@ def diagnose_workload(
         formats=about.formats,
         probes=about.probes,
         samples=about.samples,
-        environment=tuple(Setting(**row) for row in about.environment),
+        environment=about.environment,
         target=AskedTarget(
             asked=str(asked),
             sqnr_db=proof.target_db,
-            note=proof.plan.about.get("note") or "",
+            note=proof.plan.figures.note,
         ),
         coverage=coverage(measured),
         ranking=ranked(measured, _formats(measured, proof.plan)),
@@ -251,7 +250,7 @@ def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     """
     lowest_formats, _ = problem.lowest()
     lowest_db = problem.budget.predict(lowest_formats).db
-    asked = float(plan.about["target_db"] or lowest_db)
+    asked = float(plan.figures.target_db or lowest_db)
     low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
     high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
     full = problem.cost_of({})
@@ -326,21 +325,21 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
     """
     formats = _formats(measured, plan)
     counts = Counter(formats.get(site.site, "fp32") for site in measured.sites)
-    about = plan.about
+    figures = plan.figures
     cost = PlanCost(
-        model=about["cost_model"],
-        unit=about["unit"],
-        plan=about["cost"],
-        fp32=about["cost_fp32"],
-        lowest=about["cost_lowest"],
-        lowest_format=about["lowest_format"],
+        model=figures.cost_model,
+        unit=figures.unit,
+        plan=figures.cost,
+        fp32=figures.cost_fp32,
+        lowest=figures.cost_lowest,
+        lowest_format=figures.lowest_format,
     )
     return PlanSummary(
         sites=dict(counts.most_common()),
         rules=len(plan.rules),
-        target_db=about["target_db"],
-        predicted_db=about["predicted_db"],
-        note=about["note"],
+        target_db=figures.target_db,
+        predicted_db=figures.predicted_db,
+        note=figures.note,
         cost=cost,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from roundoff.budget import Goal, Progress
-from roundoff.compare import unstable
+from roundoff.compare import Culprit, CulpritWithShare, unstable
 from roundoff.errors import InfeasibleError, RoundoffError, RunError
 from roundoff.plan import Variant, double, values_kept, variant
 from roundoff.preserve import preserve
 from roundoff.record import Capture, Run, load, sibling
 from roundoff.report import (
+    AnsweredComparison,
     CandidateSummary,
     HigherPrecision,
     RankingRow,
@@ -138,7 +139,7 @@ def diagnose_candidate(
         notes=(*other.notes, *([f"no plan: {reason}"] if reason else [])),
         unstable=_unstable_values(shaky),
         higher_precision=higher,
-        comparison=_with_shares(compared.to_dict(), ranking),
+        comparison=_with_shares(compared, ranking),
         rounding=tuple(
             RoundingShare(
                 site=row.site,
@@ -362,29 +363,28 @@ def _unstable_values(rows: pl.DataFrame) -> tuple[UnstableValue, ...]:
 
 
 def _with_shares(
-    comparison: dict[str, Any], ranking: Sequence[RankingRow]
-) -> dict[str, Any]:
-    """Return a comparison as plain data, whose culprits have their share."""
-    culprits = [_culprit(culprit, ranking) for culprit in comparison["culprits"]]
-    divergence = comparison["divergence"]
-    if divergence:
-        divergence = _culprit(divergence, ranking)
-    return {**comparison, "culprits": culprits, "divergence": divergence}
+    comparison: Comparison, ranking: Sequence[RankingRow]
+) -> AnsweredComparison:
+    """Return a comparison as ``to_dict`` has it, its culprits with their share."""
+    summary = comparison.summary(limit=20)
+    divergence = summary.divergence
+    if divergence is not None:
+        divergence = _with_share(divergence, ranking)
+    culprits = [_with_share(culprit, ranking) for culprit in summary.culprits]
+    return AnsweredComparison(
+        answer=comparison.answer,
+        summary=replace(summary, culprits=culprits, divergence=divergence),
+    )
 
 
-def _culprit(
-    culprit: Mapping[str, Any], ranking: Sequence[RankingRow]
-) -> dict[str, Any]:
-    """Return a culprit as plain data, with ``share``: of the output's noise.
+def _with_share(culprit: Culprit, ranking: Sequence[RankingRow]) -> CulpritWithShare:
+    """Return a culprit with its share of the output's noise.
 
     By the adjoint, where the budget has one site in its module, so that there is no
     doubt which one it is.
     """
-    module = culprit["module"]
-    rows = [row for row in ranking if row.site.rpartition("/")[0] == module]
-    return {
-        **culprit,
-        "ranks": sorted(culprit["ranks"]),
-        "steps": sorted(culprit["steps"]),
-        "share": rows[0].share if len(rows) == 1 else None,
-    }
+    rows = [row for row in ranking if row.site.rpartition("/")[0] == culprit.module]
+    fields_of_culprit = {f.name: getattr(culprit, f.name) for f in fields(culprit)}
+    return CulpritWithShare(
+        **fields_of_culprit, share=rows[0].share if len(rows) == 1 else None
+    )

@@ -108,7 +108,7 @@ def verify(
     Raises:
         PlanError: the plan's sites are not this model's.
     """
-    target = plan.about.get("target_db") if target is None else target
+    target = plan.figures.target_db if target is None else target
     verifier = _Verifier(workload, budget, target, metric_drop, goal, progress)
     candidate: _Candidate | None = verifier.first(plan)
     for number in range(1, rounds + 1):
@@ -210,10 +210,8 @@ class _Verifier:
         """Return the plan with what its budget predicts, or what it says itself."""
         formats = plan.formats(self.reference.handler.sites)
         if self.budget is None:
-            about = plan.about
-            return _Candidate(
-                plan, formats, about.get("predicted_db"), about.get("additive_db")
-            )
+            figures = plan.figures
+            return _Candidate(plan, formats, figures.predicted_db, figures.additive_db)
         prediction = self.budget.predict(formats)
         return _Candidate(plan, formats, prediction.db, prediction.additive_db)
 
@@ -278,7 +276,7 @@ class _Verifier:
             self.workload,
             self.budget.about.formats,
             probes=self.budget.about.probes,
-            target=self.part,
+            of=self.part,
             around=candidate.formats,
             seed=trial.number,
             progress=self.progress,

@@ -151,6 +151,8 @@ def test_a_residual_network(nets) -> None:
     [
         (3, "valid", False),
         (3, "same", True),
+        (1, "same", False),  # torch pads dilation * (kernel - 1) = 0 elements
+        ((1, 3), "same", True),
         (3, 0, False),
         (3, (0, 1), True),
     ],

@@ -25,6 +25,7 @@ from roundoff.formats import (
     integer,
     parse_format,
 )
+from roundoff.quantize.qat.learner import Learner
 from roundoff.quantize.qat.learners import LEARNERS, make_learner
 
 #: every learner with a format that it can do, before each role that it can have
@@ -466,3 +467,11 @@ def test_a_scale_of_another_shape_is_refused():
     )
     with pytest.raises(FormatError, match="the scale does not fit the tensor"):
         learner(torch.ones(3, 2))
+
+
+def test_a_learner_without_a_gradient_cannot_be_made():
+    class Half(Learner):
+        kind = "half"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half("int8")  # type: ignore[abstract]

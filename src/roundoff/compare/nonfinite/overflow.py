@@ -271,7 +271,7 @@ def prepare(ops: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
 
 
 def _mark_masked(rows: pl.DataFrame, masked: Sequence[Key]) -> pl.DataFrame:
-    """The rows with ``masked``: their largest negative values are a mask's."""
+    """Return the rows with ``masked``: their largest negative values are a mask's."""
     key = {name: OPS[name] for name in ("rank", "step", "record")}
     marks = pl.DataFrame(masked, schema=key, orient="row")
     marks = marks.with_columns(masked=pl.lit(True))
@@ -369,7 +369,7 @@ def _collective_key(row: TensorRecord) -> tuple[int, str, int]:
 
 
 def _sender(row: TensorRecord, candidates: Sequence[TracedEvent]) -> TracedEvent | None:
-    """The event on another rank of the collective's group."""
+    """Return the event on another rank of the collective's group."""
     group = (row.group or "").split(",")
     for candidate in candidates:
         rank = candidate.row.rank
@@ -379,7 +379,7 @@ def _sender(row: TensorRecord, candidates: Sequence[TracedEvent]) -> TracedEvent
 
 
 def _finished(events: Sequence[TracedEvent]) -> list[NonfiniteEvent]:
-    """The events with each birth's reach and deaths, and origins in columns."""
+    """Return the events with each birth's reach and deaths, and origins in columns."""
     births: dict[Key | None, TracedEvent] = {}
     for event in events:
         if event.kind in BORN:
@@ -432,7 +432,7 @@ def _finished_event(event: TracedEvent, birth: TracedEvent | None) -> NonfiniteE
 
 
 def _lost_steps(events: Sequence[NonfiniteEvent]) -> set[tuple[int, int]]:
-    """Each (rank, step) whose gradients are not finite, and not meant to be."""
+    """Return each (rank, step) whose gradients are not finite, and not meant to be."""
     lost = set()
     for event in events:
         is_gradient = event.phase == "backward" and event.kind != "death"

@@ -177,7 +177,7 @@ class _BinParts:
     most: Floats
 
     def complement(self) -> _BinParts:
-        """The parts on the other side of the bound."""
+        """Return the parts on the other side of the bound."""
         return _BinParts(1.0 - self.estimate, 1.0 - self.most, 1.0 - self.least)
 
 
@@ -289,7 +289,7 @@ class Histograms:
         )
 
     def _share(self, part: Floats) -> Floats:
-        """The share of each row's sample, from the part of each bin."""
+        """Return the share of each row's sample, from the part of each bin."""
         count = np.maximum(self.sampled, 1.0)
         lost = np.bincount(self._row, part * self._count, minlength=self.size.size)
         return np.asarray(lost / count)

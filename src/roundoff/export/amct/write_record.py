@@ -161,7 +161,7 @@ def _sites(entry: Entry) -> tuple[str, ...]:
 
 
 def _why_not(weight: Entry | None, site: str) -> str:
-    """Why AMCT's record cannot hold this weight; empty if it can."""
+    """Say why AMCT's record cannot hold this weight; empty if it can."""
     if weight is None:
         return ""
     fmt = format_named(weight.format)

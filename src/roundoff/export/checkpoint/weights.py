@@ -182,7 +182,7 @@ def _turned(qparams: QParams) -> QParams:
 
 
 def _stored_format(fmt: Format) -> Format:
-    """The format whose container holds the codes."""
+    """Return the format whose container holds the codes."""
     if fmt.one_quantum != 1.0 or fmt.width in BITS or fmt.width > max(BITS):
         return fmt
     return integer(min(b for b in BITS if b >= fmt.width), symmetric=fmt.symmetric)

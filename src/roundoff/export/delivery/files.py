@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from roundoff.errors import OutputError, RoundoffError, WorkloadError
+from roundoff.errors import OutputError, RoundoffError
 from roundoff.export.delivery.records import FileRow
 
 T = TypeVar("T")
@@ -46,11 +46,9 @@ class Folder:
         """
         try:
             return writer(self.path / name)
-        except WorkloadError as error:
-            # what the model's code raised
-            self.reasons[name] = f"{error.what}: {error.got}"
         except RoundoffError as error:
-            self.reasons[name] = error.what
+            # what a library or the model's code raised stands in ``got``
+            self.reasons[name] = ": ".join(filter(None, (error.what, error.got)))
         except ModuleNotFoundError as error:
             self.reasons[name] = f"{error}: pip install 'roundoff[onnx]'"
         return None

@@ -191,7 +191,7 @@ class _Results:
         self.by_site: dict[str, Tensor] = {}
 
     def before_write(self, _: Tensor) -> None:
-        """Nothing is kept of a tensor's identity."""
+        """Keep nothing of a tensor's identity."""
 
     def call(self, call: Call) -> Any:
         """Return the call's result, unchanged."""

@@ -92,7 +92,7 @@ def summarize(
         tradeoff=tuple(tradeoff),
         proof=None if proof is None else _proof_summary(proof),
         files=tuple(files),
-        notes=outcome.notes,
+        notes=(*outcome.notes, *(() if proof is None else proof.remarks)),
         lost=tuple(lost),
         seconds=outcome.seconds if seconds is None else seconds,
     )

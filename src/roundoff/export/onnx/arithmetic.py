@@ -30,7 +30,7 @@ __all__ = ["plainly", "rounded"]
 
 
 def plainly(x: Tensor, quantizer: Any) -> Tensor:
-    """What ``quantizer(x)`` gives for finite ``x``, in arithmetic that can be exported.
+    """Compute what ``quantizer(x)`` gives for finite ``x``, in arithmetic that can be exported.
 
     Raises ``QuantizationError`` for a dynamic quantizer whose blocks do not divide the axis.
     """
@@ -147,7 +147,7 @@ def _block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """``x`` rounded to the values of ``fmt``; what is out of range saturates."""
+    """Round ``x`` to the values of ``fmt``; what is out of range saturates."""
     if fmt.max_finite > torch.finfo(x.dtype).max:
         return x
     quantum: Tensor | float | None = fmt.one_quantum
@@ -179,7 +179,10 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _binade(x: Tensor, lowest: int, highest: int) -> tuple[Tensor, Tensor]:
-    """Index of the power of two below each ``x`` among ``2**lowest .. 2**highest`` (the nearest of them), and these."""
+    """Find the index of the power of two below each ``x``, and the powers.
+
+    They are ``2**lowest .. 2**highest``; beyond them the nearest counts.
+    """
     powers = torch.tensor(
         [math.ldexp(1.0, e) for e in range(lowest, highest + 1)],
         dtype=x.dtype,

@@ -18,7 +18,7 @@ from torch import Tensor
 def quantize_dequantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int
 ) -> Tensor:
-    """``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
+    """Pass ``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
     step = _spread(scale, x.ndim, axis, block)
     low = torch.iinfo(zero_point.dtype).min
     high = torch.iinfo(zero_point.dtype).max
@@ -50,7 +50,10 @@ def _(codes: Tensor, *_: Any) -> Tensor:
 
 
 def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
-    """One value for all, for each index of ``axis`` or for each block along it, so that it broadcasts against a tensor."""
+    """Shape values so that they broadcast against a tensor.
+
+    There is one for all, for each index of ``axis`` or for each block along it.
+    """
     if block:
         return values.repeat_interleave(block, axis)
     if not values.ndim:
@@ -63,8 +66,11 @@ def _spread(values: Tensor, ndim: int, axis: int, block: int) -> Tensor:
 def cast_and_back(
     x: Tensor, scale: Tensor, dtype: torch.dtype, axis: int, block: int
 ) -> Tensor:
-    """``x`` on the grid of an fp8 dtype with these scales. Q/DQ would say the same, but ONNX Runtime fuses Q/DQ of fp8 into
-    integer kernels that it has not, and drops a Relu before it as if codes had no sign."""
+    """Put ``x`` on the grid of an fp8 dtype with these scales.
+
+    Q/DQ would say the same, but ONNX Runtime fuses Q/DQ of fp8 into integer kernels
+    that it has not, and drops a Relu before it as if codes had no sign.
+    """
     if block:
         shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
         return cast_and_back(
@@ -77,7 +83,7 @@ def cast_and_back(
 
 @torch.library.custom_op("roundoff::site", mutates_args=())
 def site(x: Tensor, name: str) -> Tensor:  # noqa: ARG001 (for the exporter)
-    """``x``, as the result of the call with this name: the exported nodes that made it will have the name."""
+    """Return ``x`` as the result of the call with this name: the exported nodes that made it will have the name."""
     return x.clone()
 
 
@@ -88,7 +94,10 @@ def _(x: Tensor, _name: str) -> Tensor:
 
 @torch.library.custom_op("roundoff::dynamic_quantize_dequantize", mutates_args=())
 def dynamic_quantize_dequantize(x: Tensor) -> Tensor:
-    """``x`` through ONNX DynamicQuantizeLinear and DequantizeLinear: uint8, one scale for the tensor, from its own range."""
+    """Pass ``x`` through ONNX DynamicQuantizeLinear and DequantizeLinear.
+
+    Codes are uint8, with one scale for the tensor, from its own range.
+    """
     low = x.amin().clamp(max=0.0)
     high = x.amax().clamp(min=0.0)
     scale = (high - low) / 255.0
@@ -107,7 +116,7 @@ DOMAIN = "roundoff"
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """For ``torch.onnx.export(custom_translation_table=...)``."""
+    """Return a table for ``torch.onnx.export(custom_translation_table=...)``."""
     from onnx.defs import OpSchema
     from onnxscript import opset21
     from onnxscript.values import Op, Opset

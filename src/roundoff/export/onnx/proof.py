@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from roundoff.export.onnx.capture import Captured
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.differences import Agreement, Differing, ValueDifferences
-from roundoff.export.onnx.export import Traced, write
+from roundoff.export.onnx.export import write
 from roundoff.export.onnx.kernels import KernelRow, became
 from roundoff.export.onnx.runtime import (
     Kernels,
@@ -29,6 +30,7 @@ from roundoff.export.onnx.runtime import (
     run,
     session,
 )
+from roundoff.export.onnx.traced import Traced
 from roundoff.ops import Call, watch
 from roundoff.plan import replaced
 from roundoff.preserve import preserve
@@ -92,6 +94,8 @@ class Proof:
         bytes, bytes_fp32: sizes of the files.
         notes: quantizers that ONNX cannot express, or that are slow in ONNX Runtime, with
             the reason.
+        remarks: what the files fix of what the model leaves open: sizes, and numbers
+            that its code reads from values.
     """
 
     samples: int
@@ -107,6 +111,7 @@ class Proof:
     bytes: int
     bytes_fp32: int
     notes: dict[str, str]
+    remarks: tuple[str, ...] = ()
 
     @property
     def codes(self) -> int:
@@ -156,18 +161,23 @@ def prove(
         QuantizationError: as ``export_onnx``, or onnxruntime is not installed.
     """
     original = write(workload, workload.model, path_fp32)
-    batches = workload.held_out or workload.batches
     with tempfile.TemporaryDirectory() as folder:
         probed_path = Path(folder) / "probed.onnx"
         deployed = Deployed(quantized, probe=True)
         probed = write(
             workload, deployed, path_quantized, pack=pack, probed=probed_path
         )
+        batches = _fitting(workload, original, probed)
         values, simulated = _measure(
-            workload, quantized, exact or workload.model, batches, probed, probed_path
+            workload,
+            quantized,
+            exact or workload.model,
+            batches,
+            probed.traced,
+            probed_path,
         )
-    outputs = _outputs(batches, original, simulated, path_quantized)
-    outputs_fp32 = _outputs(batches, original, simulated, path_fp32)
+    outputs = _outputs(batches, original.traced, simulated, path_quantized)
+    outputs_fp32 = _outputs(batches, original.traced, simulated, path_fp32)
     agreement = Agreement()
     for output, fp32, simulation in zip(outputs, outputs_fp32, simulated, strict=True):
         agreement.add(
@@ -176,7 +186,7 @@ def prove(
     found_kernels = kernels(path_quantized)
     raced = None
     if seconds > 0:
-        inputs = _feed(original, batches[0])
+        inputs = _feed(original.traced, batches[0])
         raced = latency(path_fp32, path_quantized, inputs, seconds)
     judged = workload.with_model(workload.model)
     judged.batches = batches
@@ -194,7 +204,20 @@ def prove(
         bytes=Path(path_quantized).stat().st_size,
         bytes_fp32=Path(path_fp32).stat().st_size,
         notes={**deployed.slow, **deployed.reasons},
+        remarks=tuple(dict.fromkeys([*probed.remarks, *original.remarks])),
     )
+
+
+def _fitting(workload: Workload, *captured: Captured) -> list[Any]:
+    """Return the batches of the evaluation set that the files can run.
+
+    Where there are none, those of the other batches: the first always is.
+    """
+    for batches in (workload.held_out, workload.batches):
+        fitting = [b for b in batches if not any(c.why_unfit(b) for c in captured)]
+        if fitting:
+            return fitting
+    return workload.batches[:1]
 
 
 def _value_proofs(

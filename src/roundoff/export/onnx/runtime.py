@@ -89,7 +89,7 @@ def session(path: str | Path, optimised: str | Path | None = None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what it refuses is raised, with its words
     # without VNNI the usual kernels clip sums of two products to 16 bits
     options.add_session_config_entry("session.x64quantprecision", "1")
     if optimised is not None:
@@ -101,10 +101,11 @@ def session(path: str | Path, optimised: str | Path | None = None) -> Any:
     except Exception as error:  # onnxruntime's own classes have no public base
         if not type(error).__module__.startswith("onnxruntime"):
             raise
+        words = str(error).strip().splitlines()[0]
         raise QuantizationError(
             "ONNX Runtime cannot load this file",
             where=Path(path).name,
-            got=str(error).strip().splitlines()[0][:300],
+            got=words.replace(str(path), Path(path).name)[:300],
         ) from error
 
 

@@ -342,7 +342,7 @@ def _drop_zero_points(graph: Any) -> None:
 
 
 def _store_unsigned(graph: Any) -> None:
-    """Store int8 codes as uint8 where a recurrent layer reads a weight gate by gate.
+    """Store int8 codes as uint8 where several nodes read a weight: a layer in a loop.
 
     ONNX Runtime makes a DequantizeLinear for each reader, and cannot convert the same
     codes to uint8 more than once (``session.x64quantprecision``).
@@ -350,7 +350,7 @@ def _store_unsigned(graph: Any) -> None:
     for node in _nodes(graph, "DequantizeLinear"):
         value = node.inputs[0]
         codes = _number(value)
-        if codes is None or codes.dtype != np.int8 or not _is_sliced(node):
+        if codes is None or codes.dtype != np.int8 or not _is_shared(node):
             continue
         if len(list(value.uses())) > 1 or not _exceeds_seven_bits(codes):
             continue
@@ -364,9 +364,8 @@ def _store_unsigned(graph: Any) -> None:
             node.replace_input_with(place, constant)
 
 
-def _is_sliced(node: Any) -> bool:
-    readers = [use.node.op_type for use in node.outputs[0].uses()]
-    return len(readers) > 1 and set(readers) == {"Slice"}
+def _is_shared(node: Any) -> bool:
+    return len(list(node.outputs[0].uses())) > 1
 
 
 def _separate_zero_points(graph: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,10 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def check_keys(
-    data: Mapping[str, Any], allowed: tuple[str, ...], where: str, what: str = "setting"
+    keys: Iterable[str], allowed: tuple[str, ...], where: str, what: str = "setting"
 ) -> None:
     """Raise ``PlanError`` for the first key that is not ``allowed``, with its line and the nearest that is."""
-    for key in data:
+    for key in keys:
         if key in allowed:
             continue
         at = ", ".join(part for part in (where, place(key)) if part)

@@ -283,7 +283,7 @@ def pads_with_zeros(layer: nn.Module) -> bool:
     if not isinstance(layer, CONVOLUTIONS):
         return False
     if isinstance(layer.padding, str):
-        return layer.padding == "same"
+        return layer.padding == "same" and any(size != 1 for size in layer.kernel_size)
     return any(size != 0 for size in layer.padding)
 
 

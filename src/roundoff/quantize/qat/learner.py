@@ -11,6 +11,7 @@ and warned about once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
@@ -37,7 +38,7 @@ Role = Literal["weight", "activation"]
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Learner(nn.Module):
+class Learner(nn.Module, ABC):
     """A trainable fake quantizer.
 
     Args:
@@ -107,21 +108,28 @@ class Learner(nn.Module):
         """What to start from where nothing is given, from the first tensor; by default its min-max."""
         return choose_qparams(x, self.fmt, self.granularity)
 
+    @abstractmethod
     def begin(self, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
         """The parameters and buffers that stand for a scale and zero point."""
-        raise NotImplementedError
 
     def valid(self) -> Tensor:
-        """Where the learned parameters may be used: of the scale's shape."""
-        raise NotImplementedError
+        """Say where the learned parameters may be used, in the scale's shape.
 
+        By default where all are finite; one True without learned parameters.
+        """
+        valid = torch.tensor(True)
+        for name in self.learned:
+            parameter = getattr(self, name)
+            valid = valid.to(parameter.device) & parameter.isfinite()
+        return valid
+
+    @abstractmethod
     def qparams(self) -> QParams:
         """What ``convert`` freezes: the scale and zero point as they are now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def estimate(self, x: Tensor) -> Tensor:
         """The forward pass of fp32 or fp64 ``x``, with its gradient."""
-        raise NotImplementedError
 
     # -- what all share
 

@@ -7,6 +7,7 @@ and the last layer in high precision; which layers those are, a plan says by pat
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -37,13 +38,13 @@ class Transformed(Learner):
     kept: tuple[str, ...] = ("scale",)
     scale: Tensor
 
+    @abstractmethod
     def codes(self, view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes of format ``grid`` (as floating-point numbers) and their scale, for x in the granularity's view."""
-        raise NotImplementedError
 
+    @abstractmethod
     def surrogate(self, view: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
         """What has the gradient of the learner."""
-        raise NotImplementedError
 
     def first(self, x: Tensor) -> QParams:
         """See ``Learner``."""

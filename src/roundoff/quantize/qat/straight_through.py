@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,9 @@ class Affine(Learner):
             return {"scale": scale}
         return {"scale": scale, "zero_point": zero_point}
 
+    @abstractmethod
     def slopes(self, at: At) -> tuple[Tensor, ...]:
         """Element by element, the estimated derivative of the result by x, then by each learned parameter."""
-        raise NotImplementedError
 
     def estimate(self, x: Tensor) -> Tensor:
         """See ``Learner``."""

@@ -10,6 +10,7 @@ from typing import Any
 from roundoff.errors import RunError
 from roundoff.record.disk.checked_reading import read_checked, read_json
 from roundoff.record.disk.schema import ABOUT, SCHEMA
+from roundoff.record.setting import Setting, settings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class RunDescription:
         seed: of the samples.
         noise: seed of the noise in the last bits; None for an unchanged run.
         of: id of the run that this one repeats.
-        environment: rows ``name``, ``value``, ``note`` of what changes numbers.
+        environment: the settings that change numbers.
         model: name of the model's class.
         command: the script and its arguments.
         framework: name and version.
@@ -70,7 +71,7 @@ class RunDescription:
     seed: int | None = None
     noise: int | None = None
     of: str | None = None
-    environment: list[dict[str, str]] | None = None
+    environment: tuple[Setting, ...] | None = None
     model: str | None = None
     command: list[str] | None = None
     framework: str | None = None
@@ -80,9 +81,11 @@ class RunDescription:
     tool: str | None = None
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> RunDescription:
-        """From the object in the file; what it has besides the fields is left out."""
+    def from_dict(content: Mapping[str, Any]) -> RunDescription:
+        """Read the object in the file; keys that are no field are left out."""
         values = {name: content[name] for name in _FIELDS if name in content}
+        if values.get("environment") is not None:
+            values["environment"] = settings_of(values["environment"])
         coverage = content.get("coverage")
         if isinstance(coverage, Mapping):
             values["coverage"] = CallCoverage(
@@ -110,7 +113,7 @@ def read_description(path: Path) -> RunDescription:
         )
     content = read_checked(file, read_json, file)
     _check_schema(file, content)
-    return RunDescription.from_json(content)
+    return RunDescription.from_dict(content)
 
 
 def _check_schema(file: Path, content: Any) -> None:

@@ -37,6 +37,7 @@ from roundoff.record.disk.schema import (
 )
 from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.tensors import TensorFile
+from roundoff.record.disk.typed_rows import rows_of_table
 
 _INDEX_COLUMNS = (
     "record",
@@ -181,12 +182,11 @@ class Run:
         first_without: dict[str, Any] | None = None
         for number in steps:
             rows = self._rows(rank, number).filter(is_wanted)
-            for row in rows.iter_rows(named=True):
-                if row["blob"] is not None:
-                    return self.kept(
-                        StoredTensor.of_row(row | {"rank": rank, "step": number})
-                    )
-                first_without = first_without or row
+            kept_rows = rows.filter(pl.col("blob").is_not_null()).head(1)
+            for stored in _stored_tensors(kept_rows, rank, number):
+                return self.kept(stored)
+            if first_without is None and rows.height:
+                first_without = rows.row(0, named=True)
         if first_without is not None:
             raise self._not_kept(rank, first_without)
         place_name = _place_name(phase, place, role)
@@ -206,9 +206,8 @@ class Run:
 
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
         """Where the tensors of one step of one rank are, by record."""
-        place = {"rank": rank, "step": step}
-        rows = self._rows(rank, step).iter_rows(named=True)
-        return {row["record"]: StoredTensor.of_row(row | place) for row in rows}
+        stored = _stored_tensors(self._rows(rank, step), rank, step)
+        return {tensor.record: tensor for tensor in stored}
 
     def verify(self) -> list[Path] | list[str]:
         """The damaged files: missing, of another length, or with other bytes than were
@@ -371,6 +370,12 @@ class Run:
                 raise damaged(path, "not a table of checksums")
             self._checksums[folder] = content
         return self._checksums[folder]
+
+
+def _stored_tensors(rows: pl.DataFrame, rank: int, step: int) -> list[StoredTensor]:
+    """Where the tensors of these rows of one step of one rank are."""
+    place = rows.with_columns(rank=pl.lit(rank), step=pl.lit(step))
+    return rows_of_table(StoredTensor, place)
 
 
 def _is_checksum_table(content: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.record.disk.typed_rows import column, schema_of
+from roundoff.record.disk.typed_rows import ColumnType, column, schema_of
 from roundoff.site import Site
 
 #: Version of the layout. A reader takes its own version and those before it.
@@ -134,7 +134,7 @@ class TensorRecord:
 
 
 #: The columns of ``ops.parquet``: name -> polars type.
-OPS: dict[str, Any] = schema_of(TensorRecord)
+OPS: dict[str, ColumnType] = schema_of(TensorRecord)
 
 
 SCALARS: dict[str, Any] = {"step": pl.Int64, "name": pl.Utf8, "value": pl.Float64}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,19 +21,6 @@ class StoredTensor:
     shape: list[int] | None
     stride: list[int] | None
     offset: int | None
-
-    @staticmethod
-    def of_row(row: Mapping[str, Any]) -> StoredTensor:
-        """From a row of ``Run.ops``."""
-        return StoredTensor(
-            row["rank"],
-            row["step"],
-            row["record"],
-            row["blob"],
-            row["shape"],
-            row["stride"],
-            row["offset"],
-        )
 
     def strided(self, elements: torch.Tensor, run: Path) -> torch.Tensor:
         """The tensor from its elements in the order of memory.

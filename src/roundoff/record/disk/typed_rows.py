@@ -19,7 +19,11 @@ def column(dtype: Any, *, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"dtype": dtype})
 
 
-def schema_of(row_type: type[RowType]) -> dict[str, Any]:
+#: A polars type, with its parameters or without.
+ColumnType = pl.DataType | type[pl.DataType]
+
+
+def schema_of(row_type: type[RowType]) -> dict[str, ColumnType]:
     """Name -> polars type of the columns of a row's table.
 
     >>> from dataclasses import dataclass

@@ -286,7 +286,7 @@ def _rules(
         plan.rules,
         plan.default,
         plan.autocast,
-        plan.about.get("forwards"),
+        plan.figures.forwards,
         device,
         policy,
     )

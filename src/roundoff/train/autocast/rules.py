@@ -107,7 +107,7 @@ class Rules:
         self.plan = plan
         self.device = device
         self.lists = lists or device
-        self.forwards = int(plan.about.get("forwards", 1))
+        self.forwards = plan.figures.forwards
         self.key = next(_KEYS)
         self.lines = list(_lines(plan, model))
         self.default = None if plan.autocast else parse_format(plan.default).name

@@ -30,7 +30,7 @@ class Static:
     def update(self, state: ScaleState, overflow: Tensor) -> None:
         """Leave the scale where it is."""
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, float]:
         """Return the constants as torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
         return {
             "growth_factor": 1.0,
@@ -70,7 +70,7 @@ class Dynamic:
             self.growth_interval,
         )
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, float]:
         """Return the constants as torch's ``GradScaler`` names them."""
         return {
             "growth_factor": self.growth_factor,
@@ -134,7 +134,7 @@ class Exponential:
         state.good.copy_(torch.where(moved, 0, good))
         state.bad.copy_(torch.where(moved, 0, bad))
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, float]:
         """Return the nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
         return {
             "growth_factor": self.incr_ratio,

@@ -32,6 +32,7 @@ from roundoff.budget import (
     TermKey,
     TermRow,
     Terms,
+    draw_signs,
     excluded_calls,
     measure_gradients,
     parse_formats,
@@ -300,7 +301,7 @@ class _Measurement:
             vendor_kernels=self.vendor,
             calls=mode.calls + sum(row.count for row in excluded) // batches,
             excluded=(*excluded_calls(excluded, batches), *self._closed_sites()),
-            environment=tuple(environment(self.workload.model)),
+            environment=environment(self.workload.model),
         )
 
     def _closed_sites(self) -> list[ExcludedCalls]:
@@ -317,7 +318,7 @@ class _Measurement:
         gradient_norm = math.sqrt(gradient_power)
         loss_norm = math.sqrt(loss_power) if loss_power > 0 else 1.0
         shape = (self.probes, len(self.measured))
-        signs = np.random.default_rng(self.seed).choice((-1.0, 1.0), shape)
+        signs = draw_signs(shape, self.generator).numpy()
         keys: dict[TermKey, None] = {}
         for batch in self.measured:
             keys |= dict.fromkeys(batch.gradients)

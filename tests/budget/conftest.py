@@ -228,6 +228,7 @@ class Made:
                 noise,
                 stderr,
                 values.ravel().tolist(),
+                "adjoint",
             )
         )
         return self

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundoff import Workload, budget
+import roundoff
+from roundoff import Workload
 from roundoff.budget.probes import sample_axis
 
 KEEP = torch.tensor([True, False, True, False])

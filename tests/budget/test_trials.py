@@ -109,6 +109,35 @@ def test_a_router_without_a_gradient_costs_what_rounding_it_by_hand_costs(expert
     assert measured.about.trials >= 2
 
 
+@pytest.mark.parametrize("hidden", ["with torch.no_grad():\n", "x.detach", "numpy"])
+def test_values_that_a_gradient_does_not_follow_are_seen(hidden):
+    """The site is reported with a path, and costs what it costs when run alone."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            if hidden == "numpy":
+                return x.sin() + torch.from_numpy(np.tanh(y.detach().numpy()))
+            if hidden == "x.detach":
+                return x.sin() + y.detach()
+            with torch.no_grad():
+                z = y.exp()
+            return x.sin() + z
+
+    torch.manual_seed(0)
+    workload = Workload(Model(), [torch.randn(20, 4)])
+    measured = budget(workload, ["bf16"])
+    exact = run_batches(workload).targets
+    alone = noise(run_batches(workload, {"linear/linear": "bf16"}).targets, exact)
+    assert cost(measured, "linear/linear", "bf16").noise == pytest.approx(
+        alone, rel=1e-5
+    )
+
+
 def test_without_trials_the_router_has_no_path(experts):
     measured = budget(experts, ["bf16"], trials=0)
     assert {c.measured for c in measured.costs} == {"adjoint"}

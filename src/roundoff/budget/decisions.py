@@ -222,16 +222,20 @@ class FollowingMode(CallMode):
     ) -> None:
         """Note what the results of a call come from; ``trace`` is of its operands."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        outputs += self.noted.made
         if not outputs and operator.name in _READS:
             self._program = self._program | trace.as_decision()
         written = args[0] if operator.inplace and args else kwargs.get("out")
         if isinstance(written, Tensor):
             outputs.append(written)
             if written._base is not None:  # written through a view
-                base = written._base
-                outputs.append(base)
-                trace = trace | self._trace(base)
+                outputs.append(written._base)
+                trace = trace | self._trace(written._base)
+        self._note([*outputs, *self.noted.made], operator, trace)
+
+    def _note(
+        self, outputs: Iterable[Tensor], operator: Operator, trace: _Trace
+    ) -> None:
+        """Keep the trace of each output."""
         as_value = self._of_value(operator, trace)
         for tensor in outputs:
             is_value = is_floating(tensor) or tensor.is_complex()

@@ -187,12 +187,12 @@ def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
     The shares of the adjoint are kept, and what is missing to the sum is added in
     proportion to their powers. Undivided where the adjoint says nothing.
     """
-    shares = [row for row in rows if row.part == whole.part and not row.pooled]
+    shares = [row for row in rows if row.part == whole.part]
     powers = [power([row])[0] for row in shares]
-    is_plain = all(row.values.shape == whole.values.shape for row in shares)
-    if len(shares) < 2 or not is_plain or not 0 < sum(powers) < math.inf:
+    if len(shares) < 2 or not 0 < sum(powers) < math.inf:
         return [whole]
-    if not np.isfinite(whole.values).all():
+    is_alike = all(_has_columns_of(row, whole) for row in shares)
+    if not is_alike or not np.isfinite(whole.values).all():
         return [whole]
     missing = whole.values - np.sum([row.values for row in shares], axis=0)
     return [
@@ -201,6 +201,10 @@ def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
         )
         for row, noise in zip(shares, powers, strict=True)
     ]
+
+
+def _has_columns_of(row: Term, whole: Term) -> bool:
+    return not row.pooled and row.values.shape == whole.values.shape
 
 
 def _columns(projections: Array | None, probes: int, samples: int) -> Array:

@@ -21,9 +21,8 @@ from roundoff.budget.trials import Recording
 DISAGREEMENT_DB = 0.5
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
-#: The last strengths of evidence.
-SAMPLING = 4
-NO_EVIDENCE = 5
+#: Strengths of evidence, see ``Suspect``.
+UNSEEN, DECIDER, CURVED, DECIDES, SAMPLING, NO_EVIDENCE = range(6)
 #: Sites that are rounded together in the second round.
 GROUP = 8
 
@@ -58,40 +57,65 @@ class Suspect:
 
 
 def suspects(budget: Budget, recording: Recording, noise_of: NoiseOf) -> list[Suspect]:
-    """Return the rows to measure by trial, those of different formats in turn."""
-    formats = budget.about.formats
-    by_format = [_of_format(budget, recording, fmt, noise_of) for fmt in formats]
+    """Return the rows to measure by trial, those of different formats in turn.
+
+    Formats are looked at from the one with the most noise. Where its sites together
+    cost what was predicted, so do the same sites with less noise.
+    """
+    total: dict[str, float] = dict.fromkeys(budget.about.formats, 0.0)
+    for cost in budget.costs:
+        total[cost.format] += cost.noise
+    search = _Search(budget, recording, noise_of)
+    by_format = [search.of_format(f) for f in sorted(total, key=lambda f: -total[f])]
     in_turn = chain.from_iterable(zip_longest(*by_format))
     return [suspect for suspect in in_turn if suspect is not None]
 
 
 def every_row(budget: Budget, suspected: Sequence[Suspect]) -> list[Suspect]:
     """Return all rows of a budget: the suspects, then the others, worst first."""
-    known = {(suspect.site, suspect.format) for suspect in suspected}
+    pairs = {(suspect.site, suspect.format) for suspect in suspected}
     others = [
         Suspect(cost.site, cost.format, NO_EVIDENCE, cost.noise)
         for cost in budget.costs
-        if (cost.site, cost.format) not in known
+        if (cost.site, cost.format) not in pairs
     ]
     return [*suspected, *others]
 
 
-def _of_format(
-    budget: Budget, recording: Recording, fmt: str, noise_of: NoiseOf
-) -> list[Suspect]:
-    costs = {cost.site: cost for cost in budget.costs if cost.format == fmt}
-    found: dict[str, Suspect] = {}
-    for site, strength in _by_flow(budget, recording, fmt):
-        noise = costs[site].noise if site in costs else 0.0
-        found[site] = Suspect(site, fmt, strength, noise)
-    others = [cost for site, cost in costs.items() if site not in found]
-    curved = _Groups(budget, fmt, noise_of).disagreeing(others)
-    for cost in others:
-        if cost.site in curved:
-            found[cost.site] = Suspect(cost.site, fmt, 2, cost.noise)
-        elif _sampling_db(budget, cost) > DOUBTFUL_DB:
-            found[cost.site] = Suspect(cost.site, fmt, SAMPLING, cost.noise)
-    return sorted(found.values(), key=lambda suspect: suspect.order)
+class _Search:
+    """Looks for suspects, format by format."""
+
+    def __init__(self, budget: Budget, recording: Recording, noise_of: NoiseOf) -> None:
+        self.budget = budget
+        self.recording = recording
+        self.noise_of = noise_of
+        self.agreed: list[frozenset[str]] = []
+
+    def of_format(self, fmt: str) -> list[Suspect]:
+        """Return the suspects of one format, strongest evidence first."""
+        costs = {c.site: c for c in self.budget.costs if c.format == fmt}
+        by_site: dict[str, Suspect] = {}
+        for site, strength in _by_flow(self.budget, self.recording, fmt):
+            noise = costs[site].noise if site in costs else 0.0
+            by_site[site] = Suspect(site, fmt, strength, noise)
+        others = [cost for site, cost in costs.items() if site not in by_site]
+        curved = self._curved(fmt, others)
+        for cost in others:
+            if cost.site in curved:
+                by_site[cost.site] = Suspect(cost.site, fmt, CURVED, cost.noise)
+            elif _sampling_db(self.budget, cost) > DOUBTFUL_DB:
+                by_site[cost.site] = Suspect(cost.site, fmt, SAMPLING, cost.noise)
+        return sorted(by_site.values(), key=lambda suspect: suspect.order)
+
+    def _curved(self, fmt: str, costs: Sequence[SiteCost]) -> set[str]:
+        """Return the sites of groups whose prediction is wrong."""
+        sites = frozenset(cost.site for cost in costs)
+        if any(sites <= agreed for agreed in self.agreed):
+            return set()
+        curved = _Groups(self.budget, fmt, self.noise_of).disagreeing(costs)
+        if not curved:
+            self.agreed.append(sites)
+        return curved
 
 
 def _sampling_db(budget: Budget, cost: SiteCost) -> float:
@@ -115,11 +139,11 @@ def _by_flow(
         if not any(place.reaches for place in places):
             continue
         if site.no_path is not None:
-            yield site.site, 0
+            yield site.site, UNSEEN
         elif any(place.is_direct for place in places):
-            yield site.site, 1
+            yield site.site, DECIDER
         elif any(place.decides for place in places):
-            yield site.site, 3
+            yield site.site, DECIDES
 
 
 class _Groups:

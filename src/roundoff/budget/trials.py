@@ -293,6 +293,8 @@ def measure_by_trial(
         run, or that changes the shape of the target, is left out.
     """
     results = {pair: TrialRows() for pair in pairs}
+    if not results:
+        return results
     handler = _NamedCall(_wanted(recording.target))
     with preserve(workload.model), torch.no_grad():
         _prepare(workload.model)

@@ -4,8 +4,10 @@ Every network is quantized by `roundoff.quantize(workload, output=folder)` as it
 `quantize_static` (Q/DQ, per channel, u8 values and s8 weights, preprocessed, the better of MinMax and Entropy) from the
 file of `torch.onnx.export`, on the same batches; both files run on the same held-out batches. Without VNNI the usual
 kernels clip sums of two products of u8 and s8 to 16 bits: all files run with the session option that avoids it, which
-serves ONNX Runtime's files best too; what its file would take without the option is a column of its own. Latencies are
-of one thread, in turns in one process, on the first held-out batch.
+serves ONNX Runtime's files best too; what its file would take without the option is a column of its own. Where no file
+of its own with a scale a channel runs, one with a scale a tensor counts; where it fails with the option, it runs without.
+Latencies are of one thread, in turns in one process, on the first held-out batch. Rows are kept: networks may be measured
+one at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +63,14 @@ class Quantized:
         how: what made it, or the reason that nothing did.
         db: SQNR of the worst output.
         crashed: it ended in an exception that is no message of its own.
+        precise: it loads with the session option that avoids sums that clip.
     """
 
     file: Path | None = None
     how: str = ""
     db: float = -math.inf
     crashed: bool = False
+    precise: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,9 +182,11 @@ def reference(workload: ro.Workload) -> Outputs:
     ]
 
 
-def worst_db(file: Path, workload: ro.Workload, wanted: Outputs) -> float:
+def worst_db(
+    file: Path, workload: ro.Workload, wanted: Outputs, precise: bool = True
+) -> float:
     """SQNR in dB of the worst of the named outputs, over all held-out batches."""
-    session = Session(file)
+    session = Session(file, precise=precise)
     signal: dict[str, float] = {}
     error: dict[str, float] = {}
     for batch, expected in zip(workload.held_out, wanted, strict=True):
@@ -277,33 +283,57 @@ def prepared(file: Path, folder: Path) -> tuple[Path, str]:
 
 
 def peer(workload: ro.Workload, wanted: Outputs, folder: Path) -> Quantized:
-    """ONNX Runtime's own file: the better of its ways to choose ranges."""
-    best = Quantized()
-    reasons: list[str] = []
+    """ONNX Runtime's own file: the better of its ways to choose ranges.
+
+    Weights have a scale a channel, or one where no such file runs.
+    """
     try:
         with quiet():
             file, how = export_fp32(workload, folder)
             start, note = prepared(file, folder)
     except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
         return Quantized(how=first_line(error), crashed=True)
-    for method in METHODS:
-        target = folder / f"peer_{method}.onnx"
-        try:
-            with quiet():
-                quantize_static(start, target, workload, method)
-            db = worst_db(target, workload, wanted)
-        except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
-            reasons.append(f"{method}: {first_line(error)}")
-            continue
-        if best.file is None or db > best.db:
-            best = Quantized(target, f"{method}, {how}{note}", db)
-    if best.file is None:
-        return Quantized(how="; ".join(reasons), crashed=True)
-    return best
+    reasons: list[str] = []
+    for per_channel in (True, False):
+        tries = [
+            try_peer(workload, wanted, start, method, per_channel) for method in METHODS
+        ]
+        files = [made for made in tries if made.file is not None]
+        if files:
+            best = max(files, key=lambda made: made.db)
+            return replace(best, how=f"{best.how}, {how}{note}")
+        reasons += [made.how for made in tries]
+    return Quantized(how="; ".join(reasons), crashed=True)
+
+
+def try_peer(
+    workload: ro.Workload, wanted: Outputs, start: Path, method: str, per_channel: bool
+) -> Quantized:
+    """One file of ONNX Runtime's quantizer, or why it does not run."""
+    label = method if per_channel else f"{method}, per tensor"
+    target = start.with_name(f"{label}.onnx")
+    try:
+        with quiet():
+            quantize_static(start, target, workload, method, per_channel)
+        precise = loads(target)
+        db = worst_db(target, workload, wanted, precise)
+    except Exception as error:  # noqa: BLE001 - any failure of the peer is a row
+        return Quantized(how=f"{label}: {first_line(error)}", crashed=True)
+    option = "" if precise else ", fails with the option against clipping"
+    return Quantized(target, f"{label}{option}", db, precise=precise)
+
+
+def loads(file: Path) -> bool:
+    """Whether a file loads with the session option that avoids sums that clip."""
+    try:
+        Session(file)
+    except Exception:  # noqa: BLE001 - whatever ONNX Runtime raises
+        return False
+    return True
 
 
 def quantize_static(
-    start: Path, target: Path, workload: ro.Workload, method: str
+    start: Path, target: Path, workload: ro.Workload, method: str, per_channel: bool
 ) -> None:
     import onnx
     from onnxruntime import quantization as ort
@@ -325,7 +355,7 @@ def quantize_static(
         str(target),
         Reader(),
         quant_format=ort.QuantFormat.QDQ,
-        per_channel=True,
+        per_channel=per_channel,
         activation_type=ort.QuantType.QUInt8,
         weight_type=ort.QuantType.QInt8,
         calibrate_method=ort.CalibrationMethod[method],
@@ -371,13 +401,13 @@ def race(files: dict[str, Session], inputs: dict[str, np.ndarray]) -> dict[str, 
     return {label: statistics.median(taken[3:]) for label, taken in times.items()}
 
 
-def integer_kernels(file: Path) -> int:
+def integer_kernels(file: Path, precise: bool) -> int:
     """Operators with integer sums in the graph that ONNX Runtime runs."""
     import onnx
 
     with tempfile.TemporaryDirectory() as folder:
         optimised = Path(folder) / "optimised.onnx"
-        Session(file, optimised=optimised)
+        Session(file, precise=precise, optimised=optimised)
         operators = [node.op_type for node in onnx.load(str(optimised)).graph.node]
     return sum(any(word in operator for word in INTEGER) for operator in operators)
 
@@ -388,7 +418,8 @@ def side(quantized: Quantized, whole: Path) -> Side:
     if file is None:
         return Side(quantized.how, None, quantized.crashed, None, None)
     size = file.stat().st_size / whole.stat().st_size if whole.exists() else None
-    return Side(quantized.how, quantized.db, False, integer_kernels(file), size)
+    kernels = integer_kernels(file, quantized.precise)
+    return Side(quantized.how, quantized.db, False, kernels, size)
 
 
 def measure(name: str, folder: Path) -> Row:
@@ -405,7 +436,7 @@ def measure(name: str, folder: Path) -> Row:
     if own.file is not None:
         sessions["ours"] = Session(own.file)
     if other.file is not None:
-        sessions["peer"] = Session(other.file)
+        sessions["peer"] = Session(other.file, precise=other.precise)
         sessions["peer, clipping"] = Session(other.file, precise=False)
     times = race(sessions, feed(workload.held_out[0]))
     return Row(name, side(own, whole), side(other, whole), times)

@@ -7,6 +7,7 @@ of them. Anything else that escapes is a bug in roundoff or in torch.
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -108,6 +109,7 @@ class InfeasibleError(PlanError):
     Attributes:
         best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has
             no error at all.
+        short_db: by how many dB it misses the target; NaN where that is not known.
         pinned: the sites whose format the user fixed, as strings; empty if none.
 
     Example:
@@ -121,6 +123,7 @@ class InfeasibleError(PlanError):
         what: str,
         *,
         best_db: float,
+        short_db: float = math.nan,
         pinned: Sequence[str] = (),
         where: str | None = None,
         expected: str | None = None,
@@ -129,6 +132,7 @@ class InfeasibleError(PlanError):
     ) -> None:
         super().__init__(what, where=where, expected=expected, got=got, do=do)
         self.best_db = best_db
+        self.short_db = short_db
         self.pinned = list(pinned)
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.plan.rounded_model import noise, run_batches
+from roundoff.plan.output_noise import worst_noise
+from roundoff.plan.rounded_model import run_batches
 
 
 def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
@@ -31,7 +32,7 @@ def check(model, batches, *, formats=("bf16", "int8"), within=2.0, **kwargs):
         }
         predicted = measured.predict(chosen).db
         actual = -10 * math.log10(
-            noise(run_batches(workload, chosen).targets, reference)
+            worst_noise(run_batches(workload, chosen).targets, reference)
         )
         assert abs(predicted - actual) <= within, (fmt, predicted, actual)
     return measured

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,9 @@ from torch import nn
 import roundoff
 from roundoff import Workload
 from roundoff.budget.probes import sample_axis
+
+#: The adjoint alone.
+budget = functools.partial(roundoff.budget, trials=0)
 
 KEEP = torch.tensor([True, False, True, False])
 
@@ -148,4 +153,5 @@ def test_outputs_with_unlike_first_axes_are_pooled():
         Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
     )
     assert measured.about.samples == 1
-    assert measured.about.probes == 16
+    # three outputs share 32 probes, so that none takes more than 10
+    assert measured.about.probes == 10

@@ -12,6 +12,7 @@ from torch import nn
 
 from roundoff import Workload, budget
 from roundoff.budget.facts import MetricCurve, MetricLevel
+from roundoff.budget.sqnr_target import parse_db
 from roundoff.budget.targets import (
     LEVELS,
     REPEATS,
@@ -19,7 +20,6 @@ from roundoff.budget.targets import (
     metric_at,
     metric_curve,
     parse_drop,
-    parse_target,
 )
 from roundoff.errors import PlanError
 
@@ -38,7 +38,7 @@ from roundoff.errors import PlanError
     ],
 )
 def test_targets(value, db):
-    assert parse_target(value) == db
+    assert parse_db(value) == db
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_targets(value, db):
 )
 def test_what_is_no_target(value):
     with pytest.raises(PlanError) as error:
-        parse_target(value)
+        parse_db(value)
     assert "a number of decibels such as 40dB" in str(error.value)
     assert repr(value) in str(error.value)
 
@@ -68,8 +68,8 @@ def test_what_is_no_target(value):
 @given(st.floats(-300, 300))
 def test_every_number_is_a_target(value):
     """Also those that Python writes with an exponent."""
-    assert parse_target(value) == value
-    assert parse_target(f"{value!r} dB") == value
+    assert parse_db(value) == value
+    assert parse_db(f"{value!r} dB") == value
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from roundoff.budget.noise_power import power
 from roundoff.budget.refine import with_trials
 from roundoff.budget.signs import DrawnSigns, draw_signs
 from roundoff.budget.table import Budget
-from roundoff.budget.trial_rows import with_mean_products
+from roundoff.budget.trial_rows import OutputView, with_mean_products
 from roundoff.budget.trials import measure_by_trial, record
 from roundoff.formats import parse_format
 from roundoff.ops import watch
@@ -194,18 +194,14 @@ def with_every_row_tried(workload, formats, probes=16) -> Budget:
     signs = []
     for batch in recording.batches:
         state = generator.get_state()
-        signs.append(DrawnSigns(state, probes, (True,)))
-        for target in batch.targets.values():
-            draw_signs((probes, *target.shape), generator)
+        [target] = batch.targets.values()
+        signs.append(DrawnSigns(state, probes, ("output",), len(target)))
+        draw_signs((probes, *target.shape), generator)
     pairs = [(c.site, parse_format(c.format)) for c in plain.costs]
-    results = measure_by_trial(
-        workload,
-        recording,
-        pairs,
-        lambda index, targets: signs[index].again(targets),
-        plain.about.batch_samples,
+    view = OutputView({"output": 1.0}, plain.about.signal)
+    return with_trials(
+        plain, measure_by_trial(workload, recording, pairs, [view], signs)
     )
-    return with_trials(plain, results)
 
 
 def test_rows_of_a_trial_stand_beside_those_of_the_adjoint(chain):

@@ -110,6 +110,17 @@ class Chosen(nn.Module):
         return self.a(x[rows])
 
 
+class Picked(nn.Module):
+    """As many indices as rows: sizes that have to agree, but may be any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, columns: Tensor) -> Tensor:
+        return self.a(x).gather(1, columns)
+
+
 def written(model: nn.Module, batches: list, tmp_path: Path):
     torch.manual_seed(0)
     workload = Workload(model.eval(), batches, name="sizes")
@@ -197,6 +208,14 @@ def test_sizes_that_take_another_path_are_named(tmp_path, inference_session):
         "the file cannot run batch 1: the model takes another path for its sizes",
     ]
     assert_computes(inference_session(path), workload, captured, batches[0])
+
+
+def test_sizes_that_have_to_agree_are_free_together(tmp_path, inference_session):
+    batches = [(torch.randn(n, 6), torch.randint(0, 6, (n, 6))) for n in (3, 5)]
+    workload, captured, path = written(Picked(), batches, tmp_path)
+    assert captured.remarks == []
+    for batch in batches:
+        assert_computes(inference_session(path), workload, captured, batch)
 
 
 def test_a_batch_of_one_sample_whose_number_is_fixed_stays_one(tmp_path):

@@ -235,6 +235,7 @@ def test_templates_are_part_of_the_package():
         "comparison.html",
         "bench.html",
         "quantize.html",
+        "outputs.html",
     }
     assert names == pages | {
         "report.css",

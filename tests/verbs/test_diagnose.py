@@ -30,6 +30,7 @@ ROW = {
     "note",
 }
 RESULT = {
+    "outputs",
     "target_db",
     "predicted_db",
     "measured_db",

@@ -348,6 +348,7 @@ def measure_batch(
     *,
     check: Callable[[], None],
     probes: Callable[[int], int],
+    spread: Callable[[int, Tensor], Tensor] = lambda _, vectors: vectors,
     generator: torch.Generator,
     learn_axes: bool,
     batched: bool,
@@ -362,6 +363,8 @@ def measure_batch(
         check: may refuse the targets.
         probes: says how many probes to draw for a number of samples. A target of one
             element needs one: its gradient is exact.
+        spread: puts the sign vectors of a target, by its number, in the rows of its
+            output (see ``OutputRows``).
         generator: draws the sign vectors.
         learn_axes: find out which axis of each output counts the samples.
         batched: send the probes back together.
@@ -384,14 +387,18 @@ def measure_batch(
     probe.samples = _samples(targets)
     is_number = sum(target.numel() for target in targets) == 1
     count = 1 if is_number else probes(probe.samples)
-    targets = [target for target in targets if target.requires_grad]
-    vectors = [draw_signs((count, *t.shape), generator, t) for t in targets]
+    numbered = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
+    targets = [target for _, target in numbered]
+    vectors = [
+        spread(n, draw_signs((count, *t.shape), generator, t)) for n, t in numbered
+    ]
     size = _probes_together(probe, parameters) if batched else 1
     chunks = list(zip(*(torch.split(v, size) for v in vectors), strict=True))
     send = functools.partial(backward, targets, probe.anchor, batched=batched)
     if learn_axes and probe.samples > 1:
         probe.kept_samples = torch.arange(probe.samples) % 2 == 0
-        masked = [_masked(v[:1], probe.kept_samples) for v in vectors]
+        # only one output's rows of a target are not zero
+        masked = [_masked(v.sum(0, keepdim=True), probe.kept_samples) for v in vectors]
         if batched:
             chunks[0] = tuple(map(torch.cat, zip(chunks[0], masked, strict=True)))
         else:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from roundoff.budget.facts import MeasuredSite
+from roundoff.budget.facts import MeasuredOutput, MeasuredSite
 from roundoff.budget.goal import Goal
-from roundoff.budget.noise_power import Term, casts, keeps, power
+from roundoff.budget.noise_power import Term, casts, keeps
+from roundoff.budget.outputs import powers
+from roundoff.budget.sqnr_target import SqnrTarget
 from roundoff.budget.table import Budget
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.formats import parse_format
@@ -24,6 +28,7 @@ from roundoff.plan import (
     solve,
 )
 from roundoff.site import matches, select
+from roundoff.workload import is_output
 
 #: Solves allowed to match the correlated prediction with the target.
 ROUNDS = 8
@@ -47,13 +52,14 @@ def choose(budget: Budget, goal: Goal) -> Plan:
     Raises ``PlanError`` for contradictory arguments, ``PatternError`` for patterns that
     match nothing and ``InfeasibleError`` when no plan reaches the target.
     """
-    target_db, note = goal.aim_db(budget.about.metric)
+    target, note = goal.aim(budget.about.metric)
     problem = Problem(budget, goal)
-    if target_db is None:
+    if target is None:
         chosen = problem.most_exact()
     else:
-        chosen = problem.cheapest(target_db)
-    return problem.plan(chosen, asked=target_db, note=note)
+        problem.check(target)
+        chosen = problem.cheapest(target)
+    return problem.plan(chosen, asked=target, note=note)
 
 
 class Problem:
@@ -148,12 +154,13 @@ class Problem:
         The noise of operands that a plain cast may leave as they are is in the edges.
         """
         price = sum(self._cost(site, fmt) for site in group)
+        outputs = len(self.budget.outputs)
         if fmt == "fp32":
-            return Choice(fmt, 0.0, price)
+            return Choice(fmt, (0.0,) * outputs, price)
         terms = [term for site in group for term in self.budget.rows(site, fmt)]
         if casts(fmt):
             terms = [term for term in terms if not term.absorbable]
-        return Choice(fmt, power(terms)[0], price)
+        return Choice(fmt, powers(terms, outputs), price)
 
     def _constraint(self, group: Sequence[str]) -> Sequence[str] | None:
         """Return the formats of the first rule that names a site or its parameters."""
@@ -178,8 +185,10 @@ class Problem:
         for site in self.info:
             for fmt, formats in absorbing.items():
                 for term in self.budget.rows(site, fmt):
-                    noise = power([term])[0] if term.absorbable else 0.0
-                    if noise > 0:
+                    if not term.absorbable:
+                        continue
+                    noise = powers([term], len(self.budget.outputs))
+                    if any(noise):
                         producers = self._producers(term)
                         yield Edge(self.owner[site], producers, fmt, noise, formats)
 
@@ -199,32 +208,64 @@ class Problem:
         most = self.goal.max_cost
         return self.sites(solve(self.decisions, self.edges, max_cost=most))
 
-    def cheapest(self, target_db: float) -> dict[str, str]:
+    def check(self, target: SqnrTarget) -> None:
+        """Raise ``PlanError`` where a target names no output, or one of many together."""
+        outputs = self.budget.outputs
+        names = [output.name for output in outputs]
+        reasons = self.budget.about.not_measured
+        for pattern in target.patterns:
+            if pattern in reasons and pattern not in names:
+                raise _not_measured(pattern, reasons[pattern], names)
+        tensors = [tensor for output in outputs for tensor in output.tensors]
+        target.check(list(dict.fromkeys([*names, *tensors])))
+        for pattern in target.patterns:
+            if not any(is_output(pattern, name) for name in names):
+                raise _measured_together(pattern, outputs)
+
+    def cheapest(self, target: SqnrTarget | float) -> dict[str, str]:
         """Return the cheapest choice whose correlated prediction meets the target.
 
-        Raises ``InfeasibleError`` when none does.
+        A number is the least SQNR in dB of every output. Raises ``InfeasibleError``
+        when none does.
         """
-        bound = 10 ** (-target_db / 10)
-        limit = bound
+        if not isinstance(target, SqnrTarget):
+            target = SqnrTarget(float(target))
+        bounds = [_bound(target.of_output(o.name)) for o in self.budget.outputs]
+        limits = list(bounds)
         best: tuple[float, dict[str, str]] | None = None
         for _ in range(ROUNDS):
-            try:
-                solution = solve(self.decisions, self.edges, max_noise=limit)
-            except InfeasibleError:
-                if best is None and limit >= bound:
-                    raise
+            solution = self._solution(limits, bounds, is_first=best is None)
+            if solution is None:
                 break
             chosen = self.sites(solution)
-            noise = self.budget.predict(chosen).noise
-            if noise <= bound and (best is None or solution.cost < best[0]):
+            noises = [output.noise for output in self.budget.predict(chosen).outputs]
+            used = max(map(_share, noises, bounds))
+            if used <= 1 and (best is None or solution.cost < best[0]):
                 best = (solution.cost, chosen)
-            if solution.noise <= 0 or CLOSE * bound <= noise <= bound:
+            if solution.noise <= 0 or CLOSE <= used <= 1:
                 break
-            limit = _moved(limit, bound, noise)
+            limits = _moved(limits, bounds, noises)
         if best is not None:
             return best[1]
-        last = solve(self.decisions, self.edges, max_noise=max(limit, 1e-300))
-        return self.sites(last)
+        return self.sites(self._solve([max(limit, 1e-300) for limit in limits]))
+
+    def _solution(
+        self, limits: Sequence[float], bounds: Sequence[float], *, is_first: bool
+    ) -> Solution | None:
+        """Return the cheapest plan within additive limits; None where there is none.
+
+        Raises ``InfeasibleError`` where even the bounds themselves are out of reach.
+        """
+        try:
+            return self._solve(limits)
+        except InfeasibleError:
+            if is_first and all(map(operator.ge, limits, bounds)):
+                raise
+            return None
+
+    def _solve(self, limits: Sequence[float]) -> Solution:
+        names = [output.name for output in self.budget.outputs]
+        return solve(self.decisions, self.edges, max_noise=limits, outputs=names)
 
     def lowest(self) -> tuple[dict[str, str], str]:
         """Return every decision in its cheapest format, and the most frequent one."""
@@ -237,14 +278,18 @@ class Problem:
         return chosen, max(set(formats), key=formats.count) if formats else "fp32"
 
     def plan(
-        self, chosen: Mapping[str, str], *, asked: float | None, note: str = ""
+        self,
+        chosen: Mapping[str, str],
+        *,
+        asked: SqnrTarget | None,
+        note: str = "",
     ) -> Plan:
         """Return the plan of a choice, with what is predicted of it."""
         prediction = self.budget.predict(chosen)
         lowest, lowest_format = self.lowest()
-        about = {
+        about: dict[str, Any] = {
             "workload": self.budget.about.workload,
-            "target_db": asked,
+            "target_db": None if asked is None else asked.db,
             "note": note,
             "predicted_db": _if_finite(prediction.db),
             "additive_db": _if_finite(prediction.additive_db),
@@ -255,6 +300,14 @@ class Problem:
             "cost_lowest": self.cost_of(lowest),
             "lowest_format": lowest_format,
         }
+        if asked is not None and asked.of:
+            about["targets_db"] = dict(asked.of)
+        if len(prediction.outputs) > 1:
+            about["outputs_db"] = {
+                o.output: _if_finite(o.db) for o in prediction.outputs
+            }
+        if self.budget.about.target.name != "output":
+            about["of"] = self.budget.about.target.name
         forwards = self.budget.about.forwards
         if forwards > 1:
             # numbers of calls go over that many forward passes
@@ -297,11 +350,63 @@ def _rules(
     ]
 
 
-def _moved(limit: float, bound: float, noise: float) -> float:
-    """Move the additive limit to where the correlated noise is expected at the bound.
+def _not_measured(pattern: str, reason: str, names: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"the budget did not measure {pattern}",
+        where="target",
+        expected="one of " + ", ".join(names),
+        got=reason,
+    )
 
-    Errors that partly cancel leave room, errors that add up take it.
+
+def _measured_together(pattern: str, outputs: Sequence[MeasuredOutput]) -> PlanError:
+    together = [output.name for output in outputs if _holds(output, pattern)]
+    return PlanError(
+        f"the budget measured {pattern} with others",
+        where="target",
+        expected="one of " + ", ".join(output.name for output in outputs),
+        got=f"a part of {', '.join(together)}",
+        do=f"measure it by itself: roundoff budget --of {pattern}; or give the target to "
+        "roundoff diagnose or quantize, which measure what it names",
+    )
+
+
+def _holds(output: MeasuredOutput, pattern: str) -> bool:
+    return any(is_output(pattern, tensor) for tensor in output.tensors)
+
+
+def _bound(db: float | None) -> float:
+    """Return the most noise for an SQNR; infinite where nothing is asked."""
+    return math.inf if db is None else 10 ** (-db / 10)
+
+
+def _share(noise: float, bound: float) -> float:
+    """Return how much of a bound noise takes; 0 of none."""
+    if bound == math.inf:
+        return 0.0 if math.isfinite(noise) else math.inf
+    if bound == 0:
+        return math.inf if noise else 0.0
+    return noise / bound
+
+
+def _moved(
+    limits: Sequence[float], bounds: Sequence[float], noises: Sequence[float]
+) -> list[float]:
+    """Move additive limits to where the correlated noise is expected at the bounds.
+
+    Errors that partly cancel leave room, errors that add up take it. While some output
+    has too much noise, the limits of the others stay.
     """
+    exceeded = any(map(operator.gt, noises, bounds))
+    return [
+        _moved_limit(limit, bound, noise)
+        if bound < math.inf and exceeded == (noise > bound)
+        else limit
+        for limit, bound, noise in zip(limits, bounds, noises, strict=True)
+    ]
+
+
+def _moved_limit(limit: float, bound: float, noise: float) -> float:
     ratio = bound / noise if noise > 0 else 2.0
     step = min(max(ratio, STEP_DOWN), STEP_UP)
     return limit * step * (0.999 if ratio < 1 else 1.0)
@@ -310,7 +415,7 @@ def _moved(limit: float, bound: float, noise: float) -> float:
 def _cheapest_format(decision: Decision) -> str:
     """Return the cheapest format of a decision; those of finite noise come first."""
     open_to = [c for c in decision.choices if decision.pinned in (None, c.format)]
-    finite = [choice for choice in open_to if math.isfinite(choice.noise)]
+    finite = [choice for choice in open_to if math.isfinite(choice.worst)]
     return min(finite or open_to, key=lambda choice: choice.cost).format
 
 

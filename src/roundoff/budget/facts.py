@@ -65,6 +65,30 @@ class MeasuredTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredOutput:
+    """One named output, whose noise is relative to its own power.
+
+    Attributes:
+        name: of its tensor, or a glob that names several.
+        tensors: names of its tensors.
+        signal: power over all batches; of several tensors each in units of its power in
+            the first batch.
+        batch_signal: share of the signal in each batch.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    signal: float
+    batch_signal: tuple[float, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MeasuredOutput:
+        """Read the output of a file."""
+        shares = tuple(data["batch_signal"])
+        return cls(data["name"], tuple(data["tensors"]), data["signal"], shares)
+
+
+@dataclass(frozen=True, slots=True)
 class MetricLevel:
     """The metric with noise at ``db`` (SQNR): mean and standard deviation of draws."""
 
@@ -96,15 +120,19 @@ class Measurement:
         version: of roundoff.
         workload: its name.
         formats: names of the measured formats, without fp32.
-        probes: sign vectors a sample (K).
+        probes: sign vectors a sample (K), for each output.
         seed: of the sign vectors.
         samples: of all batches together.
-        signal: power of the target tensor, which all noise is relative to.
+        signal: power of the target tensor.
         batch_samples: samples of each batch.
         batch_signal: share of the signal in each batch.
         sample_signal: share of the signal in each sample.
         forwards: forward passes a batch.
         target: what errors are measured at.
+        outputs: the named outputs in it, each with probes of its own and noise relative
+            to its own power, in the order of the rows of the projections. Empty where
+            the target is one output: budgets of older files, and of gradients.
+        not_measured: tensors and outputs that are no target, with the reason.
         around: site to format of the rounded model that was linearised around.
         batched: True where all probes went back at once.
         calls: operator calls of one batch.
@@ -129,6 +157,8 @@ class Measurement:
     sample_signal: tuple[float, ...]
     forwards: int = 1
     target: MeasuredTarget
+    outputs: tuple[MeasuredOutput, ...] = ()
+    not_measured: Mapping[str, str] = field(default_factory=dict)
     around: Mapping[str, str]
     batched: bool
     calls: int
@@ -154,7 +184,9 @@ class Measurement:
             for row in data["excluded"]
         )
         metric = data.get("metric")
+        outputs = tuple(map(MeasuredOutput.from_dict, data.get("outputs", ())))
         records = {
+            "outputs": outputs,
             "target": MeasuredTarget(**data["target"]),
             "excluded": excluded,
             "environment": settings_of(data["environment"]),

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roundoff.budget.targets import drop_to_db, parse_drop, parse_target
+from roundoff.budget.sqnr_target import SqnrTarget, TargetText, parse_target
+from roundoff.budget.targets import drop_to_db, parse_drop
 from roundoff.errors import PlanError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class Goal:
     One of ``target``, ``metric_drop`` and ``max_cost`` is the aim.
 
     Attributes:
-        target: least SQNR of the target tensor: ``40``, ``"40dB"``.
+        target: least SQNR of every output: ``40``, ``"40dB"``; or of each by name:
+            ``"cls=40dB,price=30dB"``, ``{"cls": 40, "price": 30}``.
         metric_drop: most the metric may lose: ``0.005``, ``"0.5%"``.
         max_cost: most the plan may cost, in the unit of ``cost`` (MB, Gbitops, ms).
         cost: what to save, a key of ``roundoff.plan.UNITS``.
@@ -30,7 +32,7 @@ class Goal:
         formats: offered formats; None for all that the budget measured.
     """
 
-    target: float | str | None = None
+    target: TargetText | None = None
     metric_drop: float | str | None = None
     max_cost: float | None = None
     cost: str = "bytes"
@@ -39,7 +41,7 @@ class Goal:
     allow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     formats: Sequence[str] | None = None
 
-    def aim_db(self, metric: MetricCurve | None) -> tuple[float | None, str]:
+    def aim(self, metric: MetricCurve | None) -> tuple[SqnrTarget | None, str]:
         """Return the SQNR to reach, and a sentence on where it comes from.
 
         None where the cost is bounded instead. Raises ``PlanError`` unless there is one
@@ -59,5 +61,11 @@ class Goal:
                 got=" and ".join(named) or "none",
             )
         if self.metric_drop is not None:
-            return drop_to_db(metric, parse_drop(self.metric_drop))
+            db, note = drop_to_db(metric, parse_drop(self.metric_drop))
+            return SqnrTarget(db), note
         return None if self.target is None else parse_target(self.target), ""
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The outputs that the target names."""
+        return () if self.target is None else parse_target(self.target).patterns

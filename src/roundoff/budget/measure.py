@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from roundoff.budget.adjoint import Backward, Probe, SiteInfo, measure_batch
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
+from roundoff.budget.outputs import MOST_ROWS, OutputRows
 from roundoff.budget.refine import refine
 from roundoff.budget.signs import DrawnSigns, draw_signs
 from roundoff.budget.table import Budget, TermRow, term_frame
@@ -67,16 +68,19 @@ def budget(
     Args:
         workload: model, batches and metric.
         formats: names of the number formats.
-        probes: sign vectors a sample (K); by default 2 to 16, so that K times the
-            number of samples reaches 256 (0.4 dB standard error on a site).
-        of: a part of the output by name (all of it when None), the name of a site,
-            or ``"loss"``.
+        probes: sign vectors a sample (K), for each output; by default 2 to 16, so that
+            K times the number of samples reaches 256 (0.4 dB standard error on a site),
+            and from three outputs on at most 32 together.
+        of: a part of the output by name, the name of a site, or ``"loss"``; when
+            None what the workload is judged by, which is the whole output but for
+            numbers beside larger tensors. Each named output has probes of its own.
         around: site to format; linearise around that rounded model instead of the
             unrounded one.
         seed: of the sign vectors.
         trials: most rows (a site in a format) to measure by running the model with that
-            site rounded, where first order does not hold; see ``refine``. None around
-            a rounded model.
+            site rounded, where first order does not hold, strongest evidence first. By
+            default a tenth of the rows or four a format, and more where that is cheap;
+            never where ``around`` is given.
         progress: called after each batch.
 
     Raises:
@@ -111,7 +115,9 @@ def budget(
         measured = run.budget(mode)
     if not around and trials != 0:
         seconds = time.process_time() - started
-        measured = refine(workload, measured, run.signs, seconds, trials, report)
+        measured = refine(
+            workload, measured, run.signs, run.rows.weight, of, seconds, trials, report
+        )
     if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
@@ -133,10 +139,9 @@ def parse_formats(names: Iterable[str]) -> list[Format]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one batch gave: the signal of each sample, and the terms."""
+    """What one batch gave."""
 
     samples: int
-    signal: list[float]
     terms: Terms
 
 
@@ -174,7 +179,8 @@ class _BudgetRun:
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
         self.targets: dict[str, Tensor] = {}
-        self.has_gradient: tuple[bool, ...] = ()
+        self.drawn: tuple[str, ...] = ()
+        self.rows = OutputRows([], {}, {})
         self.output: Any = None
 
     def batch(self, mode: CallMode, index: int) -> None:
@@ -195,14 +201,16 @@ class _BudgetRun:
                 self.way = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
-        signal = torch.zeros(probe.samples, dtype=torch.float64)
-        for value in values:
-            squares = value.double().square().reshape(probe.samples, -1)
-            signal += squares.sum(1).cpu()
-        self.batches.append(_Batch(probe.samples, signal.tolist(), probe.terms))
+        powers = {
+            name: value.double().square().reshape(probe.samples, -1).sum(1).cpu()
+            for name, value in zip(self.targets, values, strict=True)
+        }
+        self.rows.add_signal(powers)
+        self.targets = {}
+        self.batches.append(_Batch(probe.samples, probe.terms))
         is_number = sum(value.numel() for value in values) == 1
         count = 1 if is_number else self._count(probe.samples)
-        self.signs.append(DrawnSigns(state, count, self.has_gradient))
+        self.signs.append(DrawnSigns(state, count, self.drawn, probe.samples))
         for name in probe.reached:
             self.sites[name].no_path = None
 
@@ -244,6 +252,7 @@ class _BudgetRun:
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
                 probes=self._count,
+                spread=self._spread,
                 generator=self.generator,
                 learn_axes=not self.axes,
                 batched=self.way.batched,
@@ -255,16 +264,25 @@ class _BudgetRun:
         """Return K, which is chosen at the first batch."""
         if self.probes is None:
             needed = math.ceil(PROJECTIONS / (samples * len(self.workload.batches)))
-            self.probes = min(MOST_PROBES, max(FEWEST_PROBES, needed))
+            most = min(MOST_PROBES, MOST_ROWS // len(self.rows.names))
+            self.probes = max(FEWEST_PROBES, min(most, needed))
         return self.probes
+
+    def _spread(self, number: int, vectors: Tensor) -> Tensor:
+        return self.rows.spread(list(self.targets)[number], vectors)
 
     def _forward(self, probe: Probe, index: int) -> list[Tensor]:
         """Run the model on a batch, and return the target tensors."""
         batch = self.workload.batches[index]
         self.output = self.workload.run(batch)
-        self.targets = named_targets(
+        targets = named_targets(
             self.workload, batch, self.output, self.target, probe.wanted_output
         )
+        if not self.rows.names:
+            self.rows = OutputRows.of(targets, self.workload.judged.apart)
+        if self.target is None:
+            self.rows.not_measured |= self.workload.judged.left_out(self.output)
+        self.targets = self.rows.chosen(targets)
         self.shapes = {name: list(t.shape) for name, t in self.targets.items()}
         return list(self.targets.values())
 
@@ -274,8 +292,8 @@ class _BudgetRun:
             self.outputs[index:] = [detached(self.output)]
         self.output = None
         check_finite(self.workload, index, self.targets)
-        self.has_gradient = tuple(t.requires_grad for t in self.targets.values())
-        if any(self.has_gradient):
+        self.drawn = tuple(n for n, t in self.targets.items() if t.requires_grad)
+        if self.drawn:
             return
         raise GradientPathError(
             "no gradient reaches the output, so no rounding error can be followed to it",
@@ -289,9 +307,8 @@ class _BudgetRun:
         )
 
     def budget(self, mode: CallMode) -> Budget:
-        """Return everything measured, relative to the power of the target."""
-        signal = sum(sum(batch.signal) for batch in self.batches)
-        if signal <= 0:
+        """Return everything measured, relative to the power of each output."""
+        if not self.rows.measured:
             raise WorkloadError(
                 "the target tensor is zero everywhere, so no ratio to it exists",
                 where=self.workload.name,
@@ -300,24 +317,26 @@ class _BudgetRun:
         projections = [batch.terms.projections() for batch in self.batches]
         probes = max(
             (values.shape[0] for terms in projections for values in terms.values()),
-            default=1,
+            default=len(self.rows.names),
         )
-        rows = self._rows(projections, probes, math.sqrt(signal))
+        rows = self._term_rows(projections, probes)
         batches = len(self.batches)
         sites = tuple(info.measured(batches) for info in self.sites.values())
-        return Budget(term_frame(rows), sites, self._facts(mode, probes, signal))
+        facts = self._facts(mode, probes // len(self.rows.names))
+        return Budget(term_frame(rows), sites, facts)
 
-    def _rows(
-        self,
-        projections: Sequence[Mapping[TermKey, np.ndarray]],
-        probes: int,
-        scale: float,
+    def _term_rows(
+        self, projections: Sequence[Mapping[TermKey, np.ndarray]], probes: int
     ) -> Iterator[TermRow]:
-        """Yield the row of each term: the columns of all batches, over ``scale``."""
+        """Yield the row of each term: the columns of all batches.
+
+        ``probes`` are those of all outputs together.
+        """
         # a target of one element is exact with one probe; beside batches that have K it
         # takes the signs of K
         signs = [draw_signs((probes, 1), self.generator).numpy() for _ in self.batches]
         pooled = self._pooled_sites(projections)
+        outputs = len(self.rows.measured)
         for key in dict.fromkeys(key for terms in projections for key in terms):
             is_pooled = key.site in pooled
             columns = [
@@ -327,10 +346,11 @@ class _BudgetRun:
                 )
             ]
             overflow = sum(batch.terms.overflow(key) for batch in self.batches)
-            values = np.concatenate(columns, axis=1) / scale
+            values = np.concatenate(columns, axis=1)
+            values = self.rows.relative(values, probes // len(self.rows.names))
             sources = tuple(key.sources)
             term = Term(key.part, key.operand, sources, is_pooled, overflow, values)
-            yield TermRow.of(key.site, key.format, term)
+            yield TermRow.of(key.site, key.format, term, outputs)
 
     def _pooled_sites(
         self, projections: Sequence[Mapping[TermKey, np.ndarray]]
@@ -343,9 +363,15 @@ class _BudgetRun:
             if values.shape[1] != batch.samples
         }
 
-    def _facts(self, mode: CallMode, probes: int, signal: float) -> Measurement:
+    @property
+    def _target_name(self) -> str:
+        return self.target or self.workload.judged.part or "output"
+
+    def _facts(self, mode: CallMode, probes: int) -> Measurement:
         batches = len(self.batches)
-        sample_signal = [s / signal for batch in self.batches for s in batch.signal]
+        sample_signal = self.rows.sample_signal()
+        outputs = self.rows.facts()
+        batch_signal = np.mean([output.batch_signal for output in outputs], axis=0)
         excluded = sum(row.count for row in mode.excluded.values())
         model = self.workload.model
         return Measurement(
@@ -355,12 +381,14 @@ class _BudgetRun:
             probes=probes,
             seed=self.seed,
             samples=len(sample_signal),
-            signal=signal,
+            signal=sum(output.signal for output in outputs),
             batch_samples=tuple(batch.samples for batch in self.batches),
-            batch_signal=tuple(sum(b.signal) / signal for b in self.batches),
+            batch_signal=tuple(batch_signal.tolist()),
             sample_signal=tuple(sample_signal),
             forwards=max(1, mode.position.forwards),
-            target=MeasuredTarget(self.target or "output", self.shapes),
+            target=MeasuredTarget(self._target_name, self.shapes),
+            outputs=outputs,
+            not_measured=self.rows.reasons(),
             around={site: fmt.name for site, fmt in self.around.items()},
             batched=self.way.batched,
             calls=mode.calls + excluded // batches,

@@ -9,18 +9,23 @@ from dataclasses import replace
 
 import numpy as np
 import polars as pl
-from torch import Tensor
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
 from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.suspects import NO_EVIDENCE, SAMPLING, Suspect, every_row, suspects
 from roundoff.budget.table import Budget, TermRow, term_frame
-from roundoff.budget.trial_rows import Array, TrialRows
-from roundoff.budget.trials import Pair, measure_by_trial, record
+from roundoff.budget.trial_rows import Array, OutputView, TrialRows
+from roundoff.budget.trials import (
+    Pair,
+    Recording,
+    measure_by_trial,
+    record,
+    same_shapes,
+)
 from roundoff.errors import WorkloadError
 from roundoff.formats import parse_format
-from roundoff.plan import noise, run_batches
+from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
 #: Trials that are made whatever they cost: so many a format, or this share of the rows.
@@ -34,6 +39,8 @@ def refine(
     workload: Workload,
     budget: Budget,
     signs: Sequence[DrawnSigns],
+    weights: Mapping[str, float],
+    of: str | None,
     seconds: float,
     trials: int | None,
     report: Callable[[str, int, int], None],
@@ -44,6 +51,8 @@ def refine(
         workload: that the budget is of.
         budget: by the adjoint.
         signs: sign vectors of each batch.
+        weights: of the target tensors, see ``OutputRows``.
+        of: what it measures, see ``roundoff.budget``.
         seconds: of processor time that the adjoint took.
         trials: most rows to measure, strongest evidence first. None: a tenth of the
             rows or four a format; more, down to some strength of evidence, where that
@@ -51,25 +60,22 @@ def refine(
             together take less than it.
         report: called with the stage and how much of it is done.
     """
-    recording = record(workload, _part(budget))
-    exact = [dict(recording.batches[0].targets)]
+    recording = record(workload, of)
+    views = [
+        OutputView({name: weights[name] for name in output.tensors}, output.signal)
+        for output in budget.outputs
+    ]
 
     def noise_of(formats: dict[str, str]) -> float:
-        try:
-            ran = run_batches(
-                workload, formats, target=recording.target, batches=slice(0, 1)
-            )
-        except WorkloadError:
-            return math.inf  # the model refuses rounded values
-        return noise(ran.targets, exact) if _alike(ran.targets, exact) else math.inf
+        return _first_noise(workload, recording, views, formats)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
         return measure_by_trial(
             workload,
             recording,
             map(_pair, chosen),
-            lambda index, targets: signs[index].again(targets),
-            budget.about.batch_samples,
+            views,
+            signs,
             lambda done, total: report("trials", done, total),
         )
 
@@ -89,15 +95,24 @@ def refine(
     return with_trials(budget, {**results, **measure(_without(further, results))})
 
 
-def _alike(
-    left: Sequence[Mapping[str, Tensor]], right: Sequence[Mapping[str, Tensor]]
-) -> bool:
-    """Whether two lists of targets have the same names and shapes."""
-    shapes = [
-        [{name: tensor.shape for name, tensor in targets.items()} for targets in side]
-        for side in (left, right)
-    ]
-    return shapes[0] == shapes[1]
+def _first_noise(
+    workload: Workload,
+    recording: Recording,
+    views: Sequence[OutputView],
+    formats: dict[str, str],
+) -> float:
+    """Return the noise of a choice of formats on the first batch, at the worst output."""
+    exact = recording.batches[0].targets
+    try:
+        ran = run_batches(
+            workload, formats, target=recording.target, batches=slice(0, 1)
+        )
+    except WorkloadError:
+        return math.inf  # the model refuses rounded values
+    [targets] = ran.targets
+    if not same_shapes(exact, targets):
+        return math.inf
+    return max(view.noise(targets, exact) for view in views)
 
 
 def _affordable(rows: Sequence[Suspect], each: float, seconds: float) -> int:
@@ -122,11 +137,6 @@ def _without(
     return [suspect for suspect in chosen if _pair(suspect) not in results]
 
 
-def _part(budget: Budget) -> str | None:
-    name = budget.about.target.name
-    return None if name == "output" else name
-
-
 def _pair(suspect: Suspect) -> Pair:
     return suspect.site, parse_format(suspect.format)
 
@@ -135,11 +145,10 @@ def with_trials(budget: Budget, results: Mapping[Pair, TrialRows]) -> Budget:
     """Return a budget with the rows of trials in the place of its own."""
     if not results:
         return replace(budget, about=replace(budget.about, trials=0))
-    scale = math.sqrt(budget.about.signal)
     rows = [
         row
         for (site, fmt), result in results.items()
-        for row in _term_rows(budget, site, fmt.name, result, scale)
+        for row in _term_rows(budget, site, fmt.name, result)
     ]
     tried = {(site, fmt.name) for site, fmt in results}
     pairs = pl.DataFrame(list(tried), schema=["site", "format"], orient="row")
@@ -161,24 +170,24 @@ def _seen(
 
 
 def _term_rows(
-    budget: Budget, site: str, fmt: str, result: TrialRows, scale: float
+    budget: Budget, site: str, fmt: str, result: TrialRows
 ) -> Iterator[TermRow]:
     """Yield the row of each part of one trial, relative to the target."""
     keys = dict.fromkeys(key for batch in result.batches for key in batch)
     for key in keys:
         columns = [
-            _columns(batch.get(key), budget.about.probes, samples)
+            _columns(batch.get(key), budget, samples)
             for batch, samples in zip(
                 result.batches, budget.about.batch_samples, strict=True
             )
         ]
-        values = np.concatenate(columns, axis=1) / scale
+        values = np.concatenate(columns, axis=1)
         overflow = result.overflow[key]
         whole = Term(key.part, key.operand, key.sources, False, overflow, values, TRIAL)
         is_alone = key.part == "activation" and casts(fmt)
         shares = [] if is_alone else budget.rows(site, fmt)
         for term in _divided(whole, shares):
-            yield TermRow.of(site, fmt, term)
+            yield TermRow.of(site, fmt, term, len(budget.outputs))
 
 
 def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
@@ -207,15 +216,17 @@ def _has_columns_of(row: Term, whole: Term) -> bool:
     return not row.pooled and row.values.shape == whole.values.shape
 
 
-def _columns(projections: Array | None, probes: int, samples: int) -> Array:
-    """Return the columns of one batch, ``(probes, samples)``; zeros without a call.
+def _columns(projections: Array | None, budget: Budget, samples: int) -> Array:
+    """Return the columns of one batch; zeros without a call.
 
     A target of one number has one projection: with alternating signs it stands beside
     batches that have more.
     """
+    probes = budget.about.probes
+    rows = len(budget.outputs) * probes
     if projections is None:
-        return np.zeros((probes, samples))
-    if len(projections) == probes:
+        return np.zeros((rows, samples))
+    if len(projections) == rows:
         return projections
-    signs = np.where(np.arange(probes) % 2, -1.0, 1.0)
-    return projections * signs[:, None]
+    signs = np.where(np.arange(rows) % 2, -1.0, 1.0)
+    return np.repeat(projections, probes, axis=0) * signs[:, None]

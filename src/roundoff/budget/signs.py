@@ -6,7 +6,7 @@ With independent signs v, E[v v^T] = I, so E[(v . e)^2] = |e|^2 for any e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,26 +36,25 @@ class DrawnSigns:
     Attributes:
         state: of the generator before it drew them.
         count: vectors a sample (K).
-        drawn: for each target tensor, whether it had sign vectors: one without a
-            gradient had none.
+        drawn: names of the target tensors that they were drawn for, in order.
+        samples: of the batch.
     """
 
     state: Tensor
     count: int
-    drawn: tuple[bool, ...]
+    drawn: tuple[str, ...]
+    samples: int
 
-    def again(self, targets: Sequence[Tensor]) -> list[Tensor]:
+    def again(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the vectors ``(K, *shape)`` of each target tensor.
 
-        Those that were not drawn are drawn after the others.
+        Those of tensors that had none, because they have no gradient, come after.
         """
         generator = torch.Generator()
         generator.set_state(self.state)
-        order = sorted(range(len(targets)), key=lambda place: not self.drawn[place])
-        vectors = {
-            place: draw_signs(
-                (self.count, *targets[place].shape), generator, targets[place]
-            )
-            for place in order
+        others = [name for name in targets if name not in self.drawn]
+        return {
+            name: draw_signs((self.count, *like.shape), generator, like)
+            for name in (*self.drawn, *others)
+            for like in (targets[name],)
         }
-        return [vectors[place] for place in range(len(targets))]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from roundoff.budget.facts import MeasuredSite, Measurement
+from roundoff.budget.facts import MeasuredOutput, MeasuredSite, Measurement
 from roundoff.budget.noise_power import (
     ADJOINT,
     Term,
@@ -30,11 +30,13 @@ from roundoff.budget.noise_power import (
     stderr_db,
     together,
 )
+from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
 from roundoff.record import column, schema_of
 
 if TYPE_CHECKING:
+    from roundoff.budget.sqnr_target import TargetText
     from roundoff.plan import Plan
 
 
@@ -50,18 +52,19 @@ class TermRow:
     sources: tuple[str, ...] = column(pl.List(pl.String))
     pooled: bool = column(pl.Boolean)
     overflow: int = column(pl.Int64)
-    #: noise power of this part alone, and its standard error
+    #: noise power of this part alone at the output that has most of it, and its
+    #: standard error
     power: float = column(pl.Float64)
     stderr: float = column(pl.Float64)
-    #: (probes, columns), flattened
+    #: (outputs * probes, columns), flattened
     projections: Sequence[float] = column(pl.List(pl.Float32))
     #: "adjoint", to first order, or "trial"
     measured: str = column(pl.String)
 
     @classmethod
-    def of(cls, site: str, fmt: str, term: Term) -> TermRow:
-        """Return the row of a term."""
-        noise, stderr = power([term])
+    def of(cls, site: str, fmt: str, term: Term, outputs: int = 1) -> TermRow:
+        """Return the row of a term of a budget with so many outputs."""
+        noise, stderr = worst_power([term], outputs)
         return cls(
             site,
             fmt,
@@ -82,7 +85,7 @@ class SiteCost:
     """A row of ``Budget.table``: what rounding one site to one format costs.
 
     ``sqnr_db`` and the parts are None without any error; ``sqnr_db`` is None too where
-    the noise is infinite.
+    the noise is infinite. Of several outputs all are at the one that has most noise.
     """
 
     site: str = column(pl.String)
@@ -100,8 +103,12 @@ class SiteCost:
     #: "adjoint", to first order, or "trial": the model ran with this site rounded
     measured: str = column(pl.String)
     note: str = column(pl.String)
+    #: the one that has most noise; empty where there is no other
+    output: str = column(pl.String)
 
 
+#: Of the file: 2 has several outputs, each with its rows of the projections.
+SCHEMA = 2
 TERM_SCHEMA = schema_of(TermRow)
 TABLE_SCHEMA = schema_of(SiteCost)
 PARAMETER_SCHEMA: Mapping[str, Any] = {
@@ -113,13 +120,14 @@ PARAMETER_SCHEMA: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a choice of formats costs.
+class OutputPrediction:
+    """What a choice of formats costs one output.
 
     ``noise`` counts correlations between sites, ``additive`` is the sum of powers;
     ``stderr_db`` is the standard error of the SQNR, None where it is not finite.
     """
 
+    output: str
     noise: float
     additive: float
     stderr_db: float | None
@@ -133,6 +141,46 @@ class Prediction:
     def additive_db(self) -> float:
         """SQNR if all errors were independent, in dB."""
         return sqnr_db(self.additive)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice of formats costs each output.
+
+    Everything else is that of ``worst``, the output with most noise.
+    """
+
+    outputs: tuple[OutputPrediction, ...]
+
+    @property
+    def worst(self) -> OutputPrediction:
+        """The output with most noise."""
+        return max(self.outputs, key=lambda output: output.noise)
+
+    @property
+    def noise(self) -> float:
+        """Noise power with correlations."""
+        return self.worst.noise
+
+    @property
+    def additive(self) -> float:
+        """Sum of the noise powers."""
+        return self.worst.additive
+
+    @property
+    def stderr_db(self) -> float | None:
+        """Standard error of the SQNR."""
+        return self.worst.stderr_db
+
+    @property
+    def db(self) -> float:
+        """SQNR with correlations, in dB; infinite when nothing is rounded."""
+        return self.worst.db
+
+    @property
+    def additive_db(self) -> float:
+        """SQNR if all errors were independent, in dB."""
+        return self.worst.additive_db
 
 
 @dataclass(frozen=True)
@@ -152,9 +200,19 @@ class Budget:
     about: Measurement
 
     @cached_property
+    def outputs(self) -> tuple[MeasuredOutput, ...]:
+        """The named outputs that are measured, at least one."""
+        about = self.about
+        tensors = tuple(about.target.tensors)
+        whole = MeasuredOutput(
+            about.target.name, tensors, about.signal, about.batch_signal
+        )
+        return about.outputs or (whole,)
+
+    @cached_property
     def _terms(self) -> dict[tuple[str, str], list[Term]]:
         terms: dict[tuple[str, str], list[Term]] = defaultdict(list)
-        probes = self.about.probes
+        rows = self.about.probes * len(self.outputs)
         for row in self.terms.iter_rows(named=True):
             values = np.asarray(row["projections"], dtype=np.float64)
             term = Term(
@@ -163,7 +221,7 @@ class Budget:
                 tuple(row["sources"]),
                 row["pooled"],
                 row["overflow"],
-                values.reshape(probes, -1),
+                values.reshape(rows, -1),
                 row["measured"],
             )
             terms[row["site"], row["format"]].append(term)
@@ -177,15 +235,23 @@ class Budget:
     def costs(self) -> tuple[SiteCost, ...]:
         """What each site costs in each format, worst first."""
         sites = {site.site: site for site in self.sites}
-        powers = {key: power(terms) for key, terms in self._terms.items()}
+        worst = {key: self._worst(terms) for key, terms in self._terms.items()}
         totals: dict[str, float] = defaultdict(float)
-        for (_, fmt), (noise, _) in powers.items():
-            totals[fmt] += noise if math.isfinite(noise) else 0.0
+        for (_, fmt), cost in worst.items():
+            totals[fmt] += cost.noise if math.isfinite(cost.noise) else 0.0
         costs = [
-            _site_cost(sites[site], fmt, terms, powers[site, fmt], totals[fmt])
-            for (site, fmt), terms in self._terms.items()
+            _site_cost(sites[site], fmt, cost, totals[fmt])
+            for (site, fmt), cost in worst.items()
         ]
         return tuple(sorted(costs, key=lambda cost: (-cost.noise, cost.site)))
+
+    def _worst(self, terms: Sequence[Term]) -> _WorstOutput:
+        """Return what terms cost the output that they cost most."""
+        seen = each_output(terms, len(self.outputs))
+        noises = [power(terms) for terms in seen]
+        place = noises.index(max(noises))
+        name = self.outputs[place].name if len(seen) > 1 else ""
+        return _WorstOutput(name, *noises[place], seen[place])
 
     @cached_property
     def table(self) -> pl.DataFrame:
@@ -200,7 +266,8 @@ class Budget:
             for term in parts:
                 for name in term.sources if term.part == "weight" else ():
                     terms[name, fmt].append(term)
-        powers = {key: power(parts)[0] for key, parts in terms.items()}
+        outputs = len(self.outputs)
+        powers = {key: worst_power(parts, outputs)[0] for key, parts in terms.items()}
         rows = [(*key, noise, decibels(noise)) for key, noise in powers.items()]
         frame = pl.DataFrame(rows, schema=PARAMETER_SCHEMA, orient="row")
         return frame.sort("noise", descending=True)
@@ -220,15 +287,15 @@ class Budget:
             rows = self.rows(site, fmt)
             parts = [term for term in rows if not absorbed(term, fmt, formats)]
             active += together(parts)
-        signal = 1.0
         if batch is not None:
             active = self._of_batch(active, batch)
-            signal = self.about.batch_signal[batch]
-        noise, stderr = power(active)
-        additive = sum(power([term])[0] for term in active)
-        if math.isfinite(noise):
-            noise = additive + significant(noise - additive, active)
-        return Prediction(noise / signal, additive / signal, stderr_db(noise, stderr))
+        seen = each_output(active, len(self.outputs))
+        return Prediction(
+            tuple(
+                _predicted(output, terms, batch)
+                for output, terms in zip(self.outputs, seen, strict=True)
+            )
+        )
 
     def _of_batch(self, terms: Sequence[Term], batch: int) -> list[Term]:
         """Return the columns of one batch."""
@@ -239,7 +306,7 @@ class Budget:
 
     def plan(
         self,
-        target: float | str | None = None,
+        target: TargetText | None = None,
         *,
         metric_drop: float | str | None = None,
         max_cost: float | None = None,
@@ -249,7 +316,7 @@ class Budget:
         allow: Mapping[str, Sequence[str]] | None = None,
         formats: Iterable[str] | None = None,
     ) -> Plan:
-        """Choose the cheapest plan whose predicted SQNR is at least ``target`` dB.
+        """Choose the cheapest plan whose outputs' predicted SQNR is at least ``target``.
 
         The arguments are the fields of ``Goal``; see ``roundoff.plan``, which also
         takes a file.
@@ -272,6 +339,7 @@ class Budget:
     def save(self, path: str | Path) -> None:
         """Write one parquet file, whole or not at all."""
         facts = {
+            "schema": SCHEMA,
             "about": self.about.to_dict(),
             "sites": [asdict(site) for site in self.sites],
         }
@@ -281,9 +349,10 @@ class Budget:
 
     @classmethod
     def load(cls, path: str | Path) -> Budget:
-        """Read a budget. Raises ``PlanError`` when the file is no budget."""
+        """Read a budget. Raises ``PlanError`` when the file is no budget, or a newer one."""
         try:
             facts = json.loads(pl.read_parquet_metadata(path)["roundoff"])
+            _check_schema(facts.get("schema", 1), path)
             return cls(
                 _whole(pl.read_parquet(path)),
                 tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
@@ -321,19 +390,51 @@ def _frame(rows: Iterable[Any], schema: Mapping[str, Any]) -> pl.DataFrame:
     return pl.DataFrame(data, schema=schema, orient="row")
 
 
+def _check_schema(schema: int, path: str | Path) -> None:
+    if schema > SCHEMA:
+        raise PlanError(
+            "a budget of a newer roundoff",
+            where=str(path),
+            expected=f"schema {SCHEMA} or below",
+            got=f"schema {schema}",
+            do="install the roundoff that wrote it",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _WorstOutput:
+    """The output that a site costs most, and what of it: noise power, error, terms."""
+
+    name: str
+    noise: float
+    stderr: float
+    terms: Sequence[Term]
+
+
+def _predicted(
+    output: MeasuredOutput, terms: Sequence[Term], batch: int | None
+) -> OutputPrediction:
+    """Return the noise of rounded parts at one output."""
+    signal = 1.0 if batch is None else output.batch_signal[batch]
+    noise, stderr = power(terms)
+    additive = sum(power([term])[0] for term in terms)
+    if math.isfinite(noise):
+        noise = additive + significant(noise - additive, terms)
+    if signal <= 0:  # zero in this batch: nothing is relative to it
+        return OutputPrediction(output.name, 0.0, 0.0, None)
+    error_db = stderr_db(noise, stderr)
+    return OutputPrediction(output.name, noise / signal, additive / signal, error_db)
+
+
 def _site_cost(
-    site: MeasuredSite,
-    fmt: str,
-    terms: Sequence[Term],
-    measured: tuple[float, float],
-    total: float,
+    site: MeasuredSite, fmt: str, worst: _WorstOutput, total: float
 ) -> SiteCost:
     """Return the row of one site in one format.
 
-    ``measured`` is its noise power with standard error, ``total`` the noise of all
-    sites in the format, the infinite left out.
+    ``total`` is the noise of all sites in the format, the infinite left out.
     """
-    noise, stderr = measured
+    noise = worst.noise
+    terms = worst.terms
     return SiteCost(
         site=site.site,
         operator=site.operator,
@@ -341,13 +442,14 @@ def _site_cost(
         format=fmt,
         noise=noise,
         sqnr_db=decibels(noise),
-        stderr_db=stderr_db(noise, stderr),
+        stderr_db=stderr_db(noise, worst.stderr),
         share=_share(noise, total),
         activation_db=_part_db(terms, "activation"),
         weight_db=_part_db(terms, "weight"),
         output_db=_part_db(terms, "output"),
         measured=terms[0].measured,
         note=_note(noise, sum(term.overflow for term in terms)),
+        output=worst.name,
     )
 
 

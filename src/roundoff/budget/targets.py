@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,29 +26,7 @@ LEVELS = tuple(range(2, 74, 4))
 #: Draws of noise at each level.
 REPEATS = 4
 
-_NUMBER_OF_DB = re.compile(
-    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(?:dB)?\s*", re.IGNORECASE
-)
 _DROP = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]-?\d+)?)\s*(%?)\s*")
-
-
-def parse_target(value: float | str) -> float:
-    """Read a target in dB: ``40``, ``"40"``, ``"40dB"``.
-
-    Raises ``PlanError`` for anything else.
-
-    >>> parse_target("38.5 dB")
-    38.5
-    """
-    match = _NUMBER_OF_DB.fullmatch(str(value))
-    if match is None:
-        raise PlanError(
-            "not a target",
-            where="target",
-            expected="a number of decibels such as 40dB",
-            got=repr(value),
-        )
-    return float(match[1])
 
 
 def parse_drop(value: float | str) -> float:
@@ -75,24 +53,26 @@ def metric_curve(
 ) -> MetricCurve:
     """Evaluate the metric on the reference outputs with Gaussian noise at each level.
 
-    The model is not run. The noise of a level has that level's total power, shared
-    among the samples as the budget's own noise is (averaged over sites and formats),
-    and is white within a sample. Each level is drawn ``REPEATS`` times.
+    The model is not run. The noise of a level has, relative to each tensor of the
+    output, that level's power, shared among the samples as the budget's own noise is
+    (averaged over sites and formats), and is white within a sample. Each level is drawn
+    ``REPEATS`` times.
     """
     generator = torch.Generator().manual_seed(seed)
     about = budget.about
     starts = np.cumsum(about.batch_samples)[:-1]
     profiles = np.split(_noise_profile(budget), starts)
+    signals = _signals(reference)
 
     def noisy_metric(power: float) -> float:
         noisy = [
-            _add_noise(output, power * profile, generator)
+            _add_noise(output, power * profile, signals, generator)
             for output, profile in zip(reference, profiles, strict=True)
         ]
         return _metric(workload, noisy, reference)
 
     def level(db: int) -> MetricLevel:
-        power = 10 ** (-db / 10) * about.signal
+        power = 10 ** (-db / 10)
         draws = [noisy_metric(power) for _ in range(REPEATS)]
         return MetricLevel(
             float(db), float(np.mean(draws)), float(np.std(draws, ddof=1))
@@ -137,14 +117,34 @@ def _metric(
     return math.nan if value is None else value
 
 
-def _add_noise(output: Any, power: Array, generator: torch.Generator) -> Any:
-    """Return an output with noise of this power, one value a sample."""
+def _signals(outputs: Sequence[Any]) -> dict[str, float]:
+    """Return the power of each tensor over all batches."""
+    signals: dict[str, float] = {}
+    for output in outputs:
+        for name, tensor in named_tensors(output).items():
+            power = float(tensor.double().square().sum())
+            signals[name] = signals.get(name, 0.0) + power
+    return signals
+
+
+def _add_noise(
+    output: Any,
+    power: Array,
+    signals: Mapping[str, float],
+    generator: torch.Generator,
+) -> Any:
+    """Return an output with noise of this power, one value a sample.
+
+    It is relative to the power of each tensor.
+    """
     samples = len(power)
-    elements = sum(t.numel() for t in named_tensors(output).values())
-    variance = torch.as_tensor(power * samples / elements, dtype=torch.float32)
-    deviation = variance.sqrt()
+    signal_of = {id(t): signals[name] for name, t in named_tensors(output).items()}
 
     def noisy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in signal_of:  # without elements
+            return tensor
+        share = signal_of[id(tensor)] * samples / tensor.numel()
+        deviation = torch.as_tensor(power * share, dtype=torch.float32).sqrt()
         draw = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim and tensor.shape[0] == samples:
             draw *= deviation.view(-1, *[1] * (tensor.ndim - 1))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.terms import TermKey
 
 #: Share of the largest eigenvalue below which a direction holds nothing.
@@ -28,53 +29,96 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
+class OutputView:
+    """One output, as its rows of the projections see it.
+
+    Attributes:
+        weights: of its tensors, by name (see ``OutputRows``).
+        signal: power of the output over all batches.
+    """
+
+    weights: Mapping[str, float]
+    signal: float
+
+    def noise(
+        self, targets: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+    ) -> float:
+        """Return what one batch differs by, relative to that batch."""
+        error = power = 0.0
+        for name, weight in self.weights.items():
+            if name in exact:
+                difference = targets[name].double() - exact[name].double()
+                error += weight**2 * float(difference.square().sum())
+                power += weight**2 * float(exact[name].double().square().sum())
+        return error / power if math.isfinite(error) and power else math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """What one part more does to the target.
 
     Attributes:
         differences: of each target tensor, ``(samples, elements)``; zero where the new
             value is not finite.
-        lost: samples that were finite before and are not now, shape ``(samples,)``.
+        lost: samples of it that were finite before and are not now, ``(samples,)``.
         overflow: elements that were finite before and are not now.
     """
 
-    differences: list[Tensor]
-    lost: Tensor
+    differences: dict[str, Tensor]
+    lost: dict[str, Tensor]
     overflow: int
 
     @classmethod
     def between(
-        cls, before: Sequence[Tensor], after: Sequence[Tensor], samples: int
+        cls, before: Mapping[str, Tensor], after: Mapping[str, Tensor], samples: int
     ) -> Change:
         """Compare the target tensors of two forward passes."""
-        differences = []
-        lost = torch.zeros(samples, dtype=torch.bool)
+        differences = {}
+        lost = {}
         overflow = 0
-        for old, new in zip(before, after, strict=True):
+        for name, old in before.items():
+            new = after[name]
             difference = (new.double() - old.double()).reshape(samples, -1)
             is_bad = ~new.isfinite().reshape(samples, -1)
             is_new = is_bad & old.isfinite().reshape(samples, -1)
-            differences.append(difference.masked_fill(~difference.isfinite(), 0.0))
-            lost |= is_new.any(1).cpu()
+            differences[name] = difference.masked_fill(~difference.isfinite(), 0.0)
+            lost[name] = is_new.any(1).cpu()
             overflow += int(is_new.sum())
         return cls(differences, lost, overflow)
 
-    def project(self, signs: Sequence[Tensor]) -> Array:
+    def project(self, view: OutputView, signs: Mapping[str, Tensor]) -> Array:
         """Return the projections on sign vectors ``(K, *shape)``, shape ``(K, S)``."""
-        count = len(signs[0])
-        total = torch.zeros(count, len(self.lost), dtype=torch.float64)
-        for vectors, difference in zip(signs, self.differences, strict=True):
-            together = max(1, _ELEMENTS // max(1, difference.numel()))
-            for start in range(0, count, together):
-                rows = vectors[start : start + together].double()
-                rows = rows.reshape(-1, *difference.shape)
-                total[start : start + together] += (rows * difference).sum(2).cpu()
-        return total.numpy()
+        names = [name for name in view.weights if name in self.differences]
+        parts = [
+            view.weights[name] * _inner(signs[name], self.differences[name])
+            for name in names
+        ]
+        return np.sum(parts, axis=0) if parts else np.zeros((1, 1))
 
-    def product(self, other: Change) -> float:
-        """Return the inner product with another change."""
-        pairs = zip(self.differences, other.differences, strict=True)
-        return sum(float((a * b).sum()) for a, b in pairs)
+    def product(self, other: Change, view: OutputView) -> float:
+        """Return the inner product with another change, at one output."""
+        return sum(
+            weight**2 * float((self.differences[name] * other.differences[name]).sum())
+            for name, weight in view.weights.items()
+            if name in self.differences
+        )
+
+    def lost_samples(self, view: OutputView) -> Array:
+        """Return the samples in which an output is lost, shape ``(samples,)``."""
+        masks = [self.lost[name].numpy() for name in view.weights if name in self.lost]
+        lost: Array = np.any(masks, axis=0)
+        return lost
+
+
+def _inner(signs: Tensor, difference: Tensor) -> Array:
+    """Return inner products ``(K, S)`` of sign vectors with a difference ``(S, n)``."""
+    count = len(signs)
+    total = torch.zeros(count, len(difference), dtype=torch.float64)
+    together = max(1, _ELEMENTS // max(1, difference.numel()))
+    for start in range(0, count, together):
+        rows = signs[start : start + together].double().reshape(-1, *difference.shape)
+        total[start : start + together] = (rows * difference).sum(2).cpu()
+    return total.numpy()
 
 
 @dataclass
@@ -82,7 +126,8 @@ class TrialRows:
     """What the trials of one site in one format give.
 
     Attributes:
-        batches: for each batch the projections of each part, ``(probes, samples)``;
+        batches: for each batch the projections of each part, those of each output in a
+            block of rows, in units of its amplitude: ``(outputs * probes, samples)``;
             parts that change nothing are zero.
         overflow: elements of the target that became infinite or NaN, by part.
         forwards: forward passes that it took.
@@ -96,24 +141,38 @@ class TrialRows:
         self,
         changes: Mapping[TermKey, Change],
         unchanged: Sequence[TermKey],
-        signs: Sequence[Tensor],
-        samples: int,
+        views: Sequence[OutputView],
+        signs: DrawnSigns,
+        vectors: Mapping[str, Tensor],
     ) -> None:
         """Add what each part of a call does to one batch, in their order."""
-        shape = (len(signs[0]), samples)
+        shape = (len(views) * signs.count, signs.samples)
         rows = {key: np.zeros(shape) for key in unchanged}
-        values = np.zeros((len(changes), *shape))
-        products = np.zeros((len(changes), len(changes)))
-        for number, change in enumerate(changes.values()):
-            values[number] = change.project(signs)
-            products[number] = [change.product(other) for other in changes.values()]
-        exact = with_mean_products(values, products)
-        for (key, change), row in zip(changes.items(), exact, strict=True):
-            row[:, change.lost.numpy()] = math.inf
-            rows[key] = row
+        parts = list(changes.values())
+        blocks = [_block(parts, view, signs, vectors) for view in views]
+        for number, (key, change) in enumerate(changes.items()):
+            rows[key] = np.concatenate([block[number] for block in blocks])
             if change.overflow:
                 self.overflow[key] += change.overflow
         self.batches.append(rows)
+
+
+def _block(
+    changes: Sequence[Change],
+    view: OutputView,
+    signs: DrawnSigns,
+    vectors: Mapping[str, Tensor],
+) -> Array:
+    """Return the rows of each part at one output, ``(parts, probes, samples)``."""
+    values = np.zeros((len(changes), signs.count, signs.samples))
+    products = np.zeros((len(changes), len(changes)))
+    for number, change in enumerate(changes):
+        values[number] = change.project(view, vectors)
+        products[number] = [change.product(other, view) for other in changes]
+    block = with_mean_products(values, products) / math.sqrt(view.signal)
+    for rows, change in zip(block, changes, strict=True):
+        rows[:, change.lost_samples(view)] = math.inf
+    return block
 
 
 def with_mean_products(values: Array, products: Array) -> Array:

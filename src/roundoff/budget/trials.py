@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
+from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.terms import TermKey
-from roundoff.budget.trial_rows import Change, TrialRows
+from roundoff.budget.trial_rows import Change, OutputView, TrialRows
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format
 from roundoff.ops import (
@@ -266,16 +267,12 @@ def _differ(before: Any, after: Any) -> bool:
     return not all(torch.equal(exact, rounded) for exact, rounded in pairs)
 
 
-#: Gives the sign vectors of a batch, by its number: ``(K, *shape)`` for each target.
-Signs = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
-
-
 def measure_by_trial(
     workload: Workload,
     recording: Recording,
     pairs: Iterable[Pair],
-    signs: Signs,
-    samples: Sequence[int],
+    views: Sequence[OutputView],
+    signs: Sequence[DrawnSigns],
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Pair, TrialRows]:
     """Measure what rounding each site alone to its format does to the target.
@@ -284,13 +281,13 @@ def measure_by_trial(
         workload: model and batches; the model is left as it was.
         recording: of this workload.
         pairs: sites and formats.
-        signs: gives the sign vectors of a batch.
-        samples: of each batch.
+        views: the outputs of the budget.
+        signs: of each batch that is measured.
         progress: called after each batch, with their number and that of all.
 
     Returns:
-        The rows of each pair, in units of the target. A pair that the model refuses to
-        run, or that changes the shape of the target, is left out.
+        The rows of each pair. A pair that the model refuses to run, or that changes the
+        shape of the target, is left out.
     """
     results = {pair: TrialRows() for pair in pairs}
     if not results:
@@ -300,24 +297,24 @@ def measure_by_trial(
         _prepare(workload.model)
         with watch(workload.model, handler) as mode:
             runner = _OneCall(workload, recording, mode, handler)
-            for index, count in enumerate(samples):
-                _measure_batch(runner, index, count, results, signs)
+            for index, drawn in enumerate(signs):
+                _measure_batch(runner, index, results, views, drawn)
                 runner.run(index)
                 if progress is not None:
-                    progress(index + 1, len(samples))
+                    progress(index + 1, len(signs))
     return results
 
 
 def _measure_batch(
     runner: _OneCall,
     index: int,
-    samples: int,
     results: dict[Pair, TrialRows],
-    signs: Signs,
+    views: Sequence[OutputView],
+    signs: DrawnSigns,
 ) -> None:
     """Add what each pair does to one batch; drop those that cannot be measured."""
     batch = runner.recording.batches[index]
-    vectors = signs(index, list(batch.targets.values()))
+    vectors = signs.again(batch.targets)
     for pair, rows in list(results.items()):
         site, fmt = pair
         place = batch.places.get(site)
@@ -325,13 +322,13 @@ def _measure_batch(
             rows.batches.append({})
             continue
         rounding = _Rounding(fmt)
-        changes = runner.changes(index, place, rounding, samples)
+        changes = runner.changes(index, place, rounding, signs.samples)
         if changes is None:
             del results[pair]
             continue
         # without any step there was one forward pass, which changed nothing
         changed = dict(zip(rounding.keys, changes, strict=False))
-        rows.add(changed, rounding.unchanged, vectors, samples)
+        rows.add(changed, rounding.unchanged, views, signs, vectors)
         rows.forwards += rounding.forwards
 
 
@@ -351,7 +348,9 @@ class _OneCall:
         self.handler = handler
         self.quick = _QuickMode(mode.position)
 
-    def targets(self, index: int, place: CallPlace, change: _Rounding) -> list[Tensor]:
+    def targets(
+        self, index: int, place: CallPlace, change: _Rounding
+    ) -> dict[str, Tensor]:
         """Return the target tensors of a batch with the call at ``place`` changed."""
         batch = self.workload.batches[index]
         self.mode.begin()
@@ -363,14 +362,13 @@ class _OneCall:
         way = self.quick if self.handler.wanted is None else self.mode
         with kept, way:
             output = self.workload.run(batch)
-            named = named_targets(
+            return named_targets(
                 self.workload,
                 batch,
                 output,
                 self.recording.target,
                 self.handler.site_output,
             )
-        return list(named.values())
 
     def changes(
         self, index: int, place: CallPlace, rounding: _Rounding, samples: int
@@ -379,7 +377,7 @@ class _OneCall:
 
         So it is where the model refuses the rounded values, or returns other shapes.
         """
-        before = list(self.recording.batches[index].targets.values())
+        before = self.recording.batches[index].targets
         changes = []
         while not rounding.is_done:
             passes = rounding.forwards
@@ -387,7 +385,7 @@ class _OneCall:
                 after = self.targets(index, place, rounding)
             except WorkloadError:
                 return None
-            if rounding.forwards == passes or not _same_shapes(before, after):
+            if rounding.forwards == passes or not same_shapes(before, after):
                 return None
             changes.append(Change.between(before, after, samples))
             before = after
@@ -399,5 +397,10 @@ class _OneCall:
             self.workload.run(self.workload.batches[index])
 
 
-def _same_shapes(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    return [tensor.shape for tensor in before] == [tensor.shape for tensor in after]
+def same_shapes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether two forward passes have target tensors of the same names and shapes."""
+    shapes = [
+        {name: tensor.shape for name, tensor in targets.items()}
+        for targets in (before, after)
+    ]
+    return shapes[0] == shapes[1]

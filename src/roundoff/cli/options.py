@@ -40,7 +40,11 @@ Formats = Annotated[
 ]
 Target = Annotated[
     str | None,
-    typer.Option("--target", "-t", help="Least SQNR of the output, such as 40dB."),
+    typer.Option(
+        "--target",
+        "-t",
+        help="Least SQNR of every output, such as 40dB, or of each: cls=40dB,price=30dB.",
+    ),
 ]
 MetricDrop = Annotated[
     str | None,
@@ -79,7 +83,8 @@ Part = Annotated[
     str | None,
     typer.Option(
         "--of",
-        help="Measure a part of the output by name, a site, or 'loss'. Default: the whole output.",
+        help="Measure a part of the output by name, a site, or 'loss'. Default: every output "
+        "but numbers beside larger tensors.",
     ),
 ]
 Probes = Annotated[

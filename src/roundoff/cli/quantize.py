@@ -27,7 +27,16 @@ def command(
         typer.Option(
             "--target",
             "-t",
-            help="0.5%: most the metric may lose; 38dB: least SQNR of the output.",
+            help="0.5%: most the metric may lose; 38dB: least SQNR of every output; "
+            "cls=40dB,price=30dB: of each.",
+        ),
+    ] = None,
+    of: Annotated[
+        str | None,
+        typer.Option(
+            "--of",
+            help="Judge by a part of the output, by name. Default: every output but numbers "
+            "beside larger tensors.",
         ),
     ] = None,
     plan: Annotated[
@@ -203,6 +212,7 @@ def command(
             output=output,
             formats=chosen_formats,
             target=target,
+            of=of,
             skip=skip or (),
             pin=o.pairs(pin, "pin"),
             cost=cost,

@@ -27,6 +27,7 @@ def command(
     ] = None,
     target: o.Target = None,
     metric_drop: o.MetricDrop = None,
+    of: o.Part = None,
     native: Annotated[
         bool,
         typer.Option(help="Also run with real casts where this device has the format."),
@@ -37,10 +38,10 @@ def command(
     ] = None,
     json: o.Json = False,
 ) -> int:
-    """Run a plan by simulated rounding, measure SQNR and metric, and say whether the
-    target is met."""
+    """Run a plan by simulated rounding, measure SQNR of each output and metric, and say
+    whether the target is met."""
     import roundoff
-    from roundoff.budget import parse_drop, parse_target
+    from roundoff.budget import parse_drop
     from roundoff.report import print_verify
 
     written = roundoff.Plan.load(plan)
@@ -50,8 +51,9 @@ def command(
             roundoff.Workload.load(workload),
             written,
             budget=measured,
-            target=None if target is None else parse_target(target),
+            target=target,
             metric_drop=None if metric_drop is None else parse_drop(metric_drop),
+            of=of,
             native=native,
             progress=progress,
         )

@@ -84,6 +84,7 @@ Trait = Literal[
     # arithmetic
     "multiply",
     "multiply two matrices",
+    "run along a sequence",
     "run on matrix units",
     "sum",
     "add or subtract",
@@ -249,6 +250,8 @@ _TRAITS: dict[Trait, str] = {
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
         _native_multi_head_attention multi_head_attention_forward""",
     "multiply two matrices": "matmul mm bmm addmm",
+    # whole recurrent layers, not their cells
+    "run along a sequence": "lstm gru rnn_tanh rnn_relu",
     # what lists for Ascend's cube unit and Transformer Engine's linear layers are about: the
     # sites that multiply, without recurrent layers and products of vectors
     "run on matrix units": """

@@ -5,6 +5,7 @@ from .cost_models import cost as cost
 from .deciding_rule import DEVICES as DEVICES
 from .deciding_rule import SiteDecision as SiteDecision
 from .deciding_rule import explain as explain
+from .figures import PlanFigures as PlanFigures
 from .knapsack import Choice as Choice
 from .knapsack import Decision as Decision
 from .knapsack import Edge as Edge
@@ -17,6 +18,10 @@ from .lists.source import check_keys as check_keys
 from .lists.source import place as place
 from .lists.source import read_file as read_file
 from .lists.source import read_json as read_json
+from .output_noise import OutputNoise as OutputNoise
+from .output_noise import OutputPower as OutputPower
+from .output_noise import output_noises as output_noises
+from .output_noise import worst_noise as worst_noise
 from .rounded_model import Plain as Plain
 from .rounded_model import Ran as Ran
 from .rounded_model import Rounded as Rounded

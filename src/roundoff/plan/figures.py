@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from roundoff.errors import PlanError
 
-_TEXTS = ("note", "cost_model", "unit", "lowest_format")
+_TEXTS = ("note", "cost_model", "unit", "lowest_format", "of")
+_TABLES = ("targets_db", "outputs_db")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,10 @@ class PlanFigures:
 
     Attributes:
         target_db: SQNR that was asked for.
-        predicted_db: SQNR that its budget predicts.
+        targets_db: SQNR that was asked for of some outputs, by name.
+        predicted_db: SQNR that its budget predicts; of several outputs the least.
+        outputs_db: SQNR of each of several outputs, by name.
+        of: the part of the output, or the site, that was measured; empty for the output.
         additive_db: the same without correlations between sites.
         note: where the target comes from, or what it leaves out.
         cost_model: name of what was counted, in ``unit``.
@@ -30,7 +34,10 @@ class PlanFigures:
     """
 
     target_db: float | None = None
+    targets_db: Mapping[str, float] = field(default_factory=dict)
     predicted_db: float | None = None
+    outputs_db: Mapping[str, float] = field(default_factory=dict)
+    of: str = ""
     additive_db: float | None = None
     note: str = ""
     cost_model: str = ""
@@ -50,13 +57,32 @@ class PlanFigures:
         >>> PlanFigures.from_dict({"target_db": 40, "origin": {}}).target_db
         40
         """
-        values = {}
-        for name in (field.name for field in fields(cls)):
+        values: dict[str, Any] = {}
+        for name in (each.name for each in fields(cls)):
             value = about.get(name)
-            if value is not None:
+            if value is None:
+                continue
+            if name in _TABLES:
+                values[name] = _numbers(name, value)
+            else:
                 _check(name, value)
                 values[name] = value
         return cls(**values)
+
+
+def _numbers(name: str, table: Any) -> dict[str, float]:
+    """Return the numbers of a table by name, without those that are not said."""
+    if not isinstance(table, Mapping):
+        raise PlanError(
+            f"the plan's {name} is not a table",
+            where=f"plan, [about], {name}",
+            got=repr(table)[:60],
+            do="mend the line of the plan file, or leave it out",
+        )
+    numbers = {key: value for key, value in table.items() if value is not None}
+    for key, value in numbers.items():
+        _check(f"{name}.{key}", value)
+    return numbers
 
 
 def _check(name: str, value: Any) -> None:

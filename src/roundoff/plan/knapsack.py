@@ -11,6 +11,7 @@ consumer's format costs nothing, which takes one continuous column for each edge
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,10 @@ import numpy.typing as npt
 from roundoff.errors import PlanError
 from roundoff.plan.milp import Bools, Floats, Link, Program
 
-__all__ = ["Choice", "Decision", "Edge", "Knapsack"]
+__all__ = ["Choice", "Decision", "Edge", "Knapsack", "Noise", "at_each_output"]
+
+#: A noise power, or one for each output.
+Noise = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,19 @@ class Choice:
 
     Attributes:
         format: name of the format.
-        noise: noise power this choice adds to the output relative to the signal's, 1; not finite =
-            forbidden (overflow).
+        noise: noise power this choice adds to the output relative to the signal's, 1, or to each
+            of several outputs; not finite = forbidden (overflow).
         cost: finite and at least 0, in the cost model's unit.
     """
 
     format: str
-    noise: float
+    noise: Noise
     cost: float
+
+    @property
+    def worst(self) -> float:
+        """The noise at the output that has most of it."""
+        return max(at_each_output(self.noise))
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Edge:
-    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, unless its values fit
-    already.
+    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, a number or one for each
+    output, unless its values fit already.
 
     They fit if every producer takes a format in ``absorbed_by``. An edge without producers (an
     input of the model) is always paid. Noise that is not finite (overflow) lets the consumer take
@@ -61,18 +70,18 @@ class Edge:
     consumer: str
     producers: tuple[str, ...]
     format: str
-    noise: float
+    noise: Noise
     absorbed_by: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Knapsack:
     """Decisions and edges as columns: all choices in order, then the edges that may have to be
-    paid."""
+    paid. ``noises`` has one row for each output."""
 
     decisions: tuple[Decision, ...]
     program: Program
-    noise: Floats
+    noises: tuple[Floats, ...]
     cost: Floats
 
     @classmethod
@@ -82,7 +91,7 @@ class Knapsack:
         column: dict[str, dict[str, int]] = {}
         groups: list[int] = []
         allowed: list[bool] = []
-        noise: list[float] = []
+        noise: list[tuple[float, ...]] = []
         cost: list[float] = []
         for group, decision in enumerate(decisions):
             _check_decision(decision, earlier=column)
@@ -91,23 +100,23 @@ class Knapsack:
                 offered[choice.format] = len(groups)
                 groups.append(group)
                 allowed.append(decision.pinned in (None, choice.format))
-                noise.append(_finite_or_forbidden(choice.noise))
+                noise.append(at_each_output(choice.noise))
                 cost.append(choice.cost)
         links: list[Link] = []
         for edge in edges:
             _check_edge(edge, column)
             payer = column[edge.consumer].get(edge.format)
-            if payer is None or edge.noise == 0.0:
+            if payer is None or not any(at_each_output(edge.noise)):
                 continue
             links.append(Link(payer, _absorbing(edge, column)))
-            noise.append(_finite_or_forbidden(edge.noise))
+            noise.append(at_each_output(edge.noise))
         program = Program(
             np.array(groups, dtype=np.int64),
             np.array(allowed, dtype=bool),
             tuple(links),
         )
         cost_with_edges = np.concatenate([np.array(cost), np.zeros(len(links))])
-        return cls(decisions, program, np.array(noise), cost_with_edges)
+        return cls(decisions, program, _rows(noise), cost_with_edges)
 
     def formats(self, columns: Bools) -> dict[str, str]:
         names = [
@@ -122,8 +131,24 @@ class Knapsack:
         }
 
 
-def _finite_or_forbidden(noise: float) -> float:
-    return noise if math.isfinite(noise) else math.inf
+def at_each_output(noise: Noise) -> tuple[float, ...]:
+    """Return the noise at each output; one number is that of the only output."""
+    return noise if isinstance(noise, tuple) else (noise,)
+
+
+def _rows(noise: Sequence[tuple[float, ...]]) -> tuple[Floats, ...]:
+    """Return a row of columns for each output, with infinity for what is forbidden."""
+    outputs = {len(column) for column in noise}
+    if len(outputs) > 1:
+        raise PlanError(
+            "choices have noise at different numbers of outputs",
+            expected="as many in each choice and edge",
+            got=", ".join(map(str, sorted(outputs))),
+        )
+    shape = len(noise), max(outputs, default=1)
+    table = np.array(noise, dtype=np.float64).reshape(shape)
+    table[~np.isfinite(table)] = math.inf
+    return tuple(np.ascontiguousarray(row) for row in table.T)
 
 
 def _absorbing(
@@ -150,7 +175,7 @@ def _check_edge(edge: Edge, column: dict[str, dict[str, int]]) -> None:
                 got=name,
                 expected="a consumer and producers among the decisions",
             )
-    if edge.noise < 0.0:
+    if min(at_each_output(edge.noise)) < 0.0:
         raise PlanError(
             "negative noise", where=f"edge to {edge.consumer}", got=str(edge.noise)
         )
@@ -187,5 +212,5 @@ def _check_choice(choice: Choice, where: str) -> None:
             expected="a finite number of at least 0",
             got=str(choice.cost),
         )
-    if choice.noise < 0.0:
+    if min(at_each_output(choice.noise)) < 0.0:
         raise PlanError("negative noise", where=where, got=str(choice.noise))

@@ -18,7 +18,7 @@ from roundoff.errors import NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import Call, execute, float_tensors, runs, watch
 from roundoff.preserve import preserve
-from roundoff.workload import Workload, target_tensors
+from roundoff.workload import Workload, named_tensors, target_tensors
 
 
 class Plain:
@@ -157,6 +157,9 @@ def named_targets(
 ) -> dict[str, Tensor]:
     """The target tensors of one batch: the output or a part of it, the loss, or what a site returned.
 
+    ``loss`` is the workload's own, or else the part of the output of that name. No target is what the
+    workload is judged by.
+
     Raises ``WorkloadError`` when there is no such part or site.
     """
     if target is not None and "/" in target:
@@ -169,15 +172,16 @@ def named_targets(
                 do="take a name from the ranked table",
             )
         return {target: site_output}
-    if target == "loss":
+    if target == "loss" and (workload.loss or "loss" not in named_tensors(output)):
         if workload.loss is None:
             raise WorkloadError(
                 "the target is the loss, and the workload has none",
                 where=workload.name,
-                do="define loss(output, batch) in the workload",
+                do="define loss(output, batch) in the workload, or give the labels in the batches",
             )
         return {"loss": workload.loss(output, batch)}
-    return target_tensors(output, target)
+    judged = workload.judged
+    return target_tensors(output, target or judged.part, judged.apart)
 
 
 def noise(

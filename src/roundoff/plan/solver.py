@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,9 @@ class Solution:
     """The chosen format of each decision.
 
     Attributes:
-        noise: relative noise power with edges, summed in float64: SQNR = -10 log10(noise) dB.
+        noise: relative noise power with edges, summed in float64: SQNR = -10 log10(noise) dB; of
+            several outputs that of the worst.
+        noises: that of each output.
         cost: sum of the chosen costs.
         optimal: whether ``gap`` is within the asked one; false after the time limit.
         gap: (objective - proven lower bound) / objective, of the cost with ``max_noise``, of the
@@ -33,14 +35,16 @@ class Solution:
     cost: float
     optimal: bool
     gap: float
+    noises: tuple[float, ...] = ()
 
 
 def solve(
     decisions: Iterable[Decision],
     edges: Iterable[Edge] = (),
     *,
-    max_noise: float | None = None,
+    max_noise: float | Sequence[float] | None = None,
     max_cost: float | None = None,
+    outputs: Sequence[str] = (),
     time_limit: float = 30.0,
     relative_gap: float = 1e-6,
 ) -> Solution:
@@ -54,8 +58,11 @@ def solve(
     Args:
         decisions: each name once.
         edges: operands whose rounding may be absorbed.
-        max_noise: at least 0; ``inf`` for no bound. ``10 ** (-db / 10)`` for a target in dB.
-        max_cost: at least 0; ``inf`` for no bound.
+        max_noise: at least 0; ``inf`` for no bound. ``10 ** (-db / 10)`` for a target in dB. One
+            number for all outputs, or one for each.
+        max_cost: at least 0; ``inf`` for no bound. Of several outputs the sum of their noise is
+            made least: it is at most as many times the least worst as there are outputs.
+        outputs: names of several outputs, for messages.
         time_limit: seconds for all searches together. When it ends, the best plan so far is
             returned with its gap.
         relative_gap: a plan is optimal if its objective is within this of the proven bound.
@@ -68,7 +75,9 @@ def solve(
             finite, noise is negative, not exactly one of the two bounds is given, or not even one
             plan was found in time.
         InfeasibleError: no plan meets the bound. ``best_db`` is the best reachable SQNR (``-inf``
-            if every plan overflows; ``nan`` if ``max_cost`` excludes every plan). ``pinned`` names
+            if every plan overflows; ``nan`` if ``max_cost`` excludes every plan); of several outputs
+            that of the one furthest from its bound, in a plan with little noise at all of them.
+            ``short_db`` is by how much it is too low. ``pinned`` names
             the pinned decisions any one of which, unpinned, makes the target reachable; if no
             single one does, a smallest set that does together; empty if the pins are not what
             stands in the way.
@@ -84,11 +93,7 @@ def solve(
     _check_bounds(max_noise, max_cost)
     if not table.decisions:
         return Solution({}, 0.0, 0.0, True, 0.0)
-    if max_noise is not None:
-        question = _Question(table, table.cost, Limit(table.noise, max_noise))
-    else:
-        bound = math.inf if max_cost is None else max_cost
-        question = _Question(table, table.noise, Limit(table.cost, bound))
+    question = _question(table, max_noise, max_cost)
     deadline = time.monotonic() + time_limit
 
     # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
@@ -103,28 +108,68 @@ def solve(
                 got=f"none in {time_limit:g} s",
                 do="raise time_limit",
             )
-        raise _infeasible(question, least, deadline)
+        raise _infeasible(question, least, deadline, outputs)
     value = total(question.minimised, best.columns)
     gap = (value - best.bound) / value if value > 0.0 else 0.0
     tied = question.least_among_ties(best.columns, value, relative_gap, deadline)
     chosen = best.columns if tied.columns is None else tied.columns
+    noises = tuple(total(noise, chosen) for noise in table.noises)
     return Solution(
         table.formats(chosen),
-        total(table.noise, chosen),
+        max(noises),
         total(table.cost, chosen),
         gap <= relative_gap,
         gap,
+        noises,
     )
 
 
-def _check_bounds(max_noise: float | None, max_cost: float | None) -> None:
+def _question(
+    table: Knapsack,
+    max_noise: float | Sequence[float] | None,
+    max_cost: float | None,
+) -> _Question:
+    """Return what is made least, and what is bounded."""
+    if max_noise is None:
+        bound = math.inf if max_cost is None else max_cost
+        return _Question(table, _sum(table.noises), (Limit(table.cost, bound),), False)
+    bounds = _bounds(max_noise)
+    if len(bounds) == 1:
+        bounds *= len(table.noises)
+    if len(bounds) != len(table.noises):
+        raise PlanError(
+            "a target needs one bound for each output",
+            where="max_noise",
+            expected=f"{len(table.noises)} numbers",
+            got=str(len(bounds)),
+        )
+    limits = tuple(map(Limit, table.noises, bounds))
+    return _Question(table, table.cost, limits, True)
+
+
+def _sum(rows: Sequence[Floats]) -> Floats:
+    """Return the sum of several quantities; of one the quantity itself."""
+    total_of: Floats = np.sum(rows, axis=0)
+    return rows[0] if len(rows) == 1 else total_of
+
+
+def _bounds(max_noise: float | Sequence[float]) -> tuple[float, ...]:
+    return tuple(max_noise) if isinstance(max_noise, Sequence) else (max_noise,)
+
+
+def _check_bounds(
+    max_noise: float | Sequence[float] | None, max_cost: float | None
+) -> None:
     if (max_noise is None) == (max_cost is None):
         raise PlanError(
             "a target needs one bound",
             expected="max_noise or max_cost",
             got="both or neither",
         )
-    for name, bound in (("max_noise", max_noise), ("max_cost", max_cost)):
+    bounds = [("max_cost", max_cost)]
+    if max_noise is not None:
+        bounds = [("max_noise", bound) for bound in _bounds(max_noise)]
+    for name, bound in bounds:
         if bound is not None and not bound >= 0.0:
             raise PlanError(
                 "not a bound",
@@ -136,22 +181,44 @@ def _check_bounds(max_noise: float | None, max_cost: float | None) -> None:
 
 @dataclass(frozen=True)
 class _Question:
-    """Minimise one quantity of the knapsack under a limit on the other."""
+    """Minimise one quantity of the knapsack under limits on another: the cost, or the noise at each
+    output."""
 
     table: Knapsack
     minimised: Floats
-    limit: Limit
+    bounded: tuple[Limit, ...]
+    bounds_noise: bool
 
     @property
     def limits(self) -> list[Limit]:
-        """The limit, and no overflow: that forbids a choice whatever is minimised."""
-        return [self.limit, Limit(self.table.noise, math.inf)]
+        """The limits, and no overflow: that forbids a choice whatever is minimised."""
+        return [*self.bounded, *self._finite]
+
+    @property
+    def _finite(self) -> list[Limit]:
+        return [Limit(noise, math.inf) for noise in self.table.noises]
+
+    @property
+    def _together(self) -> Floats:
+        """The bounded quantities as one: each in units of its bound, where there are several."""
+        if len(self.bounded) == 1:
+            return self.bounded[0].coefficients
+        # a bound of 0 or without end has no such unit
+        units = [
+            limit.bound if 0 < limit.bound < math.inf else 1 for limit in self.bounded
+        ]
+        parts = [
+            limit.coefficients / unit
+            for limit, unit in zip(self.bounded, units, strict=True)
+            if limit.bound < math.inf
+        ]
+        return _sum(parts or [limit.coefficients for limit in self.bounded])
 
     def least_of_bounded(self, relative_gap: float, deadline: float) -> MilpResult:
         return minimise(
             self.table.program,
-            self.limit.coefficients,
-            self.limits[1:],
+            self._together,
+            self._finite,
             relative_gap=relative_gap,
             deadline=deadline,
         )
@@ -161,13 +228,11 @@ class _Question:
     ) -> MilpResult:
         """The answer, from the plan with the least of the bounded quantity on."""
         # Closer to the bound than the solver's own tolerances, the answer is still open.
-        surely_above = least.bound > self.limit.bound * (1.0 + 1e-6)
-        if least.complete and surely_above:
+        if least.complete and least.bound > self._surely_broken * (1.0 + 1e-6):
             return MilpResult(None, math.inf, True)
         incumbent = least.columns
-        if incumbent is not None:
-            reached = total(self.limit.coefficients, incumbent)
-            incumbent = incumbent if reached <= self.limit.bound else None
+        if incumbent is not None and not self._admits(incumbent):
+            incumbent = None
         return minimise(
             self.table.program,
             self.minimised,
@@ -177,33 +242,57 @@ class _Question:
             deadline=deadline,
         )
 
+    @property
+    def _surely_broken(self) -> float:
+        """More than this of the bounded quantities together breaks one of the bounds."""
+        if len(self.bounded) == 1:
+            return self.bounded[0].bound
+        bounds = [limit.bound for limit in self.bounded if limit.bound < math.inf]
+        return float(sum(bound > 0 for bound in bounds)) if bounds else math.inf
+
+    def _admits(self, columns: Bools) -> bool:
+        return all(
+            total(limit.coefficients, columns) <= limit.bound for limit in self.bounded
+        )
+
     def least_among_ties(
         self, columns: Bools, value: float, relative_gap: float, deadline: float
     ) -> MilpResult:
         """The least of the bounded quantity among plans as good as ``columns``."""
         return minimise(
             self.table.program,
-            self.limit.coefficients,
+            self._together,
             [*self.limits, Limit(self.minimised, value * (1.0 + 1e-9))],
             incumbent=columns,
             relative_gap=relative_gap,
             deadline=deadline,
         )
 
-    @property
-    def bounds_noise(self) -> bool:
-        return self.limit.coefficients is self.table.noise
+    def furthest(self, columns: Bools | None) -> tuple[int, float]:
+        """Number of the limit that these columns exceed most, and how much of it they have."""
+        if columns is None:
+            return 0, math.inf
+        reached = [total(limit.coefficients, columns) for limit in self.bounded]
+        excess = list(map(_excess, self.bounded, reached))
+        place = excess.index(max(excess))
+        return place, reached[place]
+
+
+def _excess(limit: Limit, reached: float) -> float:
+    """Ratio of a quantity to its bound; negative within a bound of 0 or without end."""
+    if 0.0 < limit.bound < math.inf:
+        return reached / limit.bound
+    return math.inf if reached > limit.bound else -1.0
 
 
 def _infeasible(
-    question: _Question, least: MilpResult, deadline: float
+    question: _Question, least: MilpResult, deadline: float, outputs: Sequence[str]
 ) -> InfeasibleError:
     """The error for an unreachable bound: what is reachable, and which pins are to blame."""
-    reachable = math.inf
-    if least.columns is not None:
-        reachable = total(question.limit.coefficients, least.columns)
+    place, reachable = question.furthest(least.columns)
+    limit = question.bounded[place]
     describe = _too_noisy if question.bounds_noise else _too_dear
-    best_db, expected, got, ask = describe(question.limit.bound, reachable)
+    best_db, expected, got, ask = describe(limit.bound, reachable)
     alone, together, complete = _blame(question.table, question.limits, deadline)
     if alone:
         several = len(alone) > 1
@@ -214,12 +303,18 @@ def _infeasible(
         wider = question.bounds_noise
         unpin = "offer wider formats" if wider else "offer narrower formats"
         unpin += "" if complete else " (the time ran out before every pin was examined)"
+    short_db = math.nan
+    if question.bounds_noise and limit.bound > 0.0:
+        short_db = -10.0 * math.log10(limit.bound) - best_db
+    is_named = question.bounds_noise and len(outputs) > 1
     return InfeasibleError(
         "no choice of formats meets the target",
+        where=f"output {outputs[place]}" if is_named else None,
         expected=expected,
         got=got,
         do=", or ".join(filter(None, (unpin, ask))),
         best_db=best_db,
+        short_db=short_db,
         pinned=alone or together,
     )
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
-from roundoff.plan import noise
+from roundoff.plan import worst_noise
 from roundoff.quantize.graph import Graph, no_data
 from roundoff.quantize.model import QuantizedModel
 from roundoff.workload import Workload, describe, named_tensors
@@ -74,7 +74,10 @@ class Calibration:
             return [named_tensors(workload.run(batch)) for batch in batches]
 
     def measure_db(self) -> float:
-        """Return the SQNR of the quantized output against ``reference``, in dB."""
+        """Return the SQNR of the quantized model against ``reference``, in dB.
+
+        It is that of the output that has most noise.
+        """
         batches = self.batches[: len(self.reference)]
         training = self.model.training
         try:
@@ -82,7 +85,7 @@ class Calibration:
             outputs = self.outputs(batches)
         finally:
             self.model.train(training)
-        return sqnr_db(noise(outputs, self.reference))
+        return sqnr_db(worst_noise(outputs, self.reference))
 
 
 def reference_outputs(workload: Workload) -> list[dict[str, Tensor]]:
@@ -93,7 +96,8 @@ def reference_outputs(workload: Workload) -> list[dict[str, Tensor]]:
         model.eval()
         with torch.no_grad():
             batches = workload.batches[:MEASURED_BATCHES]
-            return [named_tensors(workload.run(batch)) for batch in batches]
+            outputs = [workload.run(batch) for batch in batches]
+            return [workload.judged.tensors(output) for output in outputs]
     finally:
         model.train(training)
 

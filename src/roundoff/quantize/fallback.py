@@ -19,17 +19,23 @@ from torch import Tensor, nn
 from roundoff.budget import (
     Budget,
     Goal,
+    OutputRow,
     Problem,
     Progress,
+    SqnrTarget,
+    TargetText,
+    all_met,
     budget,
+    deciding,
     drop_to_db,
+    output_rows,
     parse_drop,
     parse_target,
-    sqnr_db,
+    reached_db,
 )
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
-from roundoff.plan import Plan, detached, noise
+from roundoff.plan import Plan, detached, output_noises
 from roundoff.preserve import preserve
 from roundoff.quantize.calibration import with_batches
 from roundoff.quantize.model import QuantizedModel
@@ -53,19 +59,22 @@ class PlanTrial:
 
     Attributes:
         plan: which site ran in which format.
-        predicted_db: SQNR of the output in dB, as the budget predicts for plain rounding.
+        predicted_db: SQNR in dB of the output closest to its target, or furthest below
+            it, as the budget predicts for plain rounding; None where it predicts nothing.
         measured_db: that of the quantized model.
         metric: of the workload; None without one.
         cost: as the problem counts it.
-        met: True where the target was met.
+        met: True where the target was met, of every output.
+        outputs: each named output: predicted, measured, target.
     """
 
     plan: Plan
-    predicted_db: float
+    predicted_db: float | None
     measured_db: float
     metric: float | None
     cost: float
     met: bool
+    outputs: tuple[OutputRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,8 @@ class Reached:
         trials: in the order in which they were made, one evaluation of the metric each.
         met: True where ``plan`` meets the target.
         target: as it was asked for.
-        target_db: the SQNR of the output that it comes to, in dB.
+        target_db: the SQNR in dB that it comes to, of each output without a target of
+            its own; None where nothing is asked of those.
         metric_name: of the workload; None without a metric.
         metric_reference: the metric of the unquantized model.
         note: how ``target_db`` was found, and why the target was missed.
@@ -91,7 +101,7 @@ class Reached:
     trials: list[PlanTrial]
     met: bool
     target: str
-    target_db: float
+    target_db: float | None
     metric_name: str | None = None
     metric_reference: float | None = None
     note: str = ""
@@ -100,7 +110,7 @@ class Reached:
 
 def reach(
     workload: Workload,
-    target: str | float,
+    target: TargetText,
     formats: Iterable[str] = ("int8",),
     *,
     cost: str = "bitops",
@@ -117,8 +127,9 @@ def reach(
         workload: ``batches`` are the calibration data; the target is measured on
             ``held_out`` where there is some.
         target: a drop of the metric, ``"0.5%"`` (of 1: half a point of accuracy) or
-            ``"0.005"`` as text with ``%`` or a number below 1; or decibels of SQNR of the
-            output, ``"38dB"`` or a number of 1 and more.
+            ``"0.005"`` as text with ``%`` or a number below 1; or decibels of SQNR of
+            every output, ``"38dB"`` or a number of 1 and more, or of each by name:
+            ``"cls=40dB,price=30dB"``, ``{"cls": 40, "price": 30}``.
         formats: offered to each site beside fp32.
         cost: what is made least: ``bytes``, ``storage``, ``bitops`` or ``operators`` (see
             ``plan.cost``).
@@ -153,13 +164,15 @@ def reach(
             got=str(evaluations),
         )
     wanted = _RequestedQuality.parse(target, workload)
+    workload = workload.judging(workload.judged.part, wanted.target.patterns)
     judge = _Judge(workload)
     pins = dict(pin or {}) | dict.fromkeys(skip, "fp32")
     sample = _budget_workload(workload, judge, wanted)
     problem = _price(sample, list(formats), cost, pins, progress)
     if wanted.drop is not None:
         db, note = drop_to_db(problem.budget.about.metric, wanted.drop)
-        wanted = replace(wanted, db=db, note=note)
+        wanted = replace(wanted, target=SqnrTarget(db), note=note)
+    problem.check(wanted.target)
 
     search = _PlanSearch(problem, wanted)
     for number in range(evaluations):
@@ -169,7 +182,7 @@ def reach(
         chosen = search.next_formats(last=last)
         if chosen is None:
             break
-        plan = problem.plan(chosen, asked=wanted.db)
+        plan = problem.plan(chosen, asked=wanted.target)
         model = quantize(workload, plan, options=options, rounding=rounding)
         search.add(model, judge.try_(model, plan, chosen, problem, wanted))
         if search.settled():
@@ -179,14 +192,14 @@ def reach(
     model, trial = search.best
     notes = [wanted.note]
     if not trial.met:
-        notes.append(in_the_way(problem, trial.plan, trial.measured_db, pins))
+        notes.append(in_the_way(problem, trial, pins))
     return Reached(
         model=model,
         plan=trial.plan,
         trials=search.trials,
         met=trial.met,
         target=wanted.text,
-        target_db=wanted.db,
+        target_db=wanted.target.db,
         metric_name=workload.metric_name if workload.metric else None,
         metric_reference=judge.metric_reference,
         note="; ".join(filter(None, notes)),
@@ -196,21 +209,23 @@ def reach(
 
 @dataclass(frozen=True)
 class _RequestedQuality:
-    """What was asked for: a drop of the metric, or an SQNR of the output in dB.
+    """What was asked for: a drop of the metric, or the SQNR of each output in dB.
 
-    ``db`` of a drop is known once the budget is measured, and ``note`` says from what.
+    ``target`` of a drop is known once the budget is measured, and ``note`` says from what.
     """
 
     text: str
     drop: float | None
-    db: float
+    target: SqnrTarget
     note: str = ""
 
     @classmethod
-    def parse(cls, target: str | float, workload: Workload) -> _RequestedQuality:
-        text = str(target)
+    def parse(cls, target: TargetText, workload: Workload) -> _RequestedQuality:
         if not _is_drop(target):
-            return cls(text, None, parse_target(target))
+            wanted = parse_target(target)
+            is_text = isinstance(target, str | float | int)
+            return cls(str(target if is_text else wanted), None, wanted)
+        text = str(target)
         if workload.metric is None:
             raise QuantizationError(
                 "a drop of the metric was asked for, and the workload has no metric",
@@ -219,11 +234,13 @@ class _RequestedQuality:
                 got=text,
                 do="define it, or give a target in dB",
             )
-        return cls(text, parse_drop(target), math.nan)
+        return cls(text, parse_drop(text), SqnrTarget(None))
 
 
-def _is_drop(target: str | float) -> bool:
+def _is_drop(target: TargetText) -> bool:
     """Return True for a percentage, or a number below 1."""
+    if isinstance(target, Mapping):
+        return False
     if isinstance(target, int | float) and not isinstance(target, bool):
         return 0 <= float(target) < 1
     return str(target).strip().endswith("%")
@@ -236,7 +253,8 @@ class _Judge:
         held_out = workload.held_out
         self.data = with_batches(workload, held_out) if held_out else workload
         self.reference = self._run(workload.model)
-        self.exact = _tensors(self.reference)
+        judged = workload.judged
+        self.exact = [judged.tensors(output) for output in self.reference]
         self.metric_reference = self.data.evaluate(self.reference, self.reference)
 
     def try_(
@@ -249,14 +267,26 @@ class _Judge:
     ) -> PlanTrial:
         """Measure a quantized model."""
         outputs = self._run(model)
-        db = sqnr_db(noise(_tensors(outputs), self.exact))
+        prediction = problem.budget.predict(chosen)
+        predicted = {output.output: output.db for output in prediction.outputs}
+        apart = self.data.judged.apart
+        noises = output_noises(_tensors(outputs), self.exact, apart)
+        rows = output_rows(noises, target.target, predicted)
         metric = self.data.evaluate(outputs, self.reference)
         if target.drop is None or metric is None or self.metric_reference is None:
-            met = db >= target.db
+            met = all_met(rows)
         else:
             met = metric >= self.metric_reference - target.drop
-        predicted = problem.budget.predict(chosen).db
-        return PlanTrial(plan, predicted, db, metric, problem.cost_of(chosen), met)
+        closest = deciding(rows)
+        return PlanTrial(
+            plan,
+            closest.predicted_db,
+            reached_db(rows),
+            metric,
+            problem.cost_of(chosen),
+            met,
+            rows,
+        )
 
     def _run(self, model: nn.Module) -> list[Any]:
         workload = self.data.with_model(model)
@@ -269,19 +299,63 @@ def _tensors(outputs: Sequence[Any]) -> list[dict[str, Tensor]]:
     return [named_tensors(output) for output in outputs]
 
 
-class _PlanSearch:
-    """Which plans were tried, and between which bounds of the prediction the answer lies.
+@dataclass
+class _OutputSearch:
+    """Between which bounds of the prediction of one output the answer lies.
 
-    ``gain`` is how far the measured SQNR was above the budget's prediction.
+    Attributes:
+        goal: the SQNR to reach in dB.
+        gain: how far the measured SQNR was above the budget's prediction.
+        low: highest prediction that missed the target.
+        high: lowest prediction that met it.
     """
+
+    goal: float
+    gain: float = EXPECTED_GAIN
+    low: float = -math.inf
+    high: float = math.inf
+
+    def add(self, predicted: float, measured: float, *, met: bool, drop: bool) -> None:
+        """Learn from a trial; ``drop`` says that the metric decides, not the SQNR."""
+        if math.isfinite(measured) and math.isfinite(predicted):
+            self.gain = measured - predicted
+        if met:
+            self.high = min(self.high, predicted)
+            if drop:
+                self.goal = min(self.goal, measured - SLACK)
+        else:
+            self.low = max(self.low, predicted)
+            if drop:
+                self.goal = measured + SLACK
+
+    @property
+    def closed(self) -> bool:
+        """True where the bounds are so close that no trial between them is worth it."""
+        return self.high - self.low < SLACK / 3
+
+    def aim(self) -> float:
+        """Return the SQNR to ask the budget for."""
+        wanted = self.goal - self.gain
+        if self.low < wanted < self.high:
+            return wanted
+        if math.isinf(self.high):
+            return self.low + SLACK
+        if math.isinf(self.low):
+            return self.high - SLACK
+        return (self.low + self.high) / 2
+
+
+class _PlanSearch:
+    """Which plans were tried, and what each output asks of the next one."""
 
     def __init__(self, problem: Problem, target: _RequestedQuality) -> None:
         self.problem = problem
         self.target = target
-        self.goal = target.db
-        self.gain = EXPECTED_GAIN
-        self.low = -math.inf
-        self.high = math.inf
+        names = [output.name for output in problem.budget.outputs]
+        asked = target.target.of_each(names)
+        self.outputs = {
+            name: _OutputSearch(db) for name, db in asked.items() if db is not None
+        }
         self.trials: list[PlanTrial] = []
         self.best: tuple[QuantizedModel, PlanTrial] | None = None
         self._tried: set[tuple[tuple[str, str], ...]] = set()
@@ -293,7 +367,8 @@ class _PlanSearch:
         was quantized.
         """
         safely = last and self.best is None
-        chosen = _cheapest(self.problem, self._aim(), safely=safely)
+        aims = {name: output.aim() for name, output in self.outputs.items()}
+        chosen = _cheapest(self.problem, aims, safely=safely)
         key = tuple(sorted(chosen.items()))
         if key in self._tried:
             return None
@@ -305,37 +380,22 @@ class _PlanSearch:
         self.trials.append(trial)
         if self.best is None or _is_better(trial, self.best[1]):
             self.best = model, trial
-        db = trial.measured_db
         drop = self.target.drop is not None
-        self.gain = db - trial.predicted_db
-        if trial.met:
-            self.high = min(self.high, trial.predicted_db)
-            if drop:
-                self.goal = min(self.goal, db - SLACK)
-        else:
-            self.low = max(self.low, trial.predicted_db)
-            if drop:
-                self.goal = db + SLACK
+        for row in trial.outputs:
+            output = self.outputs.get(row.output)
+            if output is None or row.predicted_db is None or row.sqnr_db is None:
+                continue
+            met = trial.met if drop else bool(row.met)
+            output.add(row.predicted_db, row.sqnr_db, met=met, drop=drop)
 
     def settled(self) -> bool:
         """Return True where another trial would not be worth it."""
         trial = self.trials[-1]
         if trial.met and self.target.drop is None:
-            close = trial.measured_db - self.target.db < SLACK / 3
-            if close:
+            closest = deciding(trial.outputs)
+            if closest.target_db is not None and closest.margin_db < SLACK / 3:
                 return True
-        return self.high - self.low < SLACK / 3
-
-    def _aim(self) -> float:
-        """Return the SQNR to ask the budget for."""
-        wanted = self.goal - self.gain
-        if self.low < wanted < self.high:
-            return wanted
-        if math.isinf(self.high):
-            return self.low + SLACK
-        if math.isinf(self.low):
-            return self.high - SLACK
-        return (self.low + self.high) / 2
+        return all(output.closed for output in self.outputs.values())
 
 
 def _is_better(trial: PlanTrial, best: PlanTrial) -> bool:
@@ -348,7 +408,7 @@ def _is_better(trial: PlanTrial, best: PlanTrial) -> bool:
         return trial.met
     if trial.met:
         return trial.cost < best.cost
-    return trial.measured_db > best.measured_db
+    return deciding(trial.outputs).margin_db > deciding(best.outputs).margin_db
 
 
 def _budget_workload(
@@ -384,21 +444,24 @@ def _full_name(fmt: str) -> str:
     return parse_format(fmt).name
 
 
-def _cheapest(problem: Problem, aim: float, *, safely: bool) -> dict[str, str]:
-    """Return the cheapest formats for an SQNR.
+def _cheapest(
+    problem: Problem, aims: Mapping[str, float], *, safely: bool
+) -> dict[str, str]:
+    """Return the cheapest formats for an SQNR of each output.
 
     Where it is out of reach, those with the least noise. ``safely`` asks for more.
     """
     if safely:
-        aim = max(aim, 0.0) + 2 * SLACK
+        aims = {name: max(aim, 0.0) + 2 * SLACK for name, aim in aims.items()}
+    wanted = SqnrTarget(None, tuple(aims.items()))
     try:
-        return dict(problem.cheapest(aim))
+        return dict(problem.cheapest(wanted))
     except InfeasibleError as error:
         if not math.isfinite(error.best_db):
             raise
-        best_db = math.floor(error.best_db * 100) / 100
+        short = math.ceil(error.short_db * 100) / 100
     try:
-        return dict(problem.cheapest(best_db))
+        return dict(problem.cheapest(wanted.moved(-short)))
     except InfeasibleError:  # errors that add up: what is pinned, and nothing else
         return _pinned_formats(problem)
 
@@ -421,7 +484,7 @@ def _infeasible(
     """The error for a target that only fp32 meets."""
     expected = target.text
     if target.drop is not None:
-        expected = f"{target.text} less, about {target.db:.0f} dB"
+        expected = f"{target.text} less, about {target.target.db:.0f} dB"
     got = f"fp32 for every site; {quietest(problem)}"
     if target.note:
         got += f" ({target.note})"
@@ -442,7 +505,7 @@ def quietest(problem: Problem) -> str:
     for decision in problem.decisions:
         offered = [choice for choice in decision.choices if choice.format != "fp32"]
         if offered:
-            best = min(offered, key=lambda choice: choice.noise)
+            best = min(offered, key=lambda choice: choice.worst)
             chosen |= dict.fromkeys(problem.groups[decision.name], best.format)
     if not chosen:
         return "none can run in another format"
@@ -450,14 +513,12 @@ def quietest(problem: Problem) -> str:
     return f"quantized as well as they can be, {len(chosen)} sites reach about {reached:.0f} dB; {_loudest(problem, chosen)}"
 
 
-def in_the_way(
-    problem: Problem, plan: Plan, reached: float, pins: Mapping[str, str]
-) -> str:
-    """Say why the best plan, which reaches so many dB, misses the target."""
-    chosen = plan.formats(list(problem.info))
-    parts = [
-        f"the best plan found reaches {reached:.1f} dB: {_loudest(problem, chosen)}"
-    ]
+def in_the_way(problem: Problem, trial: PlanTrial, pins: Mapping[str, str]) -> str:
+    """Say why the best plan misses the target."""
+    chosen = trial.plan.formats(list(problem.info))
+    output = f" at {deciding(trial.outputs).output}" if len(trial.outputs) > 1 else ""
+    reached = f"{trial.measured_db:.1f} dB{output}"
+    parts = [f"the best plan found reaches {reached}: {_loudest(problem, chosen)}"]
     fixed = [f"{pattern}={fmt}" for pattern, fmt in pins.items() if fmt != "fp32"]
     if fixed:
         parts.append(f"fixed: {', '.join(fixed)}")

@@ -8,7 +8,7 @@ element of a sample while all batches have one shape, else for each channel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from roundoff.preserve import preserve
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.model import Passing, QuantizedModel
 from roundoff.quantize.quantizer import Quantizer
-from roundoff.workload import named_tensors
 
 #: Batches that gradients are sent back through.
 GRADIENT_BATCHES = 2
@@ -163,7 +162,7 @@ class Importance:
     """Statistics of values that have quantizers, and of results of calls with weights.
 
     ``output`` is the sum of the squared outputs that the squared adjoints belong to, so
-    that noise over it is that of SQNR.
+    that noise over it is that of SQNR. Several outputs count alike.
     """
 
     values: dict[str, ValueStatistics]
@@ -204,13 +203,15 @@ def importance(
     generator = torch.Generator().manual_seed(seed)
     taps = _StatisticsTaps(model)
     powers: list[float] = []
+    weights: dict[str, float] = {}
     with preserve(model), torch.enable_grad(), model.through(taps):
         model.requires_grad_(False)
         for batch in calibration.batches[:gradients]:
-            outputs = named_tensors(workload.run(batch)).values()
-            tensors = [t for t in outputs if t.requires_grad]
+            outputs = workload.judged.tensors(workload.run(batch))
+            tensors = {name: t for name, t in outputs.items() if t.requires_grad}
             if tensors:
-                powers += _send_back(tensors, probes, generator)
+                weights = weights or _weights(tensors)
+                powers += _send_back(tensors, weights, probes, generator)
         with torch.no_grad():
             for batch in calibration.batches[gradients:]:
                 workload.run(batch)
@@ -225,16 +226,35 @@ def importance(
     return Importance(taps.values, taps.results, sum(powers))
 
 
+def _weights(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return what makes several outputs count alike, whatever their size and scale."""
+    if len(tensors) == 1:
+        return dict.fromkeys(tensors, 1.0)
+    norms = {name: float(t.detach().double().norm()) for name, t in tensors.items()}
+    return {name: 1.0 / norm if norm > 0 else 0.0 for name, norm in norms.items()}
+
+
 def _send_back(
-    tensors: Sequence[Tensor], probes: int, generator: torch.Generator
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    probes: int,
+    generator: torch.Generator,
 ) -> list[float]:
     """Send sign vectors back from a batch's outputs; return their power for each."""
-    power = sum(float(t.detach().double().square().sum()) for t in tensors)
+    # an output that the first batch had not counts for nothing
+    scales = {name: weights.get(name, 0.0) for name in tensors}
+    power = sum(
+        float(t.detach().double().square().sum()) * scales[name] ** 2
+        for name, t in tensors.items()
+    )
     for number in range(probes):
-        signs = [
-            torch.randint(0, 2, t.shape, generator=generator).to(t.dtype) * 2 - 1
-            for t in tensors
-        ]
+        signs = [_signs(t, generator).mul_(scales[name]) for name, t in tensors.items()]
         more = number + 1 < probes
-        torch.autograd.backward(tensors, signs, retain_graph=more)
+        torch.autograd.backward(list(tensors.values()), signs, retain_graph=more)
     return [power] * probes
+
+
+def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return (
+        torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+    )

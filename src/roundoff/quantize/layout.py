@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from roundoff.errors import FormatError
 from roundoff.formats import Format, Granularity, PerGroup, PerToken
-from roundoff.ops import runs_kind
+from roundoff.ops import operators_that, runs_kind
 from roundoff.quantize.attention import CacheFormat, keys_and_values
 from roundoff.quantize.graph import Graph, Node, Use
 from roundoff.quantize.options import Options, is_integer
 from roundoff.quantize.quantizer import Quantizer
+
+_ALONG_SEQUENCE = operators_that("run along a sequence")
 
 
 @dataclass
@@ -95,11 +97,18 @@ class QuantizerLayout:
         if rule is None or _runs_whole(fmt):
             route.executes = fmt
             return
+        along_sequence = node.operator in _ALONG_SEQUENCE
+        values = rule.activation is not None and not along_sequence
         quantizes = {
             "weight": rule.weight is not None,
-            "activation": rule.activation is not None,
-            "bias": self.options.bias and rule.activation is not None,
+            "activation": values,
+            "bias": self.options.bias and values,
         }
+        if along_sequence and rule.activation is not None:
+            self.reasons[node.site] = (
+                "weights alone: kernels of whole recurrent layers multiply floating-point "
+                "numbers, so that rounded inputs would gain nothing"
+            )
         for use in node.uses:
             if quantizes.get(use.operand.role):
                 self._route_operand(route, node, use, fmt)

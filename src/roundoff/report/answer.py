@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from roundoff.budget import deciding
 from roundoff.report.diagnosis import (
     AskedTarget,
     DiagnosisSummary,
@@ -44,25 +45,34 @@ def verdict(summary: DiagnosisSummary) -> str:
         return "There was nothing to measure."
     result = summary.result
     target = summary.target
-    reached = [f"{db(result.measured_db)} dB measured"]
+    output, asked = _deciding(result, target)
+    reached = [f"{output}{db(result.measured_db)} dB measured"]
     if result.predicted_db is not None:
         reached.append(f"{db(result.predicted_db)} dB predicted")
-    if target.sqnr_db is not None:
+    if asked is not None:
         drop = _drop(target, result.metric_name)
-        reached.append(f"{db(target.sqnr_db)} dB asked{drop}")
+        reached.append(f"{db(asked)} dB asked{drop}")
     if result.met:
         return f"The plan meets the target: {', '.join(reached)}."
-    if _is_accurate(result, target) and result.metric_measured is not None:
+    if _is_accurate(result, asked) and result.metric_measured is not None:
         value = metric(result.metric_measured)
         reached.append(f"but {result.metric_name} falls to {value}")
     return f"The plan misses the target: {', '.join(reached)}."
 
 
-def _is_accurate(result: VerifiedResult, target: AskedTarget) -> bool:
+def _deciding(result: VerifiedResult, target: AskedTarget) -> tuple[str, float | None]:
+    """Return the output that the verdict is about, and the SQNR asked of it in dB."""
+    if len(result.outputs) < 2:
+        return "", target.sqnr_db
+    row = deciding(result.outputs)
+    return f"output {row.output} " if row.output else "", row.target_db
+
+
+def _is_accurate(result: VerifiedResult, asked: float | None) -> bool:
     """Return True if the measured SQNR meets the target in dB."""
-    if not finite(target.sqnr_db) or result.measured_db is None:
+    if asked is None or not finite(asked) or result.measured_db is None:
         return False
-    return result.measured_db >= target.sqnr_db
+    return result.measured_db >= asked
 
 
 def _drop(target: AskedTarget, metric_name: str | None) -> str:

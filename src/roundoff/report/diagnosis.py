@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roundoff.budget import OutputRow
 from roundoff.record import Setting
 from roundoff.report.strict import from_plain
 
 if TYPE_CHECKING:
     from roundoff.compare import ComparisonSummary
+
+#: Of a field that the JSON has only where there is something in it.
+_IF_ANY = {"omit": "empty"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,7 @@ class RankingRow:
             this site rounded.
         chosen: format that the plan has for the site.
         note: ``exact``, or what overflows.
+        output: of several the one that it costs most, which the numbers belong to.
     """
 
     rank: int
@@ -90,6 +95,7 @@ class RankingRow:
     measured: str = "adjoint"
     chosen: str = "fp32"
     note: str = ""
+    output: str = field(default="", metadata=_IF_ANY)
 
     @property
     def is_lost(self) -> bool:
@@ -130,12 +136,16 @@ class PlanCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
-    """A plan in numbers: sites in each format, rules, target, prediction and cost."""
+    """A plan in numbers: sites in each format, rules, target, prediction and cost.
+
+    ``outputs`` has the prediction of each output, where there are several.
+    """
 
     sites: Mapping[str, int]
     rules: int
     target_db: float | None = None
     predicted_db: float | None = None
+    outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
     note: str = ""
     cost: PlanCost
 
@@ -145,7 +155,8 @@ class VerifiedRound:
     """One plan tried: SQNR in dB and metric, predicted and measured.
 
     ``additive_db`` is the prediction without correlations between sites, ``action``
-    what was done next.
+    what was done next. Of several outputs they are of ``output``, the one closest to
+    its target or furthest below it.
     """
 
     round: int
@@ -155,13 +166,15 @@ class VerifiedRound:
     metric_predicted: float | None
     metric_measured: float | None
     action: str
+    output: str = field(default="", metadata=_IF_ANY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedResult:
     """What the plan that stands reaches.
 
-    ``native_db`` is the SQNR with real casts, where this device has the format.
+    ``native_db`` is the SQNR with real casts, where this device has the format. Of
+    several ``outputs`` all are of the one closest to its target or furthest below it.
     """
 
     target_db: float | None
@@ -175,6 +188,7 @@ class VerifiedResult:
     metric_predicted_std: float | None
     metric_measured: float | None
     met: bool
+    outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
 
 
 @dataclass(frozen=True, slots=True)

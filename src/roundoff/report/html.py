@@ -11,6 +11,7 @@ from roundoff.report import answer, charts
 from roundoff.report.answer import FormatTotal
 from roundoff.report.diagnosis import DiagnosisSummary
 from roundoff.report.figures import count, percent
+from roundoff.report.output_columns import output_columns, together
 from roundoff.report.page import Mark, Page
 
 #: Bars drawn for one format.
@@ -45,6 +46,8 @@ def page(summary: DiagnosisSummary) -> Page:
             "bars": _bars(summary, totals),
             "scatter": charts.scatter(summary.scatter, summary.formats),
             "pareto": charts.pareto(summary),
+            "outputs": output_columns(summary.result.outputs),
+            "together": together(summary.result.outputs),
             "agreement": answer.agreement(summary.scatter),
             "points": answer.comparable(summary.scatter),
             "colour": lambda name: charts.colour(summary.formats, name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundoff.budget import deciding
 from roundoff.export import (
     AverageBits,
     NotPruned,
@@ -49,14 +50,27 @@ def verdict(summary: Summary) -> str:
     """Say if the target is met, with what was asked and measured."""
     result = summary.result
     asked = summary.asked
-    noise = f"{db(result.sqnr_db)} dB"
+    noise = f"{db(result.sqnr_db)} dB{_at(result)}"
     fall = _fall(result)
     if asked.target is None:
         return f"Quantized: {fall or noise}."
     met = "The target is met" if result.met else "The target is missed"
     if asked.kind == "db":
-        return f"{met}: {noise}, {asked.target} asked."
+        return f"{met}: {noise}, {_asked_db(summary)} asked."
     return f"{met}: {fall}; at most {asked.target} less asked."
+
+
+def _at(result: Result) -> str:
+    """Return the output that the SQNR belongs to; empty where there is only one."""
+    several = len(result.outputs) > 1
+    return f" at {deciding(result.outputs).output}" if several else ""
+
+
+def _asked_db(summary: Summary) -> str:
+    """Return what was asked of the output that the verdict names."""
+    target = summary.asked.target or ""
+    least = deciding(summary.result.outputs).target_db
+    return target if "=" not in target or least is None else f"{db(least)} dB"
 
 
 def _fall(result: Result) -> str:
@@ -94,7 +108,11 @@ def _quantized(summary: Summary) -> str:
 def _exactness(summary: Summary) -> str:
     samples = count(summary.judged_on.samples, "sample")
     where = f"{samples} held out" if summary.judged_on.held_out else samples
-    sentence = f"On {where}: SQNR of the output {db(summary.result.sqnr_db)} dB"
+    result = summary.result
+    output = "the output"
+    if len(result.outputs) > 1:
+        output = f"{deciding(result.outputs).output}, which decides of {len(result.outputs)} outputs,"
+    sentence = f"On {where}: SQNR of {output} {db(result.sqnr_db)} dB"
     agreement = summary.result.agreement
     if agreement is None:
         return f"{sentence}."

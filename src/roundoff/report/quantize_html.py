@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+from roundoff.budget import OutputRow
 from roundoff.export import NotPruned, Summary
 from roundoff.report import quantize_answer, quantize_chart
+from roundoff.report.output_columns import output_columns, together
 from roundoff.report.page import Mark, Page
 
 
@@ -33,6 +35,8 @@ def page(summary: Summary) -> Page:
         values={
             "d": summary,
             "ranked": quantize_answer.is_ranked(summary),
+            "outputs": output_columns(summary.result.outputs, _in_file(summary)),
+            "together": together(summary.result.outputs),
             "against": quantize_answer.AGAINST,
             "size": quantize_answer.size,
             "pruned": pruned,
@@ -42,6 +46,10 @@ def page(summary: Summary) -> Page:
             "by_work": quantize_chart.tradeoff(summary, "work"),
         },
     )
+
+
+def _in_file(summary: Summary) -> tuple[OutputRow, ...]:
+    return () if summary.proof is None else summary.proof.outputs
 
 
 def _mark(summary: Summary) -> Mark | None:

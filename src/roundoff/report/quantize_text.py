@@ -8,6 +8,7 @@ from rich.text import Text
 from roundoff.export import Summary
 from roundoff.report import quantize_answer
 from roundoff.report.figures import NONE, count, db, metric, percent
+from roundoff.report.output_table import print_outputs
 from roundoff.report.terminal import heading, print_table, print_text, say
 
 EXAMPLES = 3
@@ -25,6 +26,8 @@ def print_quantize(summary: Summary, console: Console, *, top: int = 10) -> None
     headline, *sentences = quantize_answer.answer(summary)
     style = _verdict_style(summary)
     print_text(console, Text.assemble((headline, style), " ", " ".join(sentences)))
+    file = summary.proof.outputs if summary.proof is not None else ()
+    print_outputs(summary.result.outputs, console, file)
     _print_steps(summary, console)
     _print_trials(summary, console)
     _print_weakest(summary, console, top)

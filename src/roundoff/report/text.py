@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from roundoff.budget import deciding
 from roundoff.record import Setting
 from roundoff.report import figures
 from roundoff.report.answer import (
@@ -29,6 +30,8 @@ from roundoff.report.diagnosis import (
 )
 from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
 from roundoff.report.names import elide
+from roundoff.report.output_columns import named
+from roundoff.report.output_table import print_outputs
 from roundoff.report.terminal import (
     SITE_LEAST,
     Columns,
@@ -214,9 +217,11 @@ def print_plan(plan: PlanSummary, console: Console) -> None:
     all cheapest (mostly int8)           2 MB     25.0%
     """
     _print_plan(plan, console)
-    if plan.predicted_db is not None or plan.target_db is not None:
+    is_one = len(plan.outputs) < 2
+    if is_one and (plan.predicted_db is not None or plan.target_db is not None):
         predicted = f"Predicted {db(plan.predicted_db)} dB"
         say(console, f"{predicted}, target {db(plan.target_db)} dB.")
+    print_outputs(plan.outputs, console)
     if plan.note:
         say(console, f"About the target: {plan.note}.")
 
@@ -284,6 +289,8 @@ def _round_columns(rounds: Sequence[VerifiedRound]) -> Columns:
         "measured": [db(entry.measured_db) for entry in rounds],
         "added up": [db(entry.additive_db) for entry in rounds],
     }
+    if any(entry.output for entry in rounds):
+        columns["output"] = [entry.output for entry in rounds]
     if any(_has_metric(entry) for entry in rounds):
         columns["metric pred."] = [metric(entry.metric_predicted) for entry in rounds]
         columns["meas."] = [metric(entry.metric_measured) for entry in rounds]
@@ -299,14 +306,20 @@ def _print_result(result: VerifiedResult, console: Console) -> None:
     target = ""
     if result.target_db is not None:
         target = f" (target {db(result.target_db)} dB)"
+    output = ""
+    if len(result.outputs) > 1:
+        row = deciding(result.outputs)
+        output = named(row.output)
+        target = "" if row.target_db is None else f" (target {db(row.target_db)} dB)"
     met = "met" if result.met else "missed"
     predicted = db(result.predicted_db)
     measured = db(result.measured_db)
     say(
         console,
-        f"Target {met}: SQNR {predicted} dB predicted, {measured} dB measured{target}.",
+        f"Target {met}: SQNR{output} {predicted} dB predicted, {measured} dB measured{target}.",
         style="bold green" if result.met else "bold red",
     )
+    print_outputs(result.outputs, console)
 
 
 def _print_environment(settings: Sequence[Setting], console: Console) -> None:

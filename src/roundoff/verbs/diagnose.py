@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any, overload
 from roundoff.budget import (
     Budget,
     Goal,
+    OutputRow,
     Problem,
     Progress,
     SiteCost,
+    SqnrTarget,
+    TargetText,
     budget,
     choose,
     parse_drop,
+    parse_target,
 )
 from roundoff.errors import InfeasibleError, RunError
-from roundoff.plan import Plan, noise, run_batches
+from roundoff.plan import Plan, PlanFigures, run_batches, worst_noise
 from roundoff.report import (
     AskedTarget,
     Coverage,
@@ -102,7 +106,7 @@ def diagnose(
     workload: Workload,
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
     *,
-    target: float | str | None = None,
+    target: TargetText | None = None,
     metric_drop: float | str | None = None,
     cost: str = "bytes",
     cost_table: Any = None,
@@ -126,7 +130,8 @@ def diagnose(
     Args:
         workload: model, batches and metric.
         formats: names of the number formats.
-        target: least SQNR in dB; 40 where neither it nor ``metric_drop`` is given.
+        target: least SQNR in dB, of every output or of each by name (see ``Goal``); 40
+            where neither it nor ``metric_drop`` is given.
         metric_drop: most the metric may lose.
         cost: what to save, as in ``roundoff.plan``.
         cost_table: seconds per operation, for the cost ``seconds``.
@@ -179,6 +184,7 @@ def diagnose_workload(
     if goal.target is None and goal.metric_drop is None:
         goal = replace(goal, target=DEFAULT_TARGET)
     sampling = sampling or Sampling()
+    workload = workload.judging(apart=goal.apart)
     seconds: dict[str, float] = {}
     with _timed(seconds, "budget"):
         measured = budget(
@@ -203,7 +209,6 @@ def diagnose_workload(
             progress=progress,
         )
         points = scatter(workload, measured, proof.plan, sampling.of, progress)
-    asked = goal.metric_drop if goal.target is None else goal.target
     about = measured.about
     verification = proof.summary()
     summary = DiagnosisSummary(
@@ -214,7 +219,7 @@ def diagnose_workload(
         samples=about.samples,
         environment=about.environment,
         target=AskedTarget(
-            asked=str(asked),
+            asked=_asked(goal),
             sqnr_db=proof.target_db,
             note=proof.plan.figures.note,
         ),
@@ -238,6 +243,14 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = time.perf_counter() - start
 
 
+def _asked(goal: Goal) -> str:
+    """Return the aim as it was written."""
+    if goal.target is None:
+        return str(goal.metric_drop)
+    is_text = isinstance(goal.target, str | float | int)
+    return str(goal.target if is_text else parse_target(goal.target))
+
+
 def _formats(measured: Budget, plan: Plan) -> dict[str, str]:
     """Return the format of each site that leaves fp32."""
     return plan.formats(site.site for site in measured.sites)
@@ -250,7 +263,8 @@ def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     """
     lowest_formats, _ = problem.lowest()
     lowest_db = problem.budget.predict(lowest_formats).db
-    asked = float(plan.figures.target_db or lowest_db)
+    figures = plan.figures
+    asked = float(figures.target_db or figures.predicted_db or lowest_db)
     low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
     high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
     full = problem.cost_of({})
@@ -298,7 +312,7 @@ def scatter(
         alone = {cost.site: cost.format}
         predicted = measured.predict(alone, batch=0).db
         rounded = run_batches(workload, alone, target=part, batches=first).targets
-        error = noise(rounded, reference)
+        error = worst_noise(rounded, reference)
         if 0 < error < math.inf and math.isfinite(predicted):
             point = ScatterPoint(
                 site=cost.site,
@@ -339,8 +353,18 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
         rules=len(plan.rules),
         target_db=figures.target_db,
         predicted_db=figures.predicted_db,
+        outputs=_predicted(figures),
         note=figures.note,
         cost=cost,
+    )
+
+
+def _predicted(figures: PlanFigures) -> tuple[OutputRow, ...]:
+    """Return what a plan says of each of several outputs."""
+    target = SqnrTarget.of_plan(figures)
+    return tuple(
+        OutputRow(output=name, predicted_db=db, target_db=target.of_output(name))
+        for name, db in figures.outputs_db.items()
     )
 
 
@@ -362,6 +386,7 @@ def ranked(measured: Budget, formats: Mapping[str, str]) -> tuple[RankingRow, ..
             measured=cost.measured,
             chosen=formats.get(cost.site, "fp32"),
             note=cost.note,
+            output=cost.output,
         )
         for rank, cost in enumerate(measured.costs, 1)
     )

@@ -111,7 +111,8 @@ def quantize(
     *,
     output: str | Path,
     formats: Sequence[str] = ("int8",),
-    target: str | None = None,
+    target: str | Mapping[str, float | str] | None = None,
+    of: str | None = None,
     skip: Iterable[str] = (),
     pin: Mapping[str, str] | None = None,
     cost: str = "bitops",
@@ -156,7 +157,7 @@ def quantize(
         batches: calibration data; by default the workload's.
         output: folder for all files; new or empty.
         **arguments: without ``output`` those of ``roundoff.quantize.quantize``. With it:
-            ``formats``, ``target``, ``skip``, ``pin``, ``cost``, ``options``,
+            ``formats``, ``target``, ``of``, ``skip``, ``pin``, ``cost``, ``options``,
             ``rounding``, ``samples``, ``prune``, ``qat``, ``epochs``, ``lr``,
             ``distill`` and ``tradeoff``, the fields of ``roundoff.export.Ask``;
             ``config``, an AMCT file (``.cfg``, ``.json``) in the place of a plan;
@@ -264,9 +265,11 @@ def make(
         PlanError, PatternError: a plan for another model; a pattern that names no site.
     """
     check_workload(workload, ask)
+    sqnr = None if ask.goal is None else ask.goal.sqnr
+    workload = workload.judging(ask.of, () if sqnr is None else sqnr.patterns)
     log = _Log(notes=list(ask.notes))
     with log.timed("judge"):
-        judge = Judge(workload)
+        judge = Judge(workload, sqnr)
     whole = calibration(
         workload, SAMPLES if ask.samples is None else ask.samples, ask.batches
     )
@@ -439,6 +442,7 @@ def _export(
             path.with_name("fp32.onnx"),
             exact=unrounded(outcome.model, outcome.start),
             pack=True,
+            target=outcome.judge.target,
         )
 
     report(0)

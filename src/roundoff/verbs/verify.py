@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from roundoff.budget import (
     Budget,
     Goal,
+    OutputRow,
+    Prediction,
     Problem,
     Progress,
+    SqnrTarget,
+    TargetText,
+    all_met,
+    deciding,
     metric_at,
-    sqnr_db,
+    output_rows,
+    parse_target,
+    reached_db,
 )
 from roundoff.budget import budget as measure
 from roundoff.errors import InfeasibleError
-from roundoff.plan import Plan, Ran, Rounded, noise, run_batches
+from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.workload import Workload
 
@@ -36,8 +44,10 @@ class Verification:
         plan: the plan that stands at the end.
         rounds: every plan tried.
         last: the round of ``plan``.
-        target_db: asked for; None where nothing was.
-        met: True if ``plan`` meets the target, in dB and by the metric.
+        target_db: asked for of every output that has no target of its own; None where
+            nothing was.
+        met: True if every output of ``plan`` meets its target, and the metric does.
+        outputs: each named output of ``plan``: predicted, measured, target.
         metric_name: None without a metric.
         metric_reference: the metric of the unrounded model.
         metric_predicted_std: standard deviation of the predicted metric.
@@ -51,6 +61,7 @@ class Verification:
     last: VerifiedRound
     target_db: float | None
     met: bool
+    outputs: tuple[OutputRow, ...] = ()
     metric_name: str | None = None
     metric_reference: float | None = None
     metric_predicted_std: float | None = None
@@ -72,6 +83,7 @@ class Verification:
             metric_predicted_std=self.metric_predicted_std,
             metric_measured=last.metric_measured,
             met=self.met,
+            outputs=self.outputs,
         )
         return VerificationSummary(tuple(self.rounds), result)
 
@@ -81,14 +93,17 @@ def verify(
     plan: Plan,
     *,
     budget: Budget | None = None,
-    target: float | None = None,
+    target: TargetText | None = None,
     metric_drop: float | None = None,
+    of: str | None = None,
     goal: Goal | None = None,
     native: bool = True,
     rounds: int = ROUNDS,
     progress: Progress | None = None,
 ) -> Verification:
-    """Run ``plan`` with simulated rounding and measure its SQNR and metric.
+    """Run ``plan`` with simulated rounding and measure the SQNR of each output.
+
+    The metric is measured too.
 
     With a ``budget``, a plan whose prediction and measurement differ by more than 1 dB,
     or that misses its target, is linearised again around the rounded model and solved
@@ -98,18 +113,26 @@ def verify(
         workload: model, batches and metric.
         plan: the plan.
         budget: that the plan comes from.
-        target: in dB; the plan's own by default.
+        target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
+            plan's own by default.
         metric_drop: most that the measured metric may lose.
+        of: a part of the output by name, a site or ``"loss"``; what the budget or else the
+            plan was made for by default.
         goal: costs, pins and formats of a plan that is solved again.
         native: also run with real casts where this device has the format.
         rounds: plans tried at most.
         progress: called as work goes on.
 
     Raises:
-        PlanError: the plan's sites are not this model's.
+        PlanError: the plan's sites are not this model's, or the target names no output.
+        WorkloadError: there is no such part.
     """
-    target = plan.figures.target_db if target is None else target
-    verifier = _Verifier(workload, budget, target, metric_drop, goal, progress)
+    wanted = _target_of(plan) if target is None else parse_target(target)
+    judged = workload.judging(apart=() if wanted is None else wanted.patterns)
+    part = _part(plan, budget) if of is None else of
+    verifier = _Verifier(judged, budget, wanted, metric_drop, part, goal, progress)
+    if target is not None:
+        parse_target(target).check(verifier.output_names)
     candidate: _Candidate | None = verifier.first(plan)
     for number in range(1, rounds + 1):
         if candidate is None:
@@ -128,12 +151,29 @@ def verify(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A plan, and the SQNRs in dB that are predicted of it."""
+    """A plan, and the SQNRs in dB that are predicted of it, by output."""
 
     plan: Plan
     formats: dict[str, str]
-    predicted_db: float | None
-    additive_db: float | None
+    predicted: Mapping[str, float]
+    additive: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        formats: dict[str, str],
+        prediction: Prediction,
+        shift: Mapping[str, float],
+    ) -> _Candidate:
+        """Return a plan with its prediction, which is ``shift`` dB too high."""
+        outputs = prediction.outputs
+        return cls(
+            plan,
+            formats,
+            {o.output: o.db - shift.get(o.output, 0.0) for o in outputs},
+            {o.output: o.additive_db - shift.get(o.output, 0.0) for o in outputs},
+        )
 
 
 @dataclass
@@ -142,7 +182,7 @@ class _PlanTrial:
 
     number: int
     candidate: _Candidate
-    measured_db: float
+    outputs: tuple[OutputRow, ...]
     metric_predicted: float | None
     metric_measured: float | None
     agrees: bool
@@ -150,22 +190,29 @@ class _PlanTrial:
     action: str
 
     @property
+    def measured_db(self) -> float:
+        """SQNR of the output closest to its target, or furthest below it."""
+        return reached_db(self.outputs)
+
+    @property
     def round(self) -> VerifiedRound:
-        """The trial as reports show it."""
+        """The trial as reports show it, by the output that decides."""
+        row = deciding(self.outputs)
         return VerifiedRound(
             round=self.number,
-            predicted_db=self.candidate.predicted_db,
+            predicted_db=row.predicted_db,
             measured_db=self.measured_db,
-            additive_db=self.candidate.additive_db,
+            additive_db=self.candidate.additive.get(row.output),
             metric_predicted=self.metric_predicted,
             metric_measured=self.metric_measured,
             action=self.action,
+            output=row.output if len(self.outputs) > 1 else "",
         )
 
     @property
     def merit(self) -> tuple[bool, bool, float, int]:
         """What trials are compared by: good, as predicted, exact, late."""
-        exactness = 0.0 if self.good else self.measured_db
+        exactness = 0.0 if self.good else deciding(self.outputs).margin_db
         return self.good, self.good and self.agrees, exactness, self.number
 
 
@@ -176,8 +223,9 @@ class _Verifier:
         self,
         workload: Workload,
         budget: Budget | None,
-        target: float | None,
+        target: SqnrTarget | None,
         metric_drop: float | None,
+        part: str | None,
         goal: Goal | None,
         progress: Progress | None,
     ) -> None:
@@ -187,12 +235,17 @@ class _Verifier:
         self.metric_drop = metric_drop
         self.goal = goal
         self.progress = progress
-        self.part = None if budget is None else _part(budget)
+        self.part = part
         self.curve = None if budget is None else budget.about.metric
         self.reference = self._run(None, "reference")
         outputs = self.reference.outputs
         self.exact_metric = workload.evaluate(outputs, outputs)
         self.trials: list[_PlanTrial] = []
+
+    @property
+    def output_names(self) -> list[str]:
+        """The named outputs that are judged."""
+        return [row.output for row in self._rows(self.reference, {})]
 
     def _run(
         self, formats: dict[str, str] | None, stage: str, *, native: bool = False
@@ -209,24 +262,30 @@ class _Verifier:
     def first(self, plan: Plan) -> _Candidate:
         """Return the plan with what its budget predicts, or what it says itself."""
         formats = plan.formats(self.reference.handler.sites)
-        if self.budget is None:
-            figures = plan.figures
-            return _Candidate(plan, formats, figures.predicted_db, figures.additive_db)
-        prediction = self.budget.predict(formats)
-        return _Candidate(plan, formats, prediction.db, prediction.additive_db)
+        if self.budget is not None:
+            return _Candidate.of(plan, formats, self.budget.predict(formats), {})
+        figures = plan.figures
+        names = self.output_names
+        additive: dict[str, float] = {}
+        predicted = dict(figures.outputs_db)
+        if len(names) == 1 and figures.predicted_db is not None:
+            predicted.setdefault(names[0], figures.predicted_db)
+        if len(names) == 1 and figures.additive_db is not None:
+            additive[names[0]] = figures.additive_db
+        return _Candidate(plan, formats, predicted, additive)
 
     def trial(self, number: int, candidate: _Candidate) -> _PlanTrial:
         """Run a plan, and judge it by the target and by its prediction."""
-        measured, metric = self._measured(candidate.formats, f"verify {number}")
-        predicted = candidate.predicted_db
-        agrees = _agrees(predicted, measured)
-        is_accurate = self.target is None or measured >= self.target
-        good = is_accurate and not self._dropped(metric)
+        rows, metric = self._measured(candidate, f"verify {number}")
+        closest = deciding(rows)
+        agrees = _agrees(closest.predicted_db, closest.sqnr_db)
+        good = all_met(rows) and not self._dropped(metric)
+        lowest = min(candidate.predicted.values(), default=None)
         trial = _PlanTrial(
             number=number,
             candidate=candidate,
-            measured_db=measured,
-            metric_predicted=self._metric_at(predicted)[0],
+            outputs=rows,
+            metric_predicted=self._metric_at(lowest)[0],
             metric_measured=metric,
             agrees=agrees,
             good=good,
@@ -236,18 +295,25 @@ class _Verifier:
         return trial
 
     def _measured(
-        self, formats: dict[str, str], stage: str
-    ) -> tuple[float, float | None]:
-        """Return SQNR in dB and metric; formats that ran before do not run again."""
+        self, candidate: _Candidate, stage: str
+    ) -> tuple[tuple[OutputRow, ...], float | None]:
+        """Return each output and the metric; formats that ran before do not run again."""
         for trial in self.trials:
-            if trial.candidate.formats == formats:
-                return trial.measured_db, trial.metric_measured
-        ran = self._run(formats, stage)
+            if trial.candidate.formats == candidate.formats:
+                rows = [
+                    replace(row, predicted_db=candidate.predicted.get(row.output))
+                    for row in trial.outputs
+                ]
+                return tuple(rows), trial.metric_measured
+        ran = self._run(candidate.formats, stage)
         metric = self.workload.evaluate(ran.outputs, self.reference.outputs)
-        return self._sqnr_db(ran), metric
+        return self._rows(ran, candidate.predicted), metric
 
-    def _sqnr_db(self, ran: Ran) -> float:
-        return sqnr_db(noise(ran.targets, self.reference.targets))
+    def _rows(self, ran: Ran, predicted: Mapping[str, float]) -> tuple[OutputRow, ...]:
+        noises = output_noises(
+            ran.targets, self.reference.targets, self.workload.judged.apart
+        )
+        return output_rows(noises, self.target, predicted)
 
     def _metric_at(self, db: float | None) -> tuple[float | None, float | None]:
         """Return the predicted metric and its standard deviation at an SQNR."""
@@ -284,44 +350,43 @@ class _Verifier:
         refreshed = budget.predict(candidate.formats)
         # what even the new linearisation leaves unexplained is carried over to the
         # next plan's prediction
-        shift = refreshed.db - trial.measured_db
-        if not math.isfinite(shift):
+        shift = _shift(refreshed, trial.outputs)
+        if not math.isfinite(shift.get(deciding(trial.outputs).output, math.nan)):
             trial.action = (
                 "the plan's noise is not finite: no linearisation exists around it"
             )
             return None
         if self.target is None:
             trial.action = "linearised again around the rounded model"
-            return replace(
-                candidate,
-                predicted_db=refreshed.db,
-                additive_db=refreshed.additive_db,
-            )
+            return _Candidate.of(candidate.plan, candidate.formats, refreshed, {})
+        shift = {name: db for name, db in shift.items() if math.isfinite(db)}
         return self._solved_again(trial, budget, self.target, shift)
 
     def _solved_again(
-        self, trial: _PlanTrial, budget: Budget, target: float, shift: float
+        self,
+        trial: _PlanTrial,
+        budget: Budget,
+        target: SqnrTarget,
+        shift: Mapping[str, float],
     ) -> _Candidate | None:
         """Return the cheapest plan for the target; predictions are ``shift`` too high."""
-        is_accurate = trial.measured_db >= target
-        asked = target + (EXTRA_DB if is_accurate and not trial.good else 0.0)
+        extra = EXTRA_DB if all_met(trial.outputs) and not trial.good else 0.0
         problem = Problem(budget, self.goal)
+        asked = target.of_each(output.name for output in budget.outputs)
+        needed = {
+            name: db + extra + shift.get(name, 0.0)
+            for name, db in asked.items()
+            if db is not None
+        }
         try:
-            chosen = problem.cheapest(asked + shift)
+            chosen = problem.cheapest(SqnrTarget(None, tuple(needed.items())))
         except InfeasibleError as error:
-            best = error.best_db - shift
-            trial.action = (
-                f"linearised again: no plan reaches {asked:.1f} dB, best {best:.1f} dB"
-            )
+            reached = _reached(target.moved(extra), error.short_db)
+            trial.action = f"linearised again: no plan reaches {reached}"
             return None
         trial.action = "linearised again around the rounded model, solved again"
-        prediction = budget.predict(chosen)
-        return _Candidate(
-            problem.plan(chosen, asked=target),
-            chosen,
-            prediction.db - shift,
-            prediction.additive_db - shift,
-        )
+        plan = problem.plan(chosen, asked=target)
+        return _Candidate.of(plan, chosen, budget.predict(chosen), shift)
 
     def best(self) -> _PlanTrial:
         """Return the last plan that is good and as predicted.
@@ -340,7 +405,7 @@ class _Verifier:
             return None, note
         simulated = ways.get("simulated", 0)
         note = f"{native} calls with real casts, {simulated} simulated"
-        return self._sqnr_db(ran), note
+        return deciding(self._rows(ran, {})).sqnr_db, note
 
     def verification(
         self, best: _PlanTrial, native_db: float | None, note: str
@@ -353,19 +418,45 @@ class _Verifier:
             plan=best.candidate.plan,
             rounds=[trial.round for trial in self.trials],
             last=best.round,
-            target_db=self.target,
+            target_db=None if self.target is None else self.target.db,
             met=best.good,
+            outputs=best.outputs,
             metric_name=name,
             metric_reference=self.exact_metric,
-            metric_predicted_std=self._metric_at(best.candidate.predicted_db)[1],
+            metric_predicted_std=self._metric_at(
+                min(best.candidate.predicted.values(), default=None)
+            )[1],
             native_db=native_db,
             native_note=note,
         )
 
 
-def _agrees(predicted: float | None, measured: float) -> bool:
+def _target_of(plan: Plan) -> SqnrTarget | None:
+    """Return the target that a plan was made for; None without one."""
+    target = SqnrTarget.of_plan(plan.figures)
+    return None if target.db is None and not target.of else target
+
+
+def _shift(refreshed: Prediction, rows: tuple[OutputRow, ...]) -> dict[str, float]:
+    """Return by how many dB a prediction is too high, by output."""
+    measured = {row.output: row.sqnr_db for row in rows}
+    return {
+        output.output: output.db - db
+        for output in refreshed.outputs
+        if (db := measured.get(output.output)) is not None
+    }
+
+
+def _reached(target: SqnrTarget, short_db: float) -> str:
+    """Say what is out of reach, and how far a plan comes."""
+    if target.db is not None and not target.of:
+        return f"{target.db:.1f} dB, best {target.db - short_db:.1f} dB"
+    return f"{target}: {short_db:.1f} dB are missing"
+
+
+def _agrees(predicted: float | None, measured: float | None) -> bool:
     """Return True if an SQNR is as predicted; both may be infinite."""
-    if predicted is None or predicted == measured:
+    if predicted is None or measured is None or predicted == measured:
         return True
     return abs(predicted - measured) <= AGREEMENT_DB
 
@@ -376,9 +467,10 @@ def _action(good: bool, agrees: bool) -> str:
     return "accepted" if agrees else "prediction off by more than 1 dB"
 
 
-def _part(budget: Budget) -> str | None:
-    name = budget.about.target.name
-    return None if name == "output" else name
+def _part(plan: Plan, budget: Budget | None) -> str | None:
+    """Return what a budget measured, or else a plan was made for; None for the output."""
+    name = plan.figures.of if budget is None else budget.about.target.name
+    return None if name in ("", "output") else name
 
 
 def _named(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from roundoff.errors import WorkloadError
+from roundoff.errors import WorkloadError, did_you_mean, nearest
+from roundoff.workload.output_names import is_output
 
 
 def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -22,12 +23,18 @@ def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     ['logits', 'hidden.0']
     """
     if isinstance(value, Tensor):
-        is_named = value.is_floating_point() and value.numel()
+        is_named = value.is_floating_point() and not _is_empty(value)
         return {prefix or "output": value} if is_named else {}
     tensors: dict[str, Tensor] = {}
     for key, item in _items(value):
         tensors |= named_tensors(item, f"{prefix}.{key}" if prefix else key)
     return tensors
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Return True for a tensor without elements; sizes that are traced count as some."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -42,8 +49,63 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def target_tensors(output: Any, target: str | None) -> dict[str, Tensor]:
-    """Return the part of ``output`` that ``target`` names, all of it when None.
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What of a model's output rounding is judged by.
+
+    Attributes:
+        part: name of a tensor, one above it, or a glob; None for the whole output.
+        apart: patterns of outputs that are judged by themselves (see ``output_names``), and names
+            of numbers that count although they stand beside larger tensors (see ``left_out``).
+    """
+
+    part: str | None = None
+    apart: tuple[str, ...] = ()
+
+    def tensors(self, output: Any) -> dict[str, Tensor]:
+        """Return the floating-point tensors of an output that count; none is an empty result.
+
+        >>> import torch
+        >>> output = {"loss": torch.tensor(0.5), "logits": torch.ones(2, 3)}
+        >>> list(Judged().tensors(output)), list(Judged("loss").tensors(output))
+        (['logits'], ['loss'])
+        """
+        tensors = named_tensors(output)
+        if self.part is not None:
+            return {n: t for n, t in tensors.items() if is_output(self.part, n)}
+        aside = self.left_out(output)
+        return {name: t for name, t in tensors.items() if name not in aside}
+
+    def left_out(self, output: Any) -> dict[str, str]:
+        """Return the numbers beside larger tensors that do not count, with the reason."""
+        if self.part is not None:
+            return {}
+        numbers = left_out(named_tensors(output))
+        return {n: why for n, why in numbers.items() if n not in self.apart}
+
+
+def left_out(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors that are no target unless they are asked for, with the reason.
+
+    These are numbers without axes, and those called ``loss``, where a larger tensor stands beside
+    them: a loss that the model computes from labels in the batch, a penalty, a temperature.
+    """
+    numbers = {name for name, t in tensors.items() if _is_side_number(name, t)}
+    if len(numbers) == len(tensors):
+        return {}
+    reason = "one number beside larger tensors, a loss say: a target only by name"
+    return {name: reason for name in tensors if name in numbers}
+
+
+def _is_side_number(name: str, tensor: Tensor) -> bool:
+    is_loss = name.rpartition(".")[2] == "loss"
+    return tensor.ndim == 0 or (is_loss and tensor.numel() == 1)
+
+
+def target_tensors(
+    output: Any, target: str | None, apart: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Return the part of ``output`` that ``target`` names; when None what ``Judged`` counts.
 
     Raises ``WorkloadError`` when there is no floating-point tensor, or none of that name.
     """
@@ -57,15 +119,13 @@ def target_tensors(output: Any, target: str | None) -> dict[str, Tensor]:
             got=f"{type(output).__name__}{dtype}",
             do="return the scores before argmax or rounding (define forward(model, batch) in the workload)",
         )
-    if target is None:
-        return tensors
-    inside = f"{target}."
-    chosen = {n: t for n, t in tensors.items() if n == target or n.startswith(inside)}
+    chosen = Judged(target, apart).tensors(output)
     if not chosen:
         raise WorkloadError(
             f"the output has no part named {target!r}",
             where="target",
             expected="one of " + ", ".join(tensors) + ", 'loss', or the name of a site",
             got=repr(target),
+            do=did_you_mean(nearest(str(target), tensors)),
         )
     return chosen

@@ -18,6 +18,7 @@ from roundoff.errors import WorkloadError
 from roundoff.preserve import preserve
 from roundoff.workload.code import check_call, metric_arguments, name_of, user_code
 from roundoff.workload.file import check_defined, execute_module
+from roundoff.workload.outputs import Judged
 
 __all__ = ["Workload", "describe", "preserve"]
 
@@ -75,6 +76,7 @@ class Workload:
     ) -> None:
         self.name = name
         self.path = path
+        self.judged = Judged()
         self.forward = forward
         self.loss = loss
         self.metric = metric
@@ -148,6 +150,12 @@ class Workload:
         """The same workload with another model in the place of its own."""
         twin = copy.copy(self)
         twin.model = model
+        return twin
+
+    def judging(self, part: str | None = None, apart: Iterable[str] = ()) -> Workload:
+        """The same workload, judged by a part of the output or with outputs ``apart``: see ``Judged``."""
+        twin = copy.copy(self)
+        twin.judged = Judged(part, tuple(apart))
         return twin
 
     def run(self, batch: Any) -> Any:

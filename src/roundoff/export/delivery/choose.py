@@ -58,7 +58,10 @@ def choose(start: Workload, ask: Ask, progress: Progress | None = None) -> Chose
 
 
 def _search(
-    start: Workload, ask: Ask, target: str, progress: Progress | None
+    start: Workload,
+    ask: Ask,
+    target: str | Mapping[str, float | str],
+    progress: Progress | None,
 ) -> Chosen:
     reached = reach(
         start,
@@ -79,6 +82,7 @@ def _search(
             metric=trial.metric,
             cost=trial.cost,
             met=trial.met,
+            outputs=trial.outputs,
         )
         for trial in reached.trials
     ]

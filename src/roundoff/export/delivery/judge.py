@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from roundoff.budget import sqnr_db
-from roundoff.plan import detached, noise
+from roundoff.budget import OutputRow, SqnrTarget, output_rows, reached_db
+from roundoff.plan import detached, output_noises
 from roundoff.preserve import preserve
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload, named_tensors, target_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,34 @@ class ModelQuality:
     """How a model does in the place of the original.
 
     Attributes:
-        db: SQNR of the output in dB.
+        db: SQNR in dB of the output closest to its target, or furthest below it; without
+            a target of the one with most noise.
         metric: the workload's metric; None without one.
         agreement: share of equal top choices; None for outputs without rows.
+        outputs: each named output.
     """
 
     db: float
     metric: float | None
     agreement: float | None
+    outputs: tuple[OutputRow, ...] = ()
 
 
 class Judge:
-    """Keep the original's outputs on the held-out batches, or on all where there are none."""
+    """Keep the original's outputs on the held-out batches, or on all where there are none.
 
-    def __init__(self, workload: Workload) -> None:
+    Each named output is judged by its own ``target``. Raises ``PlanError`` where that names
+    no output, ``WorkloadError`` where the workload is judged by a part that there is not.
+    """
+
+    def __init__(self, workload: Workload, target: SqnrTarget | None = None) -> None:
+        self.target = target
         self.workload = copy.copy(workload)
         self.workload.batches = workload.held_out or workload.batches
         self.outputs = self.run(workload.model)
-        self.exact = [named_tensors(output) for output in self.outputs]
+        self.exact = [_judged_tensors(workload, output) for output in self.outputs]
+        if target is not None:
+            target.check([row.output for row in self.rows(self.exact)])
         self.metric = self.workload.evaluate(self.outputs, self.outputs)
 
     def run(self, model: nn.Module) -> list[Any]:
@@ -53,16 +63,31 @@ class Judge:
         """Judge another model in the place of the workload's."""
         outputs = self.run(model)
         tensors = [named_tensors(output) for output in outputs]
+        rows = self.rows(tensors)
         return ModelQuality(
-            sqnr_db(noise(tensors, self.exact)),
+            reached_db(rows),
             self.workload.evaluate(outputs, self.outputs),
             agreement(tensors, self.exact),
+            rows,
         )
+
+    def rows(self, tensors: Sequence[Mapping[str, Tensor]]) -> tuple[OutputRow, ...]:
+        """Return each named output against the original's."""
+        noises = output_noises(tensors, self.exact, self.workload.judged.apart)
+        return output_rows(noises, self.target)
 
     @property
     def samples(self) -> int:
         """Number of samples that are judged."""
         return count_samples(self.workload.batches)
+
+
+def _judged_tensors(workload: Workload, output: Any) -> dict[str, Tensor]:
+    """Return the tensors that a workload is judged by; none where it has no number at all."""
+    judged = workload.judged
+    if judged.part is None:
+        return judged.tensors(output)
+    return target_tensors(output, judged.part)
 
 
 def agreement(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roundoff.budget import all_met
 from roundoff.export.delivery.judge import Judge, ModelQuality
 from roundoff.export.delivery.records import NotPruned, PrunedRow, PruningCost, TrialRow
 from roundoff.export.delivery.request import Ask
@@ -50,14 +51,15 @@ class QuantizationResult:
     seconds: Mapping[str, float]
 
     def met(self, ask: Ask) -> bool:
-        """Return True if the judged model keeps the target, or there is none."""
+        """Return True if every output of the judged model keeps its target, or there is none."""
         goal = ask.goal
         if goal is None:
             return True
         if goal.kind == "db":
-            return self.judged.db >= goal.value
+            return all_met(self.judged.outputs)
         drop = self.drop
-        return drop is not None and drop <= goal.value + METRIC_ROUNDING
+        most = goal.value or 0.0
+        return drop is not None and drop <= most + METRIC_ROUNDING
 
     @property
     def drop(self) -> float | None:

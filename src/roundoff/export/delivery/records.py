@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roundoff.budget import OutputRow
+
 if TYPE_CHECKING:
     from roundoff.export.onnx.runtime import Latency
 
@@ -20,18 +22,21 @@ class TrialRow:
 
     Attributes:
         sites: format -> number of sites in it.
-        predicted_db, measured_db: SQNR of the output in dB, by the budget and measured.
+        predicted_db, measured_db: SQNR in dB of the output closest to its target, or
+            furthest below it, by the budget (None where it predicts nothing) and measured.
         metric: the workload's metric; None without one.
         cost: of the plan, in the unit that was asked for.
         met: it meets the target.
+        outputs: each named output: predicted, measured, target.
     """
 
     sites: Mapping[str, int]
-    predicted_db: float
+    predicted_db: float | None
     measured_db: float
     metric: float | None
     cost: float | None
     met: bool
+    outputs: tuple[OutputRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,8 @@ class Asked:
 
     Attributes:
         target: as written; None without one.
-        kind, value: ``drop`` or ``db``, and the number.
+        kind, value: ``drop`` or ``db``, and the number; None where each output has one.
+        of: a part of the output that the model is judged by; None for all of it.
         formats: empty where a plan was given.
         plan: a plan was given.
         cost: unit of what a target's plan saves.
@@ -182,6 +188,7 @@ class Asked:
     target: str | None
     kind: str | None
     value: float | None
+    of: str | None
     formats: tuple[str, ...]
     plan: bool
     prune: str
@@ -217,7 +224,9 @@ class Result:
 
     Attributes:
         met: it keeps the target, or there is none.
-        sqnr_db: SQNR of the output in dB.
+        sqnr_db: SQNR in dB of the output closest to its target, or furthest below it;
+            without a target of the one with most noise.
+        outputs: each named output, on the data that the model was judged on.
         agreement: share of equal top choices; None for outputs without rows.
         metric_name, metric_reference, metric, drop: the workload's metric, in fp32, of
             this model, and the difference; None without one.
@@ -225,6 +234,7 @@ class Result:
 
     met: bool
     sqnr_db: float
+    outputs: tuple[OutputRow, ...]
     agreement: float | None
     metric_name: str | None
     metric_reference: float | None
@@ -293,6 +303,7 @@ class ProofSummary:
     """What ONNX Runtime computed, and how fast; the fields of ``Proof`` that are totals.
 
     Attributes:
+        outputs: each named output of the file against fp32.
         kernels: integer operators of the optimised graph, and how many there are.
         operators: all of its operators.
     """
@@ -302,6 +313,7 @@ class ProofSummary:
     metric_fp32: float | None
     agreement: float | None
     sqnr_db: float
+    outputs: tuple[OutputRow, ...]
     simulation_db: float
     codes: int
     differing: float

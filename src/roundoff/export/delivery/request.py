@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from roundoff.budget import SqnrTarget, parse_target
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS, Plan
@@ -35,11 +36,16 @@ _SHARE = re.compile(r"(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
 
 class QualityTarget(NamedTuple):
-    """A target: at most so much less of the metric (``drop``), or at least so many ``db``."""
+    """A target: at most so much less of the metric (``drop``), or at least so many ``db``.
+
+    ``value`` is the one number of it, None where each output has its own; ``sqnr`` is that of
+    each output, None for a drop.
+    """
 
     kind: Literal["drop", "db"]
-    value: float
+    value: float | None
     text: str
+    sqnr: SqnrTarget | None = None
 
 
 class Prune(NamedTuple):
@@ -59,7 +65,10 @@ class Ask:
     Attributes:
         formats: formats that may be used; one is taken for all products with weights,
             several need a target.
-        target: ``0.5%`` of the metric less at most, or ``38dB`` at least.
+        target: ``0.5%`` of the metric less at most, or ``38dB`` of every output at least,
+            or of each by name: ``cls=40dB,price=30dB``, or a mapping.
+        of: a part of the output, by name, that the model is judged by; None for all of it but
+            numbers beside larger tensors.
         plan: instead of both, which site runs in which format.
         skip: patterns of sites that stay in fp32.
         pin: pattern of sites -> the format they run in.
@@ -83,7 +92,8 @@ class Ask:
     """
 
     formats: tuple[str, ...] = ("int8",)
-    target: str | None = None
+    target: str | Mapping[str, float | str] | None = None
+    of: str | None = None
     plan: Plan | None = None
     skip: tuple[str, ...] = ()
     pin: Mapping[str, str] = field(default_factory=dict)
@@ -191,24 +201,32 @@ def check_workload(workload: Workload, ask: Ask) -> None:
         )
 
 
-def parse_goal(text: str) -> QualityTarget:
+def parse_goal(target: str | Mapping[str, float | str]) -> QualityTarget:
     """Parse a target.
 
-    >>> parse_goal("0.5%"), parse_goal("38 dB").value
-    (QualityTarget(kind='drop', value=0.005, text='0.5%'), 38.0)
+    >>> parse_goal("0.5%")[:3], parse_goal("38 dB").value
+    (('drop', 0.005, '0.5%'), 38.0)
+    >>> parse_goal("cls=40dB,price=30dB").sqnr.of_output("price")
+    30.0
     """
+    if isinstance(target, Mapping) or "=" in target:
+        sqnr = parse_target(target)
+        text = target if isinstance(target, str) else str(sqnr)
+        return QualityTarget("db", sqnr.db, text, sqnr)
+    text = target
     match = _GOAL.fullmatch(text)
     if match is None:
         raise QuantizationError(
             "not a target",
             where="--target",
             got=repr(text),
-            expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB",
+            expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB, "
+            "for each output cls=40dB,price=30dB",
         )
     number = float(match["number"])
     if match["unit"] == "%":
         return QualityTarget("drop", number / 100, text)
-    return QualityTarget("db", number, text)
+    return QualityTarget("db", number, text, SqnrTarget(number))
 
 
 def parse_prune(text: str) -> Prune:

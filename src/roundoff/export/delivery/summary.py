@@ -104,6 +104,7 @@ def _asked(ask: Ask) -> Asked:
         target=goal.text if goal else None,
         kind=goal.kind if goal else None,
         value=goal.value if goal else None,
+        of=ask.of,
         formats=ask.formats if ask.plan is None else (),
         plan=ask.plan is not None,
         prune=ask.prune,
@@ -122,6 +123,7 @@ def _result(outcome: QuantizationResult, ask: Ask) -> Result:
     return Result(
         met=outcome.met(ask),
         sqnr_db=judged.db,
+        outputs=judged.outputs,
         agreement=judged.agreement,
         metric_name=outcome.workload.metric_name,
         metric_reference=outcome.judge.metric,
@@ -156,6 +158,7 @@ def _proof_summary(proof: Proof) -> ProofSummary:
         metric_fp32=proof.metric_fp32,
         agreement=proof.agreement,
         sqnr_db=proof.sqnr_db,
+        outputs=proof.outputs,
         simulation_db=proof.simulation_db,
         codes=proof.codes,
         differing=proof.differing,

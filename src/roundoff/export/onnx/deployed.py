@@ -198,9 +198,13 @@ class _Lowered(Passing):
         self.owner.keep(key, QdqOperands(codes, scale, zero))
 
     def result(self, name: str, result: Any) -> Any:
-        if self.owner.plain or not isinstance(result, Tensor):
+        if self.owner.plain:
             return result
-        return _tensor(site(result, name)) if result.is_floating_point() else result
+        if isinstance(result, tuple) and result:  # of a recurrent layer
+            return (self.result(name, result[0]), *result[1:])
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        return _tensor(site(result, name))
 
 
 def _code_bounds(quantizer: Any) -> tuple[Bound, Bound]:

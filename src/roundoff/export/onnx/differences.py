@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roundoff.budget import sqnr_db
 from roundoff.formats import Format
+from roundoff.plan import OutputPower
 
 
 class Power:
@@ -42,8 +43,8 @@ class Agreement:
     """Outputs of the file against those of the fp32 model and of the simulation."""
 
     def __init__(self) -> None:
-        self.fp32 = Power()
-        self.simulation = Power()
+        self.fp32 = OutputPower()
+        self.simulation = OutputPower()
         self.same = 0
         self.rows = 0
         self.samples = 0
@@ -54,11 +55,11 @@ class Agreement:
         fp32: Mapping[str, Tensor],
         simulated: Mapping[str, Tensor],
     ) -> None:
-        """Add the tensors of one batch's output."""
+        """Add the tensors of one batch's output; the names of ``fp32`` are judged."""
+        self.fp32.add(outputs, fp32)
+        self.simulation.add(outputs, {name: simulated[name] for name in fp32})
         for name, exact in fp32.items():
             output = outputs[name]
-            self.fp32.add(output, exact)
-            self.simulation.add(output, simulated[name])
             if exact.ndim and exact.shape[-1] > 1:
                 same = output.argmax(-1) == exact.argmax(-1)
                 self.same += int(same.sum())

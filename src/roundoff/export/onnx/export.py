@@ -10,7 +10,8 @@ from torch import nn
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.capture import Captured, capture
 from roundoff.export.onnx.deployed import Deployed
-from roundoff.export.onnx.tidy import tidy
+from roundoff.export.onnx.lower_recurrent import lower_recurrent
+from roundoff.export.onnx.tidy import drop_unread, tidy
 from roundoff.export.onnx.traced import Traced
 from roundoff.files import atomic_path
 from roundoff.quantize import QuantizedModel
@@ -86,11 +87,13 @@ def write(
     ).eval()
     captured = capture(workload, traced)
     program = captured.program
+    lower_recurrent(program.model.graph)
     tidy(program.model, pack)
     _remark(program.model, captured.remarks)
     if probed is not None:
         _save(program, probed)
         del program.model.graph.outputs[len(traced.outputs) :]
+        drop_unread(program.model)
     _save(program, path)
     return captured
 

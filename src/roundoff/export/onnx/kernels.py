@@ -12,7 +12,7 @@ from roundoff.quantize import CLIPS, QuantizedModel, Quantizer, Route
 #: Kinds of calls for which ONNX Runtime's CPU has no kernel on codes.
 _NO_KERNEL = {
     "attention": "attention is exported as its matrix products and softmax, in fp32",
-    "rnn": "recurrent layers stay in fp32 in ONNX",
+    "rnn": "recurrent layers compute in fp32 in ONNX, with weights stored as codes",
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }
 #: Operators of ONNX that only move codes.

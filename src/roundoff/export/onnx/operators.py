@@ -7,7 +7,7 @@ on CPUs multiply fastest; formats of fewer bits are clipped to their range first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ def _(x: Tensor) -> Tensor:
 DOMAIN = "roundoff"
 
 
+#: A recurrent layer as a node, until ``lower_recurrent`` makes ONNX's of it.
+LAYER = "RecurrentLayer"
+
+
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return a table for ``torch.onnx.export(custom_translation_table=...)``."""
     from onnx.defs import OpSchema
@@ -166,8 +170,62 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     operators = torch.ops.roundoff
     return {
+        operators.recurrent_layer.default: _recurrent(Opset(DOMAIN, 1)),
         operators.quantize_dequantize.default: quantized,
         operators.dequantize.default: dequantized,
         operators.dynamic_quantize_dequantize.default: dynamically,
         operators.site.default: named,
     }
+
+
+def _recurrent(opset: Any) -> Callable[..., Any]:
+    """Return the translation of ``recurrent_layer``."""
+    from onnx.defs import OpSchema
+    from onnxscript.values import Op
+
+    operands = OpSchema.FormalParameter(
+        "operands",
+        "T",
+        param_option=OpSchema.FormalParameterOption.Variadic,
+        is_homogeneous=False,
+    )
+    result = [OpSchema.FormalParameter(name, "F") for name in ("y", "y_h", "y_c")]
+    integers = ["tensor(int64)", "tensor(int32)"]
+    attributes = [("kind", OpSchema.AttrType.STRING)]
+    attributes += [(n, OpSchema.AttrType.INT) for n in ("weights", "cell", "lengths")]
+    schema = OpSchema(
+        LAYER,
+        DOMAIN,
+        1,
+        inputs=[operands],
+        outputs=result,
+        type_constraints=[
+            ("T", ["tensor(float)", *integers], ""),
+            ("F", ["tensor(float)"], ""),
+        ],
+        attributes=[OpSchema.Attribute(name, kind, "") for name, kind in attributes],
+    )
+    layer: Any = Op(opset, LAYER, schema)
+
+    def written(
+        x: Any,
+        hidden: Any,
+        cell: Any,
+        lengths: Any,
+        weights: Sequence[Any],
+        biases: Sequence[Any],
+        kind: str,
+    ) -> Any:
+        states = [state for state in (hidden, cell, lengths) if state is not None]
+        return layer(
+            x,
+            *states,
+            *weights,
+            *biases,
+            kind=kind,
+            weights=len(weights),
+            cell=int(cell is not None),
+            lengths=int(lengths is not None),
+        )
+
+    return written

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from roundoff.budget import OutputRow, SqnrTarget, output_rows, reached_db
 from roundoff.export.onnx.capture import Captured
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.differences import Agreement, Differing, ValueDifferences
@@ -84,8 +85,10 @@ class Proof:
             None without one.
         agreement: share of rows of the output with the same arg-max over the last axis
             as in fp32; None with one column.
-        sqnr_db: of the output against fp32.
-        simulation_db: of the output against our simulation.
+        sqnr_db: against fp32, of the output closest to its target, or furthest below it;
+            without a target of the one with most noise.
+        outputs: each named output against fp32.
+        simulation_db: against our simulation, of the output that is furthest from it.
         sites: one row for each quantized value, in the order of the run.
         became: one row for each quantized call: the kernel that runs it, or why none
             with integers does.
@@ -103,6 +106,7 @@ class Proof:
     metric_fp32: float | None
     agreement: float | None
     sqnr_db: float
+    outputs: tuple[OutputRow, ...]
     simulation_db: float
     sites: tuple[ValueProof, ...]
     became: tuple[KernelRow, ...]
@@ -140,6 +144,7 @@ def prove(
     exact: nn.Module | None = None,
     pack: bool = True,
     seconds: float = 3.0,
+    target: SqnrTarget | None = None,
 ) -> Proof:
     """Write both files, run them in ONNX Runtime on the evaluation set, and measure.
 
@@ -156,6 +161,7 @@ def prove(
             others then.
         pack: as ``export_onnx`` has it.
         seconds: how long to race both files on the first batch; 0: not at all.
+        target: SQNR in dB that is asked of each output.
 
     Raises:
         QuantizationError: as ``export_onnx``, or onnxruntime is not installed.
@@ -181,8 +187,13 @@ def prove(
     agreement = Agreement()
     for output, fp32, simulation in zip(outputs, outputs_fp32, simulated, strict=True):
         agreement.add(
-            named_tensors(output), named_tensors(fp32), named_tensors(simulation)
+            named_tensors(output),
+            workload.judged.tensors(fp32),
+            named_tensors(simulation),
         )
+    apart = workload.judged.apart
+    rows = output_rows(agreement.fp32.outputs(apart), target)
+    from_simulation = output_rows(agreement.simulation.outputs(apart))
     found_kernels = kernels(path_quantized)
     raced = None
     if seconds > 0:
@@ -195,8 +206,9 @@ def prove(
         metric=judged.evaluate(outputs, outputs_fp32),
         metric_fp32=judged.evaluate(outputs_fp32, outputs_fp32),
         agreement=agreement.share,
-        sqnr_db=agreement.fp32.db,
-        simulation_db=agreement.simulation.db,
+        sqnr_db=reached_db(rows),
+        outputs=rows,
+        simulation_db=reached_db(from_simulation),
         sites=_value_proofs(values, quantized),
         became=became(quantized, deployed, found_kernels),
         kernels=found_kernels,

@@ -76,7 +76,13 @@ class Sizes:
         if isinstance(size, int):
             return Axis(name, axis, length, fixed=True)
         others = _other_lengths(length)
-        refused = tuple(n for n in others if not self._holds({size: n}))
+        alike = [s for s, hint in self._lengths.items() if hint == length]
+        refused = tuple(
+            n
+            for n in others
+            # inputs of one length stay so together: as many indices as rows
+            if not self._holds({size: n}) and not self._holds(dict.fromkeys(alike, n))
+        )
         return Axis(name, axis, length, refused, fixed=len(refused) == len(others))
 
     def why_unfit(self, shapes: Shapes) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from roundoff.export.onnx.operators import DOMAIN
+from roundoff.export.onnx.outer_scales import move_scales
 
 #: Bounds of a Clip that has none.
 _FREE = (-np.inf, np.inf)
@@ -33,6 +34,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _cast_fp8(graph)
     _turn_blocks(graph)
     _look_up(graph)
+    move_scales(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)
     if pack:
@@ -40,11 +42,18 @@ def tidy(model: Any, pack: bool = True) -> None:
     # small tensors alone are compared: scales and zero points that are equal
     common.DeduplicateInitializersPass(size_limit=4)(model)
     _separate_zero_points(graph)
-    common.RemoveUnusedNodesPass()(model)
+    drop_unread(model)
     _drop_unread_inputs(graph)
     model.opset_imports.pop(DOMAIN, None)
     _drop_defaults(model)
     _strip(model)
+
+
+def drop_unread(model: Any) -> None:
+    """Drop the nodes and constants that no output needs."""
+    from onnx_ir.passes import common
+
+    common.RemoveUnusedNodesPass()(model)
 
 
 def _nodes(graph: Any, *operators: str) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.readings import ReadingMode
+from roundoff.export.onnx.recurrent import KeepRecurrent
 from roundoff.workload import Workload, describe, named_tensors
 
 
@@ -62,6 +63,7 @@ class Traced(nn.Module):
         leaves = [next(remaining) if fixed is None else fixed for fixed in self._fixed]
         batch = tree_unflatten(leaves, self._layout)
         with ExitStack() as modes:
+            modes.enter_context(KeepRecurrent().kept())
             if self.reading is not None:
                 modes.enter_context(self.reading.begun())
             outputs = named_tensors(self._workload.run(batch))

@@ -19,7 +19,7 @@ from torch import Tensor
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.formats import Granularity, PerAxis, PerGroup, PerTensor, PerToken
-from roundoff.plan import noise
+from roundoff.plan import worst_noise
 from roundoff.quantize.calibration import MEASURED_BATCHES, Calibration
 from roundoff.quantize.channels.awq import awq
 from roundoff.quantize.channels.divide import divide_inputs_
@@ -208,13 +208,15 @@ def simulated_db(calibration: Calibration, measured: int = MEASURED_BATCHES) -> 
     """
     calibration = calibration.on(calibration.batches[:measured])
     with calibration.model.through(Unquantized()):
-        exact = calibration.outputs(calibration.batches)
+        outputs = calibration.outputs(calibration.batches)
+    judged = calibration.workload.judged
+    exact = [judged.tensors(tensors) for tensors in outputs]
     trial = calibration.trial()
     plainly = Rounding(
         observer="minmax", weights="nearest", scales="minmax", bias=False
     )
     round_model_(trial, plainly)
-    return sqnr_db(noise(trial.outputs(trial.batches), exact))
+    return sqnr_db(worst_noise(trial.outputs(trial.batches), exact))
 
 
 def _take_(model: QuantizedModel, trial: QuantizedModel) -> None:

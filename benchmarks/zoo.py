@@ -377,7 +377,10 @@ def ours(workload: ro.Workload, wanted: Outputs, folder: Path) -> Quantized:
     if not file.exists():
         reason = "no model.onnx was written: summary.json has the reason"
         return Quantized(how=reason)
-    return Quantized(file, "", worst_db(file, workload, wanted))
+    try:
+        return Quantized(file, "", worst_db(file, workload, wanted))
+    except Exception as error:  # noqa: BLE001 - whatever ONNX Runtime raises
+        return Quantized(how=f"the file does not run: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

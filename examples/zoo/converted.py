@@ -62,7 +62,7 @@ def batches():
 
 def held_out():
     images, labels = data()
-    return list(zip(images[1300:].split(71), labels[1300:].split(71)))
+    return list(zip(images[1300:1780].split(32), labels[1300:1780].split(32)))
 
 
 def forward(model, batch):

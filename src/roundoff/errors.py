@@ -109,7 +109,7 @@ class InfeasibleError(PlanError):
     Attributes:
         best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has
             no error at all.
-        short_db: by how many dB it misses the target; NaN where that is not known.
+        short_db: by how many dB it misses the target; ``inf`` where that is not known.
         pinned: the sites whose format the user fixed, as strings; empty if none.
 
     Example:
@@ -123,7 +123,7 @@ class InfeasibleError(PlanError):
         what: str,
         *,
         best_db: float,
-        short_db: float = math.nan,
+        short_db: float = math.inf,
         pinned: Sequence[str] = (),
         where: str | None = None,
         expected: str | None = None,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundoff.budget.adjoint import Probe, measure_batch
+from roundoff.budget.adjoint import Probe, Way, measure_batch
 from roundoff.budget.facts import MeasuredSite, Measurement
 from roundoff.budget.noise_power import Term, power
+from roundoff.budget.samples import divide, divisions
 from roundoff.budget.table import TERM_SCHEMA, Budget
 from roundoff.formats import parse_format
 from roundoff.ops.calls import watch
@@ -149,10 +150,14 @@ def measure():
                 probe,
                 lambda: list(target_tensors(model(x), None).values()),
                 check=lambda: None,
-                probes=lambda _: probes,
+                probes=lambda *_: probes,
                 generator=torch.Generator().manual_seed(seed),
-                learn_axes=learn,
-                batched=batched,
+                divided=lambda targets: (
+                    divisions(x, targets)
+                    if learn
+                    else [divide("rows of the target", x, targets)]
+                ),
+                way=Way.TOGETHER if batched else Way.ALONE,
                 parameters=0,
             )
         return probe

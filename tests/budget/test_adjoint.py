@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 from torch import nn
 
 import roundoff
@@ -201,7 +202,9 @@ def test_a_new_format_costs_no_new_pass(tiny):
     one = budget(Workload(tiny, [x]), ["bf16"])
     many = budget(Workload(tiny, [x]), ["fp16", "bf16", "int8", "fp8_e4m3fn", "mxfp4"])
     assert len(calls) == 2
-    assert many.terms.filter(many.terms["format"] == "bf16").equals(one.terms)
+    same = many.terms.filter(many.terms["format"] == "bf16")
+    # errors that are projected beside others are summed in another order, in fp64 here
+    assert_frame_equal(same, one.terms, rel_tol=1e-6, abs_tol=1e-12)
 
 
 def test_terms_name_the_operand_and_where_it_comes_from(tiny, measure):

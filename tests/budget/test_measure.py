@@ -11,7 +11,7 @@ from torch import nn
 from roundoff import Workload, budget
 from roundoff.budget.facts import MeasuredTarget
 from roundoff.budget.measure import parse_formats
-from roundoff.errors import FormatError, WorkloadError
+from roundoff.errors import FormatError, PlanError, WorkloadError
 from roundoff.plan.rounded_model import noise, run_batches
 
 
@@ -43,14 +43,62 @@ def workload():
 
 @pytest.mark.parametrize(
     ("samples", "batches", "probes"),
-    [(1, 1, 16), (16, 1, 16), (64, 1, 4), (32, 4, 2), (400, 1, 2), (30, 1, 9)],
+    [(1, 1, 96), (16, 1, 10), (64, 1, 3), (32, 4, 3), (400, 1, 2), (30, 1, 6)],
 )
-def test_the_number_of_probes_makes_256_projections(samples, batches, probes):
-    """Between 2 and 16, rounded up: ceil(256 / (samples a batch * batches))."""
+def test_the_number_of_probes_reaches_the_precision(samples, batches, probes):
+    """Between 2 and 96, rounded up: 1.5 * 2 * (4.343 / 0.6)^2 = 157.2 projections.
+
+    They come from all samples of one batch, or of two where there are more.
+    """
     found = budget(
         Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"]
     )
     assert found.about.probes == probes
+
+
+def test_a_precision_is_reached_by_some_of_the_batches():
+    torch.manual_seed(0)
+    batches = [torch.randn(32, 8) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    coarse = budget(Workload(model, batches), ["bf16"])
+    assert coarse.about.batch_samples == (32, 32)
+    assert coarse.about.workload_batches == 6
+    assert coarse.about.unmeasured == pytest.approx(4 / 6)
+    errors = [cost.stderr_db for cost in coarse.costs]
+    assert math.sqrt(sum(e**2 for e in errors) / len(errors)) <= 0.6
+    fine = budget(Workload(model, batches), ["bf16"], precision="0.1dB")
+    assert math.sqrt(sum(c.stderr_db**2 for c in fine.costs) / 3) <= 0.1
+    every = budget(Workload(model, batches), ["bf16"], probes=2)
+    assert len(every.about.batch_samples) == 6
+    for given in (0, -1, "nan", "inf"):
+        with pytest.raises((WorkloadError, PlanError)):
+            budget(Workload(model, batches), ["bf16"], precision=given)
+
+
+class Sometimes(nn.Module):
+    """Calls a site, or leaves fp16's range, only where the first value is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h) if x[0, 0] > 100 else h
+
+
+@pytest.mark.parametrize("late", [1000.0, 1e6])
+def test_a_batch_that_shows_something_new_is_measured(late):
+    torch.manual_seed(0)
+    batches = [torch.randn(256, 4) for _ in range(5)]
+    batches[4][0, 0] = late
+    model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
+    found = budget(Workload(model, batches), ["fp16"])
+    assert len(found.about.batch_samples) == 3
+    if late == 1000.0:
+        assert {site.site for site in found.sites} == {"first/linear", "second/linear"}
+    else:
+        assert any(cost.note.startswith("overflow") for cost in found.costs)
 
 
 def test_probes_as_asked(workload):

@@ -347,6 +347,10 @@ def test_the_loss_is_no_output_unless_it_is_asked_for():
     formats = all_in(without, "int8")
     # the same signs, the same samples: the loss changes nothing
     assert beside.predict(formats).db == pytest.approx(without.predict(formats).db)
+    found = verify(labelled, beside.plan(30), budget=beside)
+    assert found.met
+    assert [row.output for row in found.outputs] == ["cls", "price", "loss"]
+    assert "one number beside larger tensors" in found.outputs[2].note
     asked = budget(labelled, ["int8"], of="loss")
     assert [o.name for o in asked.outputs] == ["loss"]
     named = budget(labelled.judging(apart=["loss"]), ["int8"])

@@ -10,7 +10,7 @@ from torch import nn
 
 import roundoff
 from roundoff import Workload
-from roundoff.budget.probes import sample_axis
+from roundoff.budget.samples import BATCH_FIRST, divide, divisions, sample_axis
 
 #: The adjoint alone.
 budget = functools.partial(roundoff.budget, trials=0)
@@ -146,12 +146,51 @@ def test_the_axes_of_the_first_batch_serve_the_others():
     assert widths.unique().to_list() == [10]
 
 
-def test_outputs_with_unlike_first_axes_are_pooled():
-    """An LSTM's states are (layers, batch, channels): the whole batch is one sample then."""
+def test_outputs_with_unlike_first_axes_share_the_batch_axis():
+    """An LSTM's states are (layers, batch, channels), its output (batch, steps, channels)."""
     torch.manual_seed(0)
     measured = budget(
         Workload(nn.LSTM(3, 3, batch_first=True), [torch.randn(4, 5, 3)]), ["bf16"]
     )
-    assert measured.about.samples == 1
-    # three outputs share 32 probes, so that none takes more than 10
-    assert measured.about.probes == 10
+    assert measured.about.samples == 4
+    assert not measured.terms["pooled"].any()
+
+
+class Rows(BatchFirst):
+    """Returns (batch * steps, channels), as language models for training do."""
+
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_rows_of_the_output_that_are_no_samples(batch_first):
+    """The samples are counted by an axis of the input, the first or the second."""
+    torch.manual_seed(0)
+
+    class Turned(Rows):
+        def forward(self, x):
+            if batch_first:
+                return super().forward(x)
+            turned = BatchFirst.forward(self, x.transpose(0, 1))
+            return turned.transpose(0, 1)
+
+    x = torch.randn(6, 4, 4) if batch_first else torch.randn(4, 6, 4)
+    measured = budget(Workload(Turned(), [x]), ["bf16"])
+    assert measured.about.samples == 6
+    assert not measured.terms["pooled"].any()
+
+
+def test_the_division_of_a_batch():
+    rows = torch.zeros(12, 5)
+    assert [d.samples for d in divisions(torch.zeros(4, 3, 2), [rows])] == [12, 4, 3]
+    (only,) = divisions(torch.zeros(5, 7), [torch.zeros(1, 9)])
+    assert only.samples == 1
+    division = divide(
+        BATCH_FIRST, {"ids": torch.zeros(4, 3)}, [rows, rows.view(3, 4, 5)]
+    )
+    assert division.axes == ((0, 3), (1, 1))
+    ones = torch.ones(2, 12, 5)
+    kept = division.masked(ones, 0)[:, :, 0]
+    assert kept.tolist() == [[1.0] * 3 + [0.0] * 3 + [1.0] * 3 + [0.0] * 3] * 2
+    assert division.power(torch.ones(3, 4, 5), 1).tolist() == [15.0] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
+from roundoff.budget import measure
 from roundoff.budget.decisions import CallPlaces, FollowingMode
 from roundoff.budget.noise_power import power
 from roundoff.budget.refine import with_trials
-from roundoff.budget.signs import DrawnSigns, draw_signs
 from roundoff.budget.table import Budget
 from roundoff.budget.trial_rows import OutputView, with_mean_products
 from roundoff.budget.trials import measure_by_trial, record
@@ -188,20 +189,19 @@ def test_every_row_by_trial_is_what_the_single_sites_cost(chain):
 
 
 def with_every_row_tried(workload, formats, probes=16) -> Budget:
-    plain = budget(workload, formats, trials=0, probes=probes)
-    recording = record(workload)
-    generator = torch.Generator().manual_seed(0)
-    signs = []
-    for batch in recording.batches:
-        state = generator.get_state()
-        [target] = batch.targets.values()
-        signs.append(DrawnSigns(state, probes, ("output",), len(target)))
-        draw_signs((probes, *target.shape), generator)
+    """The signs are those of the adjoint, as ``refine`` is given them."""
+    drawn = []
+
+    def keep(_, plain, signs, *rest):
+        drawn.extend(signs)
+        return plain
+
+    with mock.patch.object(measure, "refine", keep):
+        plain = budget(workload, formats, probes=probes)
     pairs = [(c.site, parse_format(c.format)) for c in plain.costs]
     view = OutputView({"output": 1.0}, plain.about.signal)
-    return with_trials(
-        plain, measure_by_trial(workload, recording, pairs, [view], signs)
-    )
+    results = measure_by_trial(workload, record(workload), pairs, [view], drawn)
+    return with_trials(plain, results)
 
 
 def test_rows_of_a_trial_stand_beside_those_of_the_adjoint(chain):

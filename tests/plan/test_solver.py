@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -503,3 +504,75 @@ def test_solver_prints_nothing(capfd):
         decisions, *_ = large(seed, count=80)
         solve(decisions, max_noise=1e-4)
     assert capfd.readouterr().out == ""
+
+
+@st.composite
+def problems_of_two_outputs(draw):
+    """The problems above, with a noise at each of two outputs."""
+    decisions, edges = draw(problems())
+
+    def pair(noise):
+        return noise, draw(noises)
+
+    doubled = [
+        replace(d, choices=tuple(replace(c, noise=pair(c.noise)) for c in d.choices))
+        for d in decisions
+    ]
+    return doubled, [replace(edge, noise=pair(edge.noise)) for edge in edges]
+
+
+def at_output(decisions, edges, number):
+    """The problem as one output sees it."""
+    return [
+        replace(d, choices=tuple(replace(c, noise=c.noise[number]) for c in d.choices))
+        for d in decisions
+    ], [replace(edge, noise=edge.noise[number]) for edge in edges]
+
+
+def every_plan_of_two(decisions, edges):
+    """All plans without overflow at either output: formats, both noises, cost."""
+    first = every_plan(*at_output(decisions, edges, 0))
+    second = {
+        tuple(sorted(formats.items())): noise
+        for formats, noise, _ in every_plan(*at_output(decisions, edges, 1))
+    }
+    for formats, noise, cost in first:
+        other = second.get(tuple(sorted(formats.items())))
+        if other is not None:
+            yield formats, (noise, other), cost
+
+
+@given(problems_of_two_outputs(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_least_cost_under_two_bounds_equals_enumeration(problem, data):
+    decisions, edges = problem
+    plans = list(every_plan_of_two(decisions, edges))
+    exact = [noise for _, noise, _ in plans]
+    bounds = data.draw(st.sampled_from([(0.5, 1e-9), (1e-3, math.inf), *exact]))
+    reachable = [
+        plan
+        for plan in plans
+        if all(noise <= bound for noise, bound in zip(plan[1], bounds, strict=True))
+    ]
+    if not reachable:
+        with pytest.raises(InfeasibleError):
+            solve(decisions, edges, max_noise=bounds)
+        return
+    solution = solve(decisions, edges, max_noise=bounds, relative_gap=0.0)
+    found = next(noise for f, noise, _ in plans if f == solution.formats)
+    assert solution.noises == found
+    assert solution.noise == max(found)
+    assert all(n <= bound for n, bound in zip(found, bounds, strict=True))
+    # as with one bound
+    assert solution.cost == pytest.approx(
+        min(cost for _, _, cost in reachable), rel=2e-8
+    )
+
+
+def test_bounds_of_another_number_of_outputs():
+    decision = Decision("a", (Choice("fp32", (0.0, 0.0), 1.0),))
+    with pytest.raises(PlanError, match="one bound for each output"):
+        solve([decision], max_noise=[1.0, 1.0, 1.0])
+    other = Decision("b", (Choice("fp32", 0.0, 1.0),))
+    with pytest.raises(PlanError, match="different numbers of outputs"):
+        solve([decision, other], max_noise=1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundoff.errors import InfeasibleError
+from roundoff.errors import InfeasibleError, PlanError
 from roundoff.quantize.fallback import reach
 from roundoff.workload.workload import Workload
 
@@ -60,3 +60,46 @@ def test_a_pin_in_the_way_of_a_target_is_named(workload):
         in (found.note)
     )
     assert found.note.endswith("; fixed: 0/linear=w4a4")
+
+
+class TwoHeads(nn.Module):
+    """Scores, and a price of about 5500."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 32)
+        self.cls = nn.Linear(32, 10)
+        self.price = nn.Linear(32, 1)
+        nn.init.constant_(self.price.bias, 5500.0)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return {"cls": self.cls(h), "price": self.price(h)}
+
+
+@pytest.mark.parametrize("target", ["30dB", "cls=30dB,price=90dB", {"cls": 25}])
+def test_every_output_meets_its_own_target_on_held_out_batches(target):
+    torch.manual_seed(0)
+    x = torch.rand(5, 64, 16) * 2 - 1
+    held_out = x[4:].clone()
+    workload = Workload(TwoHeads(), list(x[:4]), held_out=list(held_out))
+    reached = reach(workload, target, ["int8", "w4a8", "w4a4"])
+    assert reached.met
+    with torch.no_grad():
+        exact = workload.model(held_out[0])
+        rounded = reached.model(held_out[0])
+    wanted = {"cls": 30, "price": 90} if "price" in target else {"cls": 25}
+    if target == "30dB":
+        wanted = {"cls": 30, "price": 30}
+    for name, least in wanted.items():
+        error = (rounded[name].double() - exact[name].double()).square().sum()
+        signal = exact[name].double().square().sum()
+        assert -10 * torch.log10(error / signal) >= least
+    assert [row.output for row in reached.trials[-1].outputs] == ["cls", "price"]
+
+
+def test_a_target_for_an_output_that_is_not_there():
+    torch.manual_seed(0)
+    workload = Workload(TwoHeads(), [torch.randn(8, 16)])
+    with pytest.raises(PlanError, match="did you mean price"):
+        reach(workload, "prise=30dB")

@@ -239,7 +239,7 @@ def test_bad_data():
     bad[1][2, 1] = torch.nan
     with pytest.raises(
         QuantizationError,
-        match=r"batch 1, float32\[3, 4\]: 1 of 12 values of the calibration data are NaN",
+        match=r"/linear:0, first in batch 1: 1 of 12 values are NaN or Inf",
     ):
         ro.quantize(net, "int8", bad)
 
@@ -319,7 +319,7 @@ def test_calls_that_share_no_channels_leave_nothing_to_rescale(Model):
 
 def test_channels_whose_rescaling_changes_the_model_are_left(monkeypatch):
     """A safety net: nothing that it is needed for is known."""
-    from roundoff.quantize.channels import spread
+    from roundoff.quantize.channels import rescale_alike
 
     net, batches = (
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
@@ -327,11 +327,14 @@ def test_channels_whose_rescaling_changes_the_model_are_left(monkeypatch):
     )
     kept = ro.quantize(net, "int8", batches, spread=False)
     monkeypatch.setattr(
-        spread, "rescale_", lambda model, *_, **__: model[0].weight.data.mul_(2.0)
+        rescale_alike,
+        "rescale_",
+        lambda model, *_, **__: model[0].weight.data.mul_(2.0),
     )
     model = ro.quantize(net, "int8", batches)
     assert (model.steps[0].name, model.steps[0].note) == (
         "spread",
-        "undone: it changed what the model computes",
+        "predicted, 0 of 2 groups of channels; "
+        "undone for 1 that changed what the model computes: 0.weight",
     )
     assert torch.equal(model(batches[0]), kept(batches[0]))

@@ -24,15 +24,16 @@ from .output_row import all_met as all_met
 from .output_row import deciding as deciding
 from .output_row import output_rows as output_rows
 from .output_row import reached_db as reached_db
+from .output_row import rows_aside as rows_aside
 from .signs import draw_signs as draw_signs
 from .sqnr_target import SqnrTarget as SqnrTarget
 from .sqnr_target import TargetText as TargetText
 from .sqnr_target import parse_db as parse_db
 from .sqnr_target import parse_target as parse_target
 from .table import Budget as Budget
+from .table import MeasuredTerm as MeasuredTerm
 from .table import Prediction as Prediction
 from .table import SiteCost as SiteCost
-from .table import TermRow as TermRow
 from .table import term_frame as term_frame
 from .targets import drop_to_db as drop_to_db
 from .targets import metric_at as metric_at

@@ -13,13 +13,14 @@ site, and dropped.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,13 +28,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from roundoff.budget.facts import MeasuredSite
-from roundoff.budget.probes import backward, hand_over, on_output, sample_axis
+from roundoff.budget.linear_errors import (
+    activations,
+    is_linear,
+    operand_errors,
+    result_errors,
+)
+from roundoff.budget.probes import backward, hand_over, on_output
+from roundoff.budget.samples import Division, sample_axis
+from roundoff.budget.scan import exceeds
 from roundoff.budget.signs import draw_signs
-from roundoff.budget.terms import TermKey, Terms, arrange, by_sample, project
+from roundoff.budget.terms import Projector, TermKey, Terms
 from roundoff.formats import Format
 from roundoff.ops import (
     Call,
     CallMode,
+    RoundedOperands,
     execute,
     float_tensors,
     is_floating,
@@ -41,21 +51,34 @@ from roundoff.ops import (
     runs,
     sizes,
 )
+from roundoff.site import Site
 
 #: Bytes that are not worth another backward pass.
-_SMALL = 2**24
+_SMALL = 2**27
+#: Bytes of the gradients of all probes at one site below which a call costs more than they.
+_TOGETHER_BYTES = 2**20
+#: Bytes of the outputs of all sites from which on gradients are stored in bf16.
+_LARGE = 2**22
+#: Bytes that are kept rather than send probes together through an operator whose batched
+#: backward is a loop.
+_LOOPS_ROOM = 2**28
+#: Up to here probes cost less one by one than batched, where their gradients may be kept.
+FEW_PROBES = 8
+#: Share of the sites that may mix samples before another division is tried.
+FEW_MIXED = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """How the backward passes run.
+class Way(Enum):
+    """How the probes of a batch go back.
 
-    ``batched``: all probes at once; ``mutation``: with copies of saved tensors that the
-    model writes over.
+    TOGETHER: all at once, each operator's backward batched over them (``torch.vmap``).
+    STORED: one by one; a site's gradients are kept until the last has come.
+    ALONE: one by one, and every error is computed again for each.
     """
 
-    batched: bool
-    mutation: bool = False
+    TOGETHER = "together"
+    STORED = "stored"
+    ALONE = "alone"
 
 
 @dataclass
@@ -74,6 +97,8 @@ class SiteInfo:
     no_path: str | None = "its output does not reach the target"
     batches: int = 0
     tied: tuple[str, ...] = ()
+    #: True if an output was beyond the range of some format
+    exceeds: bool = False
 
     def measured(self, batches: int) -> MeasuredSite:
         """Return the site as a budget keeps it, with sizes of one of the batches."""
@@ -132,6 +157,29 @@ class _KeptTensor:
         self.tensor = tensor.detach()
 
 
+#: What a hook does with the gradient of an output: the call, its exact result, the number
+#: of the output, and the gradient.
+_Receiver = Callable[["Call | _Use", Any, int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The use of an operand, kept, by a call; its leaves may be gone."""
+
+    call: Call
+    operand: Any
+
+    @property
+    def site(self) -> Site:
+        """Where the call is."""
+        return self.call.site
+
+
+def _place_of(leaf: int) -> int:
+    """Return the number that stands for an operand among the places of a call."""
+    return -1 - leaf
+
+
 @dataclass
 class Probe:
     """The handler of one batch's forward pass, and what its backward hooks measure.
@@ -144,15 +192,16 @@ class Probe:
         wanted: the site whose output is the target; None for another target.
         wanted_output: of the site ``wanted``.
         samples: of the batch.
-        kept_samples: mask of the samples that the last probe looks at; None for a
-            backward pass without such a probe.
         axes: axis that counts the samples, by site and number of the output.
+        rounded: rounds operands, each once for all that read it.
         terms: projections of every error.
         reached: names of the sites that gradients came back to.
         release: True in the pass that may free operands.
-        listening: True while hooks measure.
+        receive: what hooks do with a gradient; None while nobody listens.
         kept_bytes: bytes of all outputs.
         largest: bytes of the largest output.
+        loops: True where some operator's backward has no fast batched form.
+        limit: largest number that all formats hold; 0 where that need not be looked at.
     """
 
     formats: Sequence[Format]
@@ -162,17 +211,36 @@ class Probe:
     wanted: str | None = None
     wanted_output: Tensor | None = None
     samples: int = 1
-    kept_samples: Tensor | None = None
     axes: dict[tuple[str, int], tuple[int, int] | None] = field(default_factory=dict)
+    rounded: RoundedOperands = field(default_factory=RoundedOperands)
     terms: Terms = field(default_factory=Terms)
     reached: set[str] = field(default_factory=set)
     release: bool = True
-    listening: bool = False
+    receive: _Receiver | None = None
     kept_bytes: int = 0
     largest: int = 1
+    loops: bool = False
+    limit: float = 0.0
     _kept: dict[int, list[weakref.ref[_KeptTensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    _stored: dict[tuple[int, int], list[Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the gradients of all sites for one probe, as they are stored."""
+        is_large = self.kept_bytes > _LARGE
+        return self.kept_bytes // 2 if is_large else self.kept_bytes
+
+    @property
+    def mixed_share(self) -> float:
+        """Share of the sites that mix samples."""
+        if self.samples == 1:
+            return 1.0
+        mixed = {site for (site, _), axis in self.axes.items() if axis is None}
+        return len(mixed) / max(1, len({site for site, _ in self.axes}))
 
     def before_write(self, tensor: Tensor) -> None:
         """Copy what is kept of this storage before it changes."""
@@ -190,16 +258,21 @@ class Probe:
         if call.operator.inplace and isinstance(leaves[0], Tensor):
             leaves[0] = leaves[0].detach().clone()
         chosen = self.chosen(str(call.site))
-        exact = _run(call)
+        edges = self._edges(call)
+        exact = _run(call, edges)
         outputs = float_tensors(exact)
         if not outputs:
             return exact
         info = describe(call, outputs, self.sites, self.formats)
         self._count_bytes(outputs)
+        if self.limit and not info.exceeds:
+            info.exceeds = exceeds(outputs, self.limit)
+        self.loops = self.loops or call.kind == "rnn"
         if not torch.is_grad_enabled():
             info.no_path = "computed under torch.no_grad"
             return exact
-        kept = dataclasses.replace(call, leaves=[self._keep(leaf) for leaf in leaves])
+        kept = copy.copy(call)
+        kept.leaves = [self._keep(leaf) for leaf in leaves]
         result, reference = self._attach(exact, kept, chosen)
         tensors = float_tensors(result)
         if info.site == self.wanted and self.wanted_output is None:
@@ -208,7 +281,27 @@ class Probe:
         for place, tensor in enumerate(tensors):
             hook = functools.partial(self._hook, kept, reference, place)
             on_output(tensor, hook, written=call.operator.inplace)
+        for leaf, edge in edges.items():
+            use = _Use(kept, kept.leaves[leaf])
+            hook = functools.partial(self._hook, use, None, _place_of(leaf))
+            edge.register_hook(hook)  # type: ignore[no-untyped-call]
         return result
+
+    def _edges(self, call: Call) -> dict[int, Tensor]:
+        """Return views of the operands whose errors their own gradients show, by leaf.
+
+        The gradient of a view counts this use of the operand alone.
+        """
+        if not is_linear(call) or not torch.is_grad_enabled():
+            return {}
+        edges = {}
+        for operand in activations(call):
+            value = call.leaves[operand.leaf]
+            is_reached = value.requires_grad
+            edges[operand.leaf] = (
+                value.view_as(value) if is_reached else self._anchored(value, False)
+            )
+        return edges
 
     def _count_bytes(self, outputs: Sequence[Tensor]) -> None:
         written = [tensor.numel() * tensor.element_size() for tensor in outputs]
@@ -228,7 +321,7 @@ class Probe:
 
         The result is executed in the chosen format; gradients go straight through.
         """
-        reference = tree_map(self._keep, exact)
+        reference = _mapped(self._keep, exact)
         in_place = kept.operator.inplace
         if chosen is not None and runs(kept, chosen) is None:
             rounded = _execute(kept, chosen)
@@ -250,47 +343,101 @@ class Probe:
             anchor = self.anchor.to(value.device, value.dtype)
             return value.add_(anchor) if in_place else value + anchor
 
-        return tree_map(anchored, result)
+        return _mapped(anchored, result)
 
-    def _hook(self, kept: Call, reference: Any, place: int, gradient: Tensor) -> None:
-        if self.listening:
-            measure = functools.partial(self._measure, kept, reference, place)
-            hand_over(gradient, measure)
+    def _hook(
+        self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor
+    ) -> None:
+        if self.receive is not None:
+            self.receive(kept, reference, place, gradient)
         # else the model itself asks for gradients in its forward pass
 
-    def _measure(
-        self, kept: Call, reference: Any, place: int, gradients: Tensor
+    def find_axes(
+        self, keep: Tensor, kept: Call | _Use, _: Any, place: int, masked: Tensor
     ) -> None:
-        """Project the errors of one output on its probe gradients."""
+        """Find the axis of one output that counts the samples; see ``sample_axis``."""
+        axis = sample_axis(masked.detach(), self.samples, keep)
+        self.axes[str(kept.site), place] = axis
+
+    def together(
+        self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor
+    ) -> None:
+        """Measure one output by all probe gradients behind ``gradient``."""
+        hand_over(gradient, functools.partial(self._measure, kept, reference, place))
+
+    def store(self, kept: Call | _Use, _: Any, place: int, gradient: Tensor) -> None:
+        """Keep the gradient of a probe that is not the last."""
+        self._stored[id(kept), place].append(self._as_stored(gradient))
+
+    def _as_stored(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as it is stored, in bf16 where there is much to store.
+
+        That changes a projection by less than 0.4 %, a small part of its spread.
+        """
+        is_large = self.kept_bytes > _LARGE and gradient.dtype == torch.float32
+        return gradient.detach().to(torch.bfloat16 if is_large else gradient.dtype)
+
+    def last(
+        self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor
+    ) -> None:
+        """Measure one output by the gradients that were kept, and the last."""
+        gradients = self._stored.pop((id(kept), place), [])
+        gradients.append(self._as_stored(gradient))
+        together = torch.stack(gradients).to(gradient.dtype)
+        self._measure(kept, reference, place, together)
+
+    def _measure(
+        self, kept: Call | _Use, reference: Any, place: int, gradients: Tensor
+    ) -> None:
+        """Project the errors of one output, or operand, on its probe gradients."""
         name = str(kept.site)
         self.reached.add(name)
-        if self.kept_samples is not None:
-            masked = gradients[-1]
-            gradients = gradients[:-1]
-            if (name, place) not in self.axes:
-                axis = sample_axis(masked, self.samples, self.kept_samples)
-                self.axes[name, place] = axis
-        if not len(gradients):
-            return
-        call = _opened(kept)
-        exact = tree_map(_tensor_of, reference)
-        refused = self.sites[name].refused
         axis = self.axes.get((name, place))
-        probes = by_sample(gradients, axis, self.samples)
-        for fmt in self.formats:
-            if fmt.name not in refused:
-                self._project_steps(call, fmt, exact, place, probes)
+        projector = Projector(gradients, axis, self.samples, self.terms, place)
+        refused = self.sites[name].refused
+        formats = [fmt for fmt in self.formats if fmt.name not in refused]
+        if isinstance(kept, _Use):
+            self._project_operand(kept, place, formats, projector)
+        else:
+            self._project_output(kept, reference, place, formats, projector)
+        projector.finish()
+
+    def _project_operand(
+        self, use: _Use, place: int, formats: list[Format], projector: Projector
+    ) -> None:
+        """Add what rounding one operand of a linear operator changes of it."""
+        operand = next(o for o in use.call.operands if _place_of(o.leaf) == place)
+        x = _tensor_of(use.operand)
+        errors = operand_errors(use.call, operand, x, formats, self.rounded)
+        for key, error in errors:
+            projector.add(key, error)
+
+    def _project_output(
+        self,
+        kept: Call,
+        reference: Any,
+        place: int,
+        formats: list[Format],
+        projector: Projector,
+    ) -> None:
+        call = _opened(kept)
+        exact = _mapped(_tensor_of, reference)
+        if is_linear(call):
+            for key, error in result_errors(call, exact, formats, self.rounded):
+                projector.add(key, error)
+        else:
+            for fmt in formats:
+                self._project_steps(call, fmt, exact, place, projector)
         if self.release and len(float_tensors(exact)) == 1:
             kept.leaves = []  # the last that holds the operands
 
     def _project_steps(
-        self, call: Call, fmt: Format, exact: Any, place: int, probes: Tensor
+        self, call: Call, fmt: Format, exact: Any, place: int, projector: Projector
     ) -> None:
         """Add what each step of executing a call in a format changes at one output."""
         name = str(call.site)
-        axis = self.axes.get((name, place))
         before = float_tensors(exact)[place]
-        for step in rounding_steps(call, fmt, exact):
+        for step in rounding_steps(call, fmt, exact, self.rounded):
             after = float_tensors(step.result)[place]
             operand = -1
             sources: tuple[str, ...] = ()
@@ -298,18 +445,19 @@ class Probe:
                 operand = step.operand.leaf
                 sources = tuple(sorted(step.operand.sources))
             key = TermKey(name, fmt.name, step.part, operand, sources)
-            error = arrange(after - before, axis, self.samples)
-            self.terms.add(key, place, *project(probes, error))
+            projector.add(key, None if after is before else after - before)
             before = after
 
 
-def _run(call: Call) -> Any:
+def _run(call: Call, edges: Mapping[int, Tensor]) -> Any:
     """Run a call; without gradients where it refuses them, as the plain model has none.
 
-    So do numpy() and results of integers.
+    So do numpy() and results of integers. ``edges`` stand for some of its leaves.
     """
     try:
-        return call.run()
+        return call.run(
+            [edges.get(number, leaf) for number, leaf in enumerate(call.leaves)]
+        )
     except RuntimeError:
         detached = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
         return call.run(detached)
@@ -334,7 +482,16 @@ def _straight_through(exact: Any, rounded: Any) -> Any:
 
 def _opened(kept: Call) -> Call:
     """Return a kept call with its tensors."""
-    return dataclasses.replace(kept, leaves=[_tensor_of(leaf) for leaf in kept.leaves])
+    opened = copy.copy(kept)
+    opened.leaves = [_tensor_of(leaf) for leaf in kept.leaves]
+    return opened
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """``tree_map`` that knows what most results are."""
+    if isinstance(value, (Tensor, _KeptTensor)):
+        return function(value)
+    return tree_map(function, value)
 
 
 def _tensor_of(value: Any) -> Any:
@@ -347,13 +504,14 @@ def measure_batch(
     forward: Callable[[], list[Tensor]],
     *,
     check: Callable[[], None],
-    probes: Callable[[int], int],
+    divided: Callable[[Sequence[Tensor]], Iterable[Division]],
+    probes: Callable[[int, float, int], int],
     spread: Callable[[int, Tensor], Tensor] = lambda _, vectors: vectors,
     generator: torch.Generator,
-    learn_axes: bool,
-    batched: bool,
+    way: Way,
     parameters: int,
-) -> list[Tensor]:
+    memory: int | None = None,
+) -> tuple[list[Tensor], Division]:
     """Run one forward and the backward passes of one batch, and fill ``probe``.
 
     Args:
@@ -361,17 +519,20 @@ def measure_batch(
         probe: the handler of this batch.
         forward: runs the model, with ``mode`` entered, and returns the target tensors.
         check: may refuse the targets.
-        probes: says how many probes to draw for a number of samples. A target of one
+        divided: the ways to divide the targets into samples. Where the axes are not
+            known, the one that keeps most sites apart is taken.
+        probes: says how many probes to draw for a number of samples, a share of the
+            sites that mix them, and how many fit in memory one by one. A target of one
             element needs one: its gradient is exact.
         spread: puts the sign vectors of a target, by its number, in the rows of its
             output (see ``OutputRows``).
         generator: draws the sign vectors.
-        learn_axes: find out which axis of each output counts the samples.
-        batched: send the probes back together.
+        way: how to send the probes back.
         parameters: size of the model's parameters, in bytes.
+        memory: bytes that probe gradients may take; None for the default.
 
     Returns:
-        The target tensors, detached.
+        The target tensors, detached, and how they were divided.
     """
     mode.handler = probe
     mode.begin()
@@ -382,54 +543,120 @@ def measure_batch(
         )
         targets = forward()
     check()
-    probe.listening = True
     values = [target.detach() for target in targets]
-    probe.samples = _samples(targets)
+    division = _divide(probe, targets, list(divided(values)), generator)
     is_number = sum(target.numel() for target in targets) == 1
-    count = 1 if is_number else probes(probe.samples)
+    room = _room(probe, parameters) if memory is None else memory
+    fitting = 1 + room // max(1, probe.stored_bytes)
+    count = 1 if is_number else probes(probe.samples, probe.mixed_share, fitting)
     numbered = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
     targets = [target for _, target in numbered]
     vectors = [
         spread(n, draw_signs((count, *t.shape), generator, t)) for n, t in numbered
     ]
-    size = _probes_together(probe, parameters) if batched else 1
+    count = len(vectors[0])
+    if way is Way.TOGETHER and _fits(probe, count, room):
+        way = Way.STORED
+    if way is Way.STORED:
+        _send_one_by_one(probe, targets, vectors)
+    else:
+        size = max(1, room // (4 * probe.largest)) if way is Way.TOGETHER else 1
+        _send_in_chunks(probe, targets, vectors, size, batched=way is Way.TOGETHER)
+    probe.receive = None
+    return values, division
+
+
+def _divide(
+    probe: Probe,
+    targets: Sequence[Tensor],
+    divisions: Sequence[Division],
+    generator: torch.Generator,
+) -> Division:
+    """Return how the batch divides into samples, and find the axes of the sites.
+
+    Axes that are known stay. Else each division is tried until few sites mix samples;
+    a trial is a backward pass of one probe that looks at every other sample.
+    """
+    probe.samples = divisions[0].samples
+    if probe.axes or probe.samples == 1:
+        return divisions[0]
+    tried: list[tuple[int, Division, dict[Any, Any]]] = []
+    for division in divisions:
+        probe.samples = division.samples
+        probe.axes = {}
+        probe.release = False
+        probe.receive = functools.partial(probe.find_axes, division.kept)
+        pairs = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
+        masked = [
+            division.masked(draw_signs((1, *t.shape), generator, t), number)
+            for number, t in pairs
+        ]
+        backward(
+            [t for _, t in pairs], probe.anchor, masked, batched=False, keep_graph=True
+        )
+        mixed = sum(axis is None for axis in probe.axes.values())
+        tried.append((mixed, division, probe.axes))
+        if mixed <= FEW_MIXED * len(probe.axes):
+            break
+    _, best, axes = min(tried, key=lambda trial: trial[0])
+    probe.samples = best.samples
+    probe.axes = axes
+    return best
+
+
+def _room(probe: Probe, parameters: int) -> int:
+    """Return the bytes that probe gradients may take.
+
+    Half of what the parameters' gradients, which a training step has and a budget has
+    not, and a quarter of the activations take.
+    """
+    return max(_SMALL, (probe.kept_bytes // 4 + parameters) // 2)
+
+
+def _fits(probe: Probe, count: int, room: int) -> bool:
+    """Return True if the gradients of all sites may be kept until the last probe.
+
+    Many probes of small tensors cost less together, where nothing has to loop.
+    """
+    is_small = probe.largest * count <= _TOGETHER_BYTES
+    if count > FEW_PROBES and is_small and not probe.loops:
+        return False
+    return (count - 1) * probe.stored_bytes <= room
+
+
+def _send_one_by_one(
+    probe: Probe, targets: list[Tensor], vectors: list[Tensor]
+) -> None:
+    count = len(vectors[0])
+    for number in range(count):
+        is_last = number == count - 1
+        probe.release = is_last
+        probe.receive = probe.last if is_last else probe.store
+        torch.autograd.grad(
+            targets,
+            probe.anchor,
+            [v[number] for v in vectors],
+            retain_graph=not is_last,
+            allow_unused=True,
+        )
+
+
+def _send_in_chunks(
+    probe: Probe,
+    targets: list[Tensor],
+    vectors: list[Tensor],
+    size: int,
+    *,
+    batched: bool,
+) -> None:
+    probe.receive = probe.together
     chunks = list(zip(*(torch.split(v, size) for v in vectors), strict=True))
-    send = functools.partial(backward, targets, probe.anchor, batched=batched)
-    if learn_axes and probe.samples > 1:
-        probe.kept_samples = torch.arange(probe.samples) % 2 == 0
-        # only one output's rows of a target are not zero
-        masked = [_masked(v.sum(0, keepdim=True), probe.kept_samples) for v in vectors]
-        if batched:
-            chunks[0] = tuple(map(torch.cat, zip(chunks[0], masked, strict=True)))
-        else:
-            probe.release = False
-            send(masked, keep_graph=True)
-            probe.kept_samples = None
     for number, chunk in enumerate(chunks, 1):
         probe.release = number == len(chunks)
-        send(list(chunk), keep_graph=not probe.release)
-        probe.kept_samples = None
-    return values
-
-
-def _samples(targets: Sequence[Tensor]) -> int:
-    """Return the samples that all targets have on their first axis, else 1."""
-    rows = {target.shape[0] if target.ndim else 1 for target in targets}
-    return rows.pop() if len(rows) == 1 else 1
-
-
-def _masked(vectors: Tensor, keep: Tensor) -> Tensor:
-    """Return sign vectors ``(K, samples, ...)`` that are zero on the other samples."""
-    drop = ~keep.to(vectors.device)
-    return vectors.masked_fill(drop.view(1, -1, *[1] * (vectors.ndim - 2)), 0.0)
-
-
-def _probes_together(probe: Probe, parameters: int) -> int:
-    """Return how many probes to send back at once.
-
-    About four gradients of the largest site exist for each at a time. They get half of
-    what the parameters' gradients, which a training step has and a budget has not, and
-    a quarter of the activations take.
-    """
-    room = max(_SMALL, (probe.kept_bytes // 4 + parameters) // 2)
-    return max(1, room // (4 * probe.largest))
+        backward(
+            targets,
+            probe.anchor,
+            list(chunk),
+            batched=batched,
+            keep_graph=not probe.release,
+        )

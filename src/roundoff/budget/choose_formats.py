@@ -170,6 +170,41 @@ class Problem:
                 return formats
         return None
 
+    def shared(self, chosen: Mapping[str, str]) -> dict[str, str]:
+        """Return why sites stay in fp32 that alone could run in a lower format.
+
+        They share a weight, or a tensor that is written, with another site.
+        """
+        reasons = {}
+        for group in self.groups.values():
+            if len(group) == 1 or chosen.get(group[0], "fp32") != "fp32":
+                continue
+            for site in group:
+                if self._constraint([site]) is None and self._formats_of([site])[1:]:
+                    reasons[site] = self._shared_reason(site, group)
+        return reasons
+
+    def _shared_reason(self, site: str, group: Sequence[str]) -> str:
+        """Return which site of a group keeps another one in fp32, and why."""
+        others = [other for other in group if other != site]
+        pinned = [other for other in others if self._constraint([other]) is not None]
+        lower = self._formats_of([site])[1]
+        unable = [other for other in others if lower not in self._formats_of([other])]
+        other = next(iter([*pinned, *unable, *others]))
+        tie = self._tie(site, other)
+        if pinned:
+            return f"{tie}, whose formats are fixed"
+        if not unable:
+            return f"{tie}: one format for both, and the plan leaves them in fp32"
+        info = self.info[other]
+        why = info.no_path or info.refused.get(lower, "")
+        return f"{tie}, which stays in fp32: {why}"
+
+    def _tie(self, site: str, other: str) -> str:
+        theirs = self.info[other].params
+        weights = [name for name in self.info[site].params if name in theirs]
+        return f"shares {weights[0]} with {other}" if weights else f"is tied to {other}"
+
     def _refusals(self, group: Sequence[str]) -> list[str]:
         """Return why the sites of a group do not run in some format."""
         sites = [self.info[name] for name in group]
@@ -306,6 +341,9 @@ class Problem:
             about["outputs_db"] = {
                 o.output: _if_finite(o.db) for o in prediction.outputs
             }
+        shared = self.shared(chosen)
+        if shared:
+            about["shared"] = shared
         if self.budget.about.target.name != "output":
             about["of"] = self.budget.about.target.name
         forwards = self.budget.about.forwards

@@ -124,7 +124,8 @@ class Measurement:
         seed: of the sign vectors.
         samples: of all batches together.
         signal: power of the target tensor.
-        batch_samples: samples of each batch.
+        workload_batches: batches of the workload; 0 where all were measured.
+        batch_samples: samples of each measured batch.
         batch_signal: share of the signal in each batch.
         sample_signal: share of the signal in each sample.
         forwards: forward passes a batch.
@@ -155,6 +156,7 @@ class Measurement:
     batch_samples: tuple[int, ...]
     batch_signal: tuple[float, ...]
     sample_signal: tuple[float, ...]
+    workload_batches: int = 0
     forwards: int = 1
     target: MeasuredTarget
     outputs: tuple[MeasuredOutput, ...] = ()
@@ -168,6 +170,12 @@ class Measurement:
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
     trials: int | None = None
+
+    @property
+    def unmeasured(self) -> float:
+        """Share of the workload's batches that were not measured."""
+        batches = max(self.workload_batches, len(self.batch_samples))
+        return 1 - len(self.batch_samples) / batches if batches else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as plain data; those that are not known are left out."""

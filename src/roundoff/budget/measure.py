@@ -17,31 +17,38 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from roundoff.budget.adjoint import Backward, Probe, SiteInfo, measure_batch
+from roundoff.budget.adjoint import (
+    FEW_MIXED,
+    Probe,
+    SiteInfo,
+    Way,
+    measure_batch,
+)
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
 from roundoff.budget.outputs import MOST_ROWS, OutputRows
+from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.refine import refine
-from roundoff.budget.signs import DrawnSigns, draw_signs
-from roundoff.budget.table import Budget, TermRow, term_frame
+from roundoff.budget.samples import Division, divide, divisions
+from roundoff.budget.scan import Scan, range_limit
+from roundoff.budget.signs import draw_signs
+from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
+from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import CallMode, watch
+from roundoff.ops import CallMode, RoundedOperands, watch
 from roundoff.packages import installed_version
 from roundoff.plan import Plain, check_finite, detached, named_targets
 from roundoff.preserve import preserve
 from roundoff.record import environment
 from roundoff.workload import Workload
 
-#: Projections asked for when ``probes`` is not given: the relative standard error of a
-#: power estimated from n products of near-Gaussian projections is sqrt(2/n), 0.4 dB for
-#: 256.
-PROJECTIONS = 256
-#: Fewest and most probes of a sample, when ``probes`` is not given.
-FEWEST_PROBES = 2
-MOST_PROBES = 16
+#: Batches that are measured at least, so that they can be compared: those of a model
+#: whose sites keep samples apart, and of others, which show one number a batch.
+FEWEST_BATCHES = 2
+FEWEST_MIXED_BATCHES = 4
 
 #: Called with the name of the stage, how much is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -52,6 +59,8 @@ def budget(
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
     *,
     probes: int | None = None,
+    precision: float | str | None = None,
+    memory: int | None = None,
     of: str | None = None,
     around: Mapping[str, str] | None = None,
     seed: int = 0,
@@ -60,17 +69,22 @@ def budget(
 ) -> Budget:
     """Measure what rounding each site to each format costs the target tensor.
 
-    One forward and one batched backward pass a batch, whatever the number of formats
-    and sites; where an operator has no batched backward, K passes one after the other.
-    The model runs in evaluation mode, and is left exactly as it was, also after an
+    One forward and one backward pass of K probes a batch, whatever the number of formats
+    and sites. Measuring ends with the batch that reaches the precision; the others run
+    forward alone, and are measured too where they call a site that no other called. The
+    model runs in evaluation mode, and is left exactly as it was, also after an
     exception.
 
     Args:
         workload: model, batches and metric.
         formats: names of the number formats.
-        probes: sign vectors a sample (K), for each output; by default 2 to 16, so that
-            K times the number of samples reaches 256 (0.4 dB standard error on a site),
-            and from three outputs on at most 32 together.
+        probes: sign vectors a sample (K) for each output, drawn for every batch; by
+            default as many as the precision needs, from 2 to 96, and from two outputs
+            on at most 32 together.
+        precision: standard error of a site's SQNR in dB (root mean square over sites)
+            at which measuring may end: ``0.6``, ``"0.6dB"``, the default.
+        memory: bytes that probe gradients may take; by default 128 MiB, or as much as
+            a training step takes for the gradients of parameters.
         of: a part of the output by name, the name of a site, or ``"loss"``; when
             None what the workload is judged by, which is the whole output but for
             numbers beside larger tensors. Each named output has probes of its own.
@@ -90,16 +104,10 @@ def budget(
         FormatError: a format is unknown.
     """
     chosen = parse_formats(formats)
-    if probes is not None and probes < 1:
-        raise WorkloadError(
-            "no probes to draw",
-            where="probes",
-            expected="a whole number above 0",
-            got=str(probes),
-        )
+    sampling = Sampled.of(probes, precision, memory)
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
-    run = _BudgetRun(workload, chosen, of, rounded, probes, seed)
+    run = _BudgetRun(workload, chosen, of, rounded, sampling, seed)
     batches = len(workload.batches)
     started = time.process_time()
     with preserve(workload.model):
@@ -110,7 +118,8 @@ def budget(
         with watch(workload.model, Plain()) as mode:
             for index in range(batches):
                 report("budget", index, batches)
-                run.batch(mode, index)
+                if not run.is_precise or run.surprises(mode, index):
+                    run.batch(mode, index)
         report("budget", batches, batches)
         measured = run.budget(mode)
     if not around and trials != 0:
@@ -143,6 +152,7 @@ class _Batch:
 
     samples: int
     terms: Terms
+    projections: Mapping[TermKey, np.ndarray]
 
 
 class _BudgetRun:
@@ -153,25 +163,27 @@ class _BudgetRun:
         workload: Workload,
         formats: list[Format],
         target: str | None,
-        around: dict[str, Format],
-        probes: int | None,
+        around: Mapping[str, Format],
+        sampling: Sampled,
         seed: int,
     ) -> None:
         self.workload = workload
         self.formats = formats
         self.target = target
         self.around = around
-        self.probes = probes
+        self.sampling = sampling
+        self.probes = sampling.probes
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
-        self.way = Backward(batched=True)
-        # what to try, in turn, where an operator's backward cannot be batched, or needs
-        # a tensor that the model has written over since (fine in inference, an error in
-        # training)
-        self.other_ways = [
-            Backward(batched=True, mutation=True),
-            Backward(batched=False, mutation=True),
-        ]
+        # how probes go back, and if tensors that the model has written over since are kept
+        # (fine in inference, an error in training); what fails is done in the next way
+        self.way = Way.TOGETHER
+        self.mutation = False
+        self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
+        self.division: Division | None = None
+        self.rounded = RoundedOperands()
+        self.mixed_share = 1.0
+        self.is_precise = False
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.batches: list[_Batch] = []
@@ -179,7 +191,9 @@ class _BudgetRun:
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
         self.targets: dict[str, Tensor] = {}
+        self.names: tuple[str, ...] = ()
         self.drawn: tuple[str, ...] = ()
+        self.state = self.generator.get_state()
         self.rows = OutputRows([], {}, {})
         self.output: Any = None
 
@@ -190,29 +204,67 @@ class _BudgetRun:
         probe.
         """
         forget = self._checkpoint(mode)
-        state = self.generator.get_state()
         while True:
             try:
-                probe, values = self._attempt(mode, index)
+                probe, values, division = self._attempt(mode, index)
                 break
             except RuntimeError as error:
                 if isinstance(error, CheckpointError) or not self.other_ways:
                     raise _no_backward(self.workload, index, error) from error
-                self.way = self.other_ways.pop(0)
+                self.way, self.mutation = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
         powers = {
-            name: value.double().square().reshape(probe.samples, -1).sum(1).cpu()
-            for name, value in zip(self.targets, values, strict=True)
+            name: division.power(value, number)
+            for number, (name, value) in enumerate(
+                zip(self.targets, values, strict=True)
+            )
         }
         self.rows.add_signal(powers)
         self.targets = {}
-        self.batches.append(_Batch(probe.samples, probe.terms))
+        if division.samples > 1 and self.division is None:
+            self.division = division
+        projections = probe.terms.projections()
+        self.batches.append(_Batch(probe.samples, probe.terms, projections))
         is_number = sum(value.numel() for value in values) == 1
-        count = 1 if is_number else self._count(probe.samples)
-        self.signs.append(DrawnSigns(state, count, self.drawn, probe.samples))
+        count = 1 if is_number or self.probes is None else self.probes
+        signs = DrawnSigns(index, self.state, count, self.names, self.drawn, division)
+        self.signs.append(signs)
         for name in probe.reached:
             self.sites[name].no_path = None
+        self._judge()
+
+    def surprises(self, mode: CallMode, index: int) -> bool:
+        """Run a batch forward alone; return True if it is to be measured after all."""
+        scan = Scan(self.sites, self.formats)
+        mode.handler = scan
+        mode.begin()
+        forget = self._checkpoint(mode)
+        with torch.no_grad(), mode:
+            self._forward(None, index)
+        if scan.surprise:
+            forget()
+            return True
+        self._keep_output(index)
+        check_finite(self.workload, index, self.targets)
+        return False
+
+    @property
+    def fewest_batches(self) -> int:
+        """Batches that are measured at least."""
+        few = FEWEST_BATCHES if self.mixed_share <= FEW_MIXED else FEWEST_MIXED_BATCHES
+        return min(few, len(self.workload.batches))
+
+    def _judge(self) -> None:
+        """Stop measuring where the precision is reached by some of the batches."""
+        if self.sampling.may_stop and len(self.batches) >= self.fewest_batches:
+            unmeasured = 1 - len(self.batches) / len(self.workload.batches)
+            error = mean_error_db(
+                [batch.projections for batch in self.batches],
+                unmeasured,
+                len(self.rows.names),
+            )
+            self.is_precise = error <= self.sampling.precision
 
     def _checkpoint(self, mode: CallMode) -> Callable[[], None]:
         """Return what brings everything back to before this batch, and its counts."""
@@ -233,51 +285,74 @@ class _BudgetRun:
 
         return forget
 
-    def _attempt(self, mode: CallMode, index: int) -> tuple[Probe, list[Tensor]]:
+    def _attempt(
+        self, mode: CallMode, index: int
+    ) -> tuple[Probe, list[Tensor], Division]:
         is_site = self.target is not None and "/" in self.target
         anchor = torch.tensor(-0.0, requires_grad=True)
         probe = Probe(
             self.formats,
             self.sites,
-            self.around.get,
+            self._format_around,
             anchor,
             wanted=self.target if is_site else None,
             axes=self.axes,
+            rounded=self.rounded,
+            limit=range_limit(self.formats),
         )
         mutation = allow_mutation_on_saved_tensors()
-        with mutation if self.way.mutation else nullcontext():
-            values = measure_batch(
+        with mutation if self.mutation else nullcontext():
+            values, division = measure_batch(
                 mode,
                 probe,
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
+                divided=functools.partial(self._divisions, index),
                 probes=self._count,
                 spread=self._spread,
                 generator=self.generator,
-                learn_axes=not self.axes,
-                batched=self.way.batched,
+                way=self.way,
+                memory=self.sampling.memory,
                 parameters=sum(p.nbytes for p in self.workload.model.parameters()),
             )
-        return probe, values
+        self.axes = probe.axes
+        return probe, values, division
 
-    def _count(self, samples: int) -> int:
-        """Return K, which is chosen at the first batch."""
+    def _format_around(self, site: str) -> Format | None:
+        return self.around.get(site)
+
+    def _divisions(self, index: int, targets: Sequence[Tensor]) -> Iterable[Division]:
+        """Return the ways to divide a batch; the first that told samples apart stays."""
+        batch = self.workload.batches[index]
+        if self.division is None:
+            return divisions(batch, targets)
+        return [divide(self.division.way, batch, targets)]
+
+    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
+        """Return K, which is chosen at the first batch.
+
+        Where batches are left to be measured, no more than ``fitting``.
+        """
+        self.mixed_share = mixed_share
+        self.state = self.generator.get_state()  # the sign vectors are drawn next
         if self.probes is None:
-            needed = math.ceil(PROJECTIONS / (samples * len(self.workload.batches)))
-            most = min(MOST_PROBES, MOST_ROWS // len(self.rows.names))
-            self.probes = max(FEWEST_PROBES, min(most, needed))
+            outputs = len(self.rows.names)
+            most = MOST_ROWS // outputs if outputs > 1 else math.inf
+            batches = self.fewest_batches
+            if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
+                most = min(most, fitting // outputs)
+            self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
         return self.probes
 
     def _spread(self, number: int, vectors: Tensor) -> Tensor:
         return self.rows.spread(list(self.targets)[number], vectors)
 
-    def _forward(self, probe: Probe, index: int) -> list[Tensor]:
+    def _forward(self, probe: Probe | None, index: int) -> list[Tensor]:
         """Run the model on a batch, and return the target tensors."""
         batch = self.workload.batches[index]
         self.output = self.workload.run(batch)
-        targets = named_targets(
-            self.workload, batch, self.output, self.target, probe.wanted_output
-        )
+        wanted = None if probe is None else probe.wanted_output
+        targets = named_targets(self.workload, batch, self.output, self.target, wanted)
         if not self.rows.names:
             self.rows = OutputRows.of(targets, self.workload.judged.apart)
         if self.target is None:
@@ -286,12 +361,16 @@ class _BudgetRun:
         self.shapes = {name: list(t.shape) for name, t in self.targets.items()}
         return list(self.targets.values())
 
-    def _check(self, index: int) -> None:
-        """Keep the output for the metric, and refuse targets that no error reaches."""
+    def _keep_output(self, index: int) -> None:
         if self.target is None and self.workload.metric is not None:
             self.outputs[index:] = [detached(self.output)]
         self.output = None
+
+    def _check(self, index: int) -> None:
+        """Keep the output for the metric, and refuse targets that no error reaches."""
+        self._keep_output(index)
         check_finite(self.workload, index, self.targets)
+        self.names = tuple(self.targets)
         self.drawn = tuple(n for n, t in self.targets.items() if t.requires_grad)
         if self.drawn:
             return
@@ -314,7 +393,7 @@ class _BudgetRun:
                 where=self.workload.name,
                 expected="an output with non-zero values",
             )
-        projections = [batch.terms.projections() for batch in self.batches]
+        projections = [batch.projections for batch in self.batches]
         probes = max(
             (values.shape[0] for terms in projections for values in terms.values()),
             default=len(self.rows.names),
@@ -323,11 +402,11 @@ class _BudgetRun:
         batches = len(self.batches)
         sites = tuple(info.measured(batches) for info in self.sites.values())
         facts = self._facts(mode, probes // len(self.rows.names))
-        return Budget(term_frame(rows), sites, facts)
+        return Budget(term_frame(rows, len(self.rows.measured)), sites, facts)
 
     def _term_rows(
         self, projections: Sequence[Mapping[TermKey, np.ndarray]], probes: int
-    ) -> Iterator[TermRow]:
+    ) -> Iterator[MeasuredTerm]:
         """Yield the row of each term: the columns of all batches.
 
         ``probes`` are those of all outputs together.
@@ -336,7 +415,6 @@ class _BudgetRun:
         # takes the signs of K
         signs = [draw_signs((probes, 1), self.generator).numpy() for _ in self.batches]
         pooled = self._pooled_sites(projections)
-        outputs = len(self.rows.measured)
         for key in dict.fromkeys(key for terms in projections for key in terms):
             is_pooled = key.site in pooled
             columns = [
@@ -350,7 +428,7 @@ class _BudgetRun:
             values = self.rows.relative(values, probes // len(self.rows.names))
             sources = tuple(key.sources)
             term = Term(key.part, key.operand, sources, is_pooled, overflow, values)
-            yield TermRow.of(key.site, key.format, term, outputs)
+            yield MeasuredTerm(key.site, key.format, term)
 
     def _pooled_sites(
         self, projections: Sequence[Mapping[TermKey, np.ndarray]]
@@ -382,6 +460,7 @@ class _BudgetRun:
             seed=self.seed,
             samples=len(sample_signal),
             signal=sum(output.signal for output in outputs),
+            workload_batches=len(self.workload.batches),
             batch_samples=tuple(batch.samples for batch in self.batches),
             batch_signal=tuple(batch_signal.tolist()),
             sample_signal=tuple(sample_signal),
@@ -390,7 +469,7 @@ class _BudgetRun:
             outputs=outputs,
             not_measured=self.rows.reasons(),
             around={site: fmt.name for site, fmt in self.around.items()},
-            batched=self.way.batched,
+            batched=self.way is Way.TOGETHER,
             calls=mode.calls + excluded // batches,
             excluded=excluded_calls(mode.excluded.values(), batches),
             environment=environment(model),
@@ -444,8 +523,17 @@ def _forget_graph(model: nn.Module) -> None:
 def _kept_values(model: nn.Module) -> Iterator[Any]:
     """Yield everything that the modules hold in attributes and buffers."""
     for module in model.modules():
-        yield from tree_leaves(list(vars(module).values()))
-        yield from tree_leaves(list(module._buffers.values()))
+        yield from module._buffers.values()
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield value
+            elif name not in _REGISTRIES and isinstance(value, _CONTAINERS):
+                yield from tree_leaves(value)
+
+
+#: What a module may keep tensors in, and its own lists, which hold none.
+_CONTAINERS = (list, tuple, dict)
+_REGISTRIES = frozenset(vars(nn.Module()))
 
 
 def _no_backward(workload: Workload, index: int, error: RuntimeError) -> WorkloadError:

@@ -32,8 +32,10 @@ def decibels(noise: float) -> float | None:
 def sqnr_db(noise: float) -> float:
     """SQNR of a relative noise power in dB, ``-10 log10(noise)``.
 
-    Infinite for no noise, -inf where all is lost.
+    Infinite for no noise, -inf where all is lost, NaN where nothing could be compared.
     """
+    if math.isnan(noise):
+        return noise
     return -10 * math.log10(noise) if noise > 0 else math.inf
 
 
@@ -80,15 +82,15 @@ class Term:
         return replace(self, values=self.values[:, columns])
 
 
-def power(terms: Sequence[Term]) -> tuple[float, float]:
+def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, float]:
     """Return the noise power of errors that act together, and its standard error.
 
     Projections are added, then squared, averaged over the probes and summed over the
     samples. A pooled projection is already the sum over the samples of its batch;
     because the probes of different samples are independent,
-    ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. The
-    standard error is over samples, or over probes where there is one sample; it is zero
-    where all was measured by trial.
+    ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. See
+    ``standard_errors`` for ``unmeasured``, the share of the samples that stand for
+    others, and for all samples measured by trial it is zero.
     """
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
@@ -97,16 +99,18 @@ def power(terms: Sequence[Term]) -> tuple[float, float]:
     with np.errstate(invalid="ignore", over="ignore"):
         a = np.sum(single, axis=0) if single else np.zeros((pooled[0].shape[0], 1))
         total = float((a**2).mean(axis=0).sum())
-        stderr = _standard_error(a**2)
+        stderr = float(standard_errors(a**2, unmeasured=unmeasured))
         if pooled:
             b = np.sum(pooled, axis=0)
             # probes are independent between batches too: add batches, then multiply
             product = b.sum(axis=1) * a.sum(axis=1)
             total += float((b**2).mean(axis=0).sum() + 2 * product.mean())
-            stderr = math.hypot(stderr, _standard_error(b**2))
+            stderr = math.hypot(
+                stderr, float(standard_errors(b**2, unmeasured=unmeasured))
+            )
     if math.isnan(total):
         return math.inf, math.inf
-    if all(term.measured == TRIAL for term in terms):
+    if not unmeasured and all(term.measured == TRIAL for term in terms):
         stderr = 0.0
     return max(total, 0.0), stderr
 
@@ -150,16 +154,62 @@ def _mean_variance(values: Array, default: float) -> float:
 def _cross_variance(group: Sequence[Array]) -> float:
     """Variance of the summed products of different terms."""
     cross = np.sum(group, axis=0) ** 2 - np.sum(np.square(group), axis=0)
-    return _standard_error(cross) ** 2
+    return _spread(cross) ** 2
 
 
-def _standard_error(squares: Array) -> float:
-    """Standard error of the mean over probes, summed over columns."""
-    probes, columns = squares.shape
+def standard_errors(squares: Array, *, unmeasured: float = 0.0) -> Array:
+    """Return the standard errors of powers: means over probes, summed over columns.
+
+    That is the spread over the independent probes of each column, and at least what
+    squares of Gaussian projections have, ``2 P^2 / K`` for each column's power P: a
+    spread that was estimated from few values is as uncertain as the power, and small
+    where that is small. 0 where all probes agree (a target of one element is exact).
+    With one probe, the spread over the columns.
+
+    Args:
+        squares: of projections, shape ``(..., probes, columns)``.
+        unmeasured: share of the columns that were not measured. The others stand for
+            them, so the error holds what columns differ by, with the correction for a
+            finite population (Cochran, Sampling Techniques, 1977, eq. 2.9).
+    """
+    probes, columns = squares.shape[-2:]
+    means = squares.mean(axis=-2)
+    between = np.zeros(means.shape[:-1])
     if columns > 1:
-        return float(math.sqrt(columns) * squares.mean(axis=0).std(ddof=1))
+        between = math.sqrt(columns) * means.std(axis=-1, ddof=1)
+    if probes == 1:
+        return between
+    spread = np.sqrt(squares.var(axis=-2, ddof=1).sum(axis=-1) / probes)
+    # of a column's mean square, E mean^2 = P^2 (1 + 2/K)
+    powers = np.square(means).sum(axis=-1) * probes / (probes + 2)
+    error = np.where(spread > 0, np.maximum(spread, np.sqrt(2 * powers / probes)), 0.0)
+    beyond = np.maximum(between**2 - error**2, 0.0)
+    total: Array = np.sqrt(error**2 + unmeasured * beyond)
+    return total
+
+
+def term_powers(values: Array) -> tuple[Array, Array]:
+    """Return the noise power of each term alone, and its standard error.
+
+    ``values`` has shape ``(terms, probes, columns)``. See ``power``.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        squares = np.square(values)
+        noise = squares.mean(axis=1).sum(axis=1)
+        errors = standard_errors(squares)
+    is_lost = np.isnan(noise)
+    noise[is_lost] = math.inf
+    errors[is_lost] = math.inf
+    return noise, errors
+
+
+def _spread(values: Array) -> float:
+    """Standard error of the mean over probes, summed over columns, of any values."""
+    probes, columns = values.shape
+    if columns > 1:
+        return math.sqrt(columns) * float(values.mean(axis=0).std(ddof=1))
     if probes > 1:
-        return float(squares[:, 0].std(ddof=1) / math.sqrt(probes))
+        return float(values[:, 0].std(ddof=1) / math.sqrt(probes))
     return 0.0
 
 

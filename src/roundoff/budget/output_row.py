@@ -87,6 +87,11 @@ def _row(
     )
 
 
+def rows_aside(reasons: Mapping[str, str]) -> tuple[OutputRow, ...]:
+    """Return a row for each output that is no target, with the reason."""
+    return tuple(OutputRow(output=name, note=why) for name, why in reasons.items())
+
+
 def deciding(rows: Iterable[OutputRow]) -> OutputRow:
     """Return the output closest to its target, or furthest below it.
 

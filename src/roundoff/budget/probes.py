@@ -106,28 +106,3 @@ def backward(
             retain_graph=keep_graph or k + 1 < count,
             allow_unused=True,
         )
-
-
-def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] | None:
-    """Find the axis of a site's tensor that counts the samples.
-
-    ``masked`` is the gradient, at the site, of a probe that is zero on the samples
-    where ``keep`` (bool, shape ``(samples,)``) is False. On an axis that counts samples
-    the slices of the other samples are exactly zero.
-
-    Returns ``(axis, repeats)``: the axis has ``samples * repeats`` entries, samples
-    slowest. None when the site mixes samples, or has another layout: its projections
-    are then summed over the batch before squaring, which estimates the same sum of
-    powers with more variance.
-    """
-    if samples < 2 or not bool(masked.any()):
-        return None
-    for axis in range(min(2, masked.ndim)):
-        size = masked.shape[axis]
-        if size == 0 or size % samples or (axis == 1 and size != samples):
-            continue
-        slices = masked.movedim(axis, 0).reshape(samples, -1)
-        others = slices[~keep.to(slices.device)]
-        if not bool(others.any()):
-            return axis, size // samples
-    return None

@@ -12,10 +12,10 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
-from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.suspects import NO_EVIDENCE, SAMPLING, Suspect, every_row, suspects
-from roundoff.budget.table import Budget, TermRow, term_frame
+from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.trial_rows import Array, OutputView, TrialRows
+from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.trials import (
     Pair,
     Recording,
@@ -60,7 +60,7 @@ def refine(
             together take less than it.
         report: called with the stage and how much of it is done.
     """
-    recording = record(workload, of)
+    recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
@@ -154,7 +154,7 @@ def with_trials(budget: Budget, results: Mapping[Pair, TrialRows]) -> Budget:
     pairs = pl.DataFrame(list(tried), schema=["site", "format"], orient="row")
     kept = budget.terms.join(pairs, on=["site", "format"], how="anti")
     return Budget(
-        pl.concat([kept, term_frame(rows)]),
+        pl.concat([kept, term_frame(rows, len(budget.outputs))]),
         tuple(_seen(site, budget.about.formats, tried) for site in budget.sites),
         replace(budget.about, trials=len(tried)),
     )
@@ -171,7 +171,7 @@ def _seen(
 
 def _term_rows(
     budget: Budget, site: str, fmt: str, result: TrialRows
-) -> Iterator[TermRow]:
+) -> Iterator[MeasuredTerm]:
     """Yield the row of each part of one trial, relative to the target."""
     keys = dict.fromkeys(key for batch in result.batches for key in batch)
     for key in keys:
@@ -187,7 +187,7 @@ def _term_rows(
         is_alone = key.part == "activation" and casts(fmt)
         shares = [] if is_alone else budget.rows(site, fmt)
         for term in _divided(whole, shares):
-            yield TermRow.of(site, fmt, term, len(budget.outputs))
+            yield MeasuredTerm(site, fmt, term)
 
 
 def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:

@@ -6,8 +6,7 @@ With independent signs v, E[v v^T] = I, so E[(v . e)^2] = |e|^2 for any e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,34 +26,3 @@ def draw_signs(
     bits = torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.int8)
     signs = bits.double() if like is None else bits.to(like.device, like.dtype)
     return signs.mul_(2).sub_(1)
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnSigns:
-    """The sign vectors of one batch, to be drawn once more.
-
-    Attributes:
-        state: of the generator before it drew them.
-        count: vectors a sample (K).
-        drawn: names of the target tensors that they were drawn for, in order.
-        samples: of the batch.
-    """
-
-    state: Tensor
-    count: int
-    drawn: tuple[str, ...]
-    samples: int
-
-    def again(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the vectors ``(K, *shape)`` of each target tensor.
-
-        Those of tensors that had none, because they have no gradient, come after.
-        """
-        generator = torch.Generator()
-        generator.set_state(self.state)
-        others = [name for name in targets if name not in self.drawn]
-        return {
-            name: draw_signs((self.count, *like.shape), generator, like)
-            for name in (*self.drawn, *others)
-            for like in (targets[name],)
-        }

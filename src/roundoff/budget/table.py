@@ -28,6 +28,7 @@ from roundoff.budget.noise_power import (
     significant,
     sqnr_db,
     stderr_db,
+    term_powers,
     together,
 )
 from roundoff.budget.outputs import each_output, worst_power
@@ -60,24 +61,6 @@ class TermRow:
     projections: Sequence[float] = column(pl.List(pl.Float32))
     #: "adjoint", to first order, or "trial"
     measured: str = column(pl.String)
-
-    @classmethod
-    def of(cls, site: str, fmt: str, term: Term, outputs: int = 1) -> TermRow:
-        """Return the row of a term of a budget with so many outputs."""
-        noise, stderr = worst_power([term], outputs)
-        return cls(
-            site,
-            fmt,
-            term.part,
-            term.operand,
-            term.sources,
-            term.pooled,
-            term.overflow,
-            noise,
-            stderr,
-            np.asarray(term.values, dtype=np.float32).ravel().tolist(),
-            term.measured,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +215,12 @@ class Budget:
         return self._terms.get((site, format), [])
 
     @cached_property
+    def mixing_sites(self) -> frozenset[str]:
+        """Names of the measured sites whose samples could not be told apart."""
+        rows = self.terms.filter(pl.col("pooled"))
+        return frozenset(rows["site"]) if self.about.samples > 1 else frozenset()
+
+    @cached_property
     def costs(self) -> tuple[SiteCost, ...]:
         """What each site costs in each format, worst first."""
         sites = {site.site: site for site in self.sites}
@@ -248,7 +237,7 @@ class Budget:
     def _worst(self, terms: Sequence[Term]) -> _WorstOutput:
         """Return what terms cost the output that they cost most."""
         seen = each_output(terms, len(self.outputs))
-        noises = [power(terms) for terms in seen]
+        noises = [power(terms, unmeasured=self.about.unmeasured) for terms in seen]
         place = noises.index(max(noises))
         name = self.outputs[place].name if len(seen) > 1 else ""
         return _WorstOutput(name, *noises[place], seen[place])
@@ -292,7 +281,7 @@ class Budget:
         seen = each_output(active, len(self.outputs))
         return Prediction(
             tuple(
-                _predicted(output, terms, batch)
+                _predicted(output, terms, batch, self.about.unmeasured)
                 for output, terms in zip(self.outputs, seen, strict=True)
             )
         )
@@ -380,9 +369,48 @@ def _whole(terms: pl.DataFrame) -> pl.DataFrame:
     return terms.with_columns(pl.lit(ADJOINT).alias("measured"))
 
 
-def term_frame(rows: Iterable[TermRow]) -> pl.DataFrame:
-    """Return the rows as ``Budget.terms``."""
-    return _frame(rows, TERM_SCHEMA)
+@dataclass(frozen=True, slots=True)
+class MeasuredTerm:
+    """A term, and the site and format that it belongs to."""
+
+    site: str
+    format: str
+    term: Term
+
+
+def term_frame(measured: Iterable[MeasuredTerm], outputs: int = 1) -> pl.DataFrame:
+    """Return terms of so many outputs as ``Budget.terms``, in their order."""
+    rows = list(measured)
+    noise = np.zeros(len(rows))
+    stderr = np.zeros(len(rows))
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        places[row.term.values.shape].append(place)
+    for alike in places.values():
+        values = np.stack([rows[place].term.values for place in alike])
+        probes, columns = values.shape[1:]
+        by_output = values.reshape(-1, probes // outputs, columns)
+        noises, errors = (
+            found.reshape(-1, outputs) for found in term_powers(by_output)
+        )
+        worst = noises.argmax(axis=1)
+        noise[alike] = noises[np.arange(len(worst)), worst]
+        stderr[alike] = errors[np.arange(len(worst)), worst]
+    projections = [row.term.values.astype(np.float32).ravel() for row in rows]
+    columns = {
+        "site": [row.site for row in rows],
+        "format": [row.format for row in rows],
+        "part": [row.term.part for row in rows],
+        "operand": [row.term.operand for row in rows],
+        "sources": [list(row.term.sources) for row in rows],
+        "pooled": [row.term.pooled for row in rows],
+        "overflow": [row.term.overflow for row in rows],
+        "power": noise,
+        "stderr": stderr,
+        "projections": projections,
+        "measured": [row.term.measured for row in rows],
+    }
+    return pl.DataFrame(columns, schema=TERM_SCHEMA)
 
 
 def _frame(rows: Iterable[Any], schema: Mapping[str, Any]) -> pl.DataFrame:
@@ -397,7 +425,7 @@ def _check_schema(schema: int, path: str | Path) -> None:
             where=str(path),
             expected=f"schema {SCHEMA} or below",
             got=f"schema {schema}",
-            do="install the roundoff that wrote it",
+            do="read it with the version that wrote it",
         )
 
 
@@ -412,11 +440,14 @@ class _WorstOutput:
 
 
 def _predicted(
-    output: MeasuredOutput, terms: Sequence[Term], batch: int | None
+    output: MeasuredOutput,
+    terms: Sequence[Term],
+    batch: int | None,
+    unmeasured: float,
 ) -> OutputPrediction:
     """Return the noise of rounded parts at one output."""
     signal = 1.0 if batch is None else output.batch_signal[batch]
-    noise, stderr = power(terms)
+    noise, stderr = power(terms, unmeasured=unmeasured)
     additive = sum(power([term])[0] for term in terms)
     if math.isfinite(noise):
         noise = additive + significant(noise - additive, terms)

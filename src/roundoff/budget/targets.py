@@ -64,6 +64,17 @@ def metric_curve(
     profiles = np.split(_noise_profile(budget), starts)
     signals = _signals(reference)
 
+    # batches that were not measured are taken as one sample of the measured ones' mean
+    share = len(profiles) / len(reference)
+    unmeasured = len(reference) - len(profiles)
+    profiles = [profile * share for profile in profiles]
+    profiles.extend([np.array([1 / len(reference)])] * unmeasured)
+    signals = _signals(reference)
+
+    # batches that were not measured are taken as one sample of the measured ones' mean
+    unmeasured = len(reference) - len(profiles)
+    profiles.extend([np.array([1 / len(profiles)])] * unmeasured)
+
     def noisy_metric(power: float) -> float:
         noisy = [
             _add_noise(output, power * profile, signals, generator)
@@ -146,8 +157,9 @@ def _add_noise(
         share = signal_of[id(tensor)] * samples / tensor.numel()
         deviation = torch.as_tensor(power * share, dtype=torch.float32).sqrt()
         draw = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim and tensor.shape[0] == samples:
-            draw *= deviation.view(-1, *[1] * (tensor.ndim - 1))
+        if tensor.ndim and tensor.shape[0] and tensor.shape[0] % samples == 0:
+            by_row = deviation.repeat_interleave(tensor.shape[0] // samples)
+            draw *= by_row.view(-1, *[1] * (tensor.ndim - 1))
         else:
             draw *= float(deviation.square().mean().sqrt())
         return tensor + draw.to(tensor.device, tensor.dtype)

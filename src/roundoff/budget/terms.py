@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,12 +54,26 @@ class Terms:
             values: projections, shape ``(K, S)``.
             overflow: elements of the error that are not finite and looked at.
         """
-        passes = self._passes.setdefault(key, {}).setdefault(place, [])
-        passes.append(self._keep(values))
-        if overflow:
-            # every pass has the same errors: those that some probe of it looks at
-            counts = self._overflow.setdefault(key, {})
-            counts[place] = max(overflow, counts.get(place, 0))
+        self.add_all([key], place, values.unsqueeze(0), [overflow])
+
+    def add_all(
+        self,
+        keys: Sequence[TermKey],
+        place: int,
+        values: Tensor,
+        overflow: Sequence[int],
+    ) -> None:
+        """Keep the projections of several terms, shape ``(terms, K, S)``."""
+        size = values[0].numel()
+        start = self._keep(values)
+        for key, lost in zip(keys, overflow, strict=True):
+            passes = self._passes.setdefault(key, {}).setdefault(place, [])
+            passes.append(_Slice(len(self._blocks) - 1, start, *values.shape[1:]))
+            start += size
+            if lost:
+                # every pass has the same errors: those that some probe of it looks at
+                counts = self._overflow.setdefault(key, {})
+                counts[place] = max(lost, counts.get(place, 0))
 
     def overflow(self, key: TermKey) -> int:
         """Return how many elements of an error are not finite and reach the output."""
@@ -73,15 +90,17 @@ class Terms:
     def _total(self, places: dict[int, list[_Slice]]) -> np.ndarray:
         """Join the passes of each output, and add up the outputs."""
         outputs = [
-            np.concatenate([self._array(place) for place in passes])
+            self._array(passes[0])
+            if len(passes) == 1
+            else np.concatenate([self._array(place) for place in passes])
             for passes in places.values()
         ]
         if any(output.shape[1] == 1 for output in outputs):
             outputs = [output.sum(1, keepdims=True) for output in outputs]
         return np.sum(outputs, axis=0) if len(outputs) > 1 else outputs[0]
 
-    def _keep(self, values: Tensor) -> _Slice:
-        """Copy values into a large block.
+    def _keep(self, values: Tensor) -> int:
+        """Copy values into a large block, and return where they start in it.
 
         Small objects that stay behind between large ones that go would keep the
         allocator from using the memory again (three times the peak on a ResNet-18).
@@ -90,16 +109,90 @@ class Terms:
         if not self._blocks or self._used + size > len(self._blocks[-1]):
             self._blocks.append(np.empty(max(size, BLOCK)))
             self._used = 0
-        probes, samples = values.shape
-        place = _Slice(len(self._blocks) - 1, self._used, probes, samples)
+        start = self._used
         self._used += size
-        torch.from_numpy(self._array(place)).copy_(values)
-        return place
+        block = self._blocks[-1][start : start + size]
+        torch.from_numpy(block).view(values.shape).copy_(values)
+        return start
 
     def _array(self, place: _Slice) -> np.ndarray:
         stop = place.start + place.probes * place.samples
         values = self._blocks[place.block][place.start : stop]
         return values.reshape(place.probes, place.samples)
+
+
+#: Elements of an error that is projected alone: to join it with others costs more.
+LARGE = 2**14
+
+
+@dataclass
+class Projector:
+    """Projects the errors of one output of a call, of all formats and parts together.
+
+    Attributes:
+        gradients: of the probes, ``(K, *shape)``.
+        axis: the axis that counts the samples; None where they are not told apart.
+        samples: of the batch.
+        terms: where the projections go.
+        place: number of the output.
+    """
+
+    gradients: Tensor
+    axis: tuple[int, int] | None
+    samples: int
+    terms: Terms
+    place: int
+    _keys: list[TermKey] = field(default_factory=list)
+    _errors: list[Tensor] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _overflow: list[int] = field(default_factory=list)
+
+    @cached_property
+    def probes(self) -> Tensor:
+        """The gradients as ``(S, n, K)``."""
+        return by_sample(self.gradients, self.axis, self.samples)
+
+    def add(self, key: TermKey, error: Tensor | None) -> None:
+        """Take an error; None is no error at all."""
+        self._keys.append(key)
+        if error is None:
+            samples = self.probes.shape[0]
+            self._project()
+            zeros = self.probes.new_zeros(samples, 1, len(self.gradients))
+            self._values.append(zeros)
+            self._overflow.append(0)
+            return
+        self._errors.append(arrange(error, self.axis, self.samples))
+        if error.numel() >= LARGE:
+            self._project()
+
+    def finish(self) -> None:
+        """Project what is left, and hand all on to ``terms``."""
+        self._project()
+        if not self._values:
+            return
+        joined = (
+            self._values[0] if len(self._values) == 1 else torch.cat(self._values, 1)
+        )
+        self.terms.add_all(
+            self._keys, self.place, joined.permute(1, 2, 0), self._overflow
+        )
+
+    def _project(self) -> None:
+        """Project the errors that wait."""
+        errors = self._errors
+        self._errors = []
+        if not errors:
+            return
+        joined = errors[0] if len(errors) == 1 else torch.cat(errors, dim=1)
+        values = torch.bmm(joined, self.probes)
+        if not math.isfinite(float(values.sum())):
+            projected = [project(self.probes, error) for error in errors]
+            values = torch.stack([lost.T for lost, _ in projected], dim=1)
+            self._overflow.extend(count for _, count in projected)
+        else:
+            self._overflow.extend([0] * len(errors))
+        self._values.append(values)
 
 
 def by_sample(gradients: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor:
@@ -131,7 +224,7 @@ def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
     probe looks at costs everything: its projection is infinite.
     """
     values = torch.bmm(error, probes)[:, 0, :].T
-    if bool(values.isfinite().all()):
+    if math.isfinite(float(values.sum())):
         return values, 0
     bad = ~error.isfinite()
     if not bool(bad.any()):

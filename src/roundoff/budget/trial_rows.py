@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.terms import TermKey
+from roundoff.budget.trial_signs import DrawnSigns
 
 #: Share of the largest eigenvalue below which a direction holds nothing.
 _RANK = 1e-10
@@ -70,24 +70,27 @@ class Change:
 
     @classmethod
     def between(
-        cls, before: Mapping[str, Tensor], after: Mapping[str, Tensor], samples: int
+        cls,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        signs: DrawnSigns,
     ) -> Change:
         """Compare the target tensors of two forward passes."""
         differences = {}
         lost = {}
         overflow = 0
-        for name, old in before.items():
+        for name in signs.names:
+            old = before[name]
             new = after[name]
-            difference = (new.double() - old.double()).reshape(samples, -1)
-            is_bad = ~new.isfinite().reshape(samples, -1)
-            is_new = is_bad & old.isfinite().reshape(samples, -1)
+            difference = signs.divided(name, new.double() - old.double())
+            is_new = signs.divided(name, ~new.isfinite() & old.isfinite())
             differences[name] = difference.masked_fill(~difference.isfinite(), 0.0)
             lost[name] = is_new.any(1).cpu()
             overflow += int(is_new.sum())
         return cls(differences, lost, overflow)
 
     def project(self, view: OutputView, signs: Mapping[str, Tensor]) -> Array:
-        """Return the projections on sign vectors ``(K, *shape)``, shape ``(K, S)``."""
+        """Return the projections on sign vectors, shape ``(K, S)``."""
         names = [name for name in view.weights if name in self.differences]
         parts = [
             view.weights[name] * _inner(signs[name], self.differences[name])
@@ -111,12 +114,12 @@ class Change:
 
 
 def _inner(signs: Tensor, difference: Tensor) -> Array:
-    """Return inner products ``(K, S)`` of sign vectors with a difference ``(S, n)``."""
+    """Return inner products ``(K, S)`` of signs ``(K, S, n)`` with a difference."""
     count = len(signs)
     total = torch.zeros(count, len(difference), dtype=torch.float64)
     together = max(1, _ELEMENTS // max(1, difference.numel()))
     for start in range(0, count, together):
-        rows = signs[start : start + together].double().reshape(-1, *difference.shape)
+        rows = signs[start : start + together].double()
         total[start : start + together] = (rows * difference).sum(2).cpu()
     return total.numpy()
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
-from roundoff.budget.signs import DrawnSigns
 from roundoff.budget.terms import TermKey
 from roundoff.budget.trial_rows import Change, OutputView, TrialRows
+from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format
 from roundoff.ops import (
@@ -60,7 +60,7 @@ class Recording:
 
     Attributes:
         target: see ``roundoff.budget``.
-        batches: one for each batch of the workload.
+        batches: the first of the workload.
         is_pure: a forward pass leaves the model and the random state as they were.
         seconds: of processor time that it took.
     """
@@ -80,17 +80,22 @@ class Recording:
         return list(dict.fromkeys(site for b in self.batches for site in b.places))
 
 
-def record(workload: Workload, target: str | None = None) -> Recording:
-    """Run the unrounded model on all batches, and follow where its errors would go."""
+def record(
+    workload: Workload, target: str | None = None, batches: int | None = None
+) -> Recording:
+    """Run the unrounded model, and follow where its errors would go.
+
+    On all batches, or on the first ones.
+    """
     handler = CallPlaces()
     handler.wanted = _wanted(target)
-    batches = []
+    recorded = []
     started = time.process_time()
     before = _fingerprint(workload.model)
     with preserve(workload.model):
         _prepare(workload.model)
         with watch(workload.model, handler, FollowingMode) as mode:
-            for batch in workload.batches:
+            for batch in workload.batches[:batches]:
                 mode.begin()
                 with torch.enable_grad(), mode:
                     output = workload.run(batch)
@@ -99,10 +104,10 @@ def record(workload: Workload, target: str | None = None) -> Recording:
                     )
                 places = handler.finished(targets.values())
                 values = {name: value.detach() for name, value in targets.items()}
-                batches.append(RecordedBatch(places, values))
+                recorded.append(RecordedBatch(places, values))
         is_pure = _fingerprint(workload.model) == before
     seconds = time.process_time() - started
-    return Recording(target, tuple(batches), is_pure, seconds)
+    return Recording(target, tuple(recorded), is_pure, seconds)
 
 
 def _wanted(target: str | None) -> str | None:
@@ -297,23 +302,24 @@ def measure_by_trial(
         _prepare(workload.model)
         with watch(workload.model, handler) as mode:
             runner = _OneCall(workload, recording, mode, handler)
-            for index, drawn in enumerate(signs):
-                _measure_batch(runner, index, results, views, drawn)
+            measured = {drawn.index: drawn for drawn in signs}
+            for index in range(len(recording.batches)):
+                if index in measured:
+                    _measure_batch(runner, results, views, measured[index])
                 runner.run(index)
                 if progress is not None:
-                    progress(index + 1, len(signs))
+                    progress(index + 1, len(recording.batches))
     return results
 
 
 def _measure_batch(
     runner: _OneCall,
-    index: int,
     results: dict[Pair, TrialRows],
     views: Sequence[OutputView],
     signs: DrawnSigns,
 ) -> None:
     """Add what each pair does to one batch; drop those that cannot be measured."""
-    batch = runner.recording.batches[index]
+    batch = runner.recording.batches[signs.index]
     vectors = signs.again(batch.targets)
     for pair, rows in list(results.items()):
         site, fmt = pair
@@ -322,7 +328,7 @@ def _measure_batch(
             rows.batches.append({})
             continue
         rounding = _Rounding(fmt)
-        changes = runner.changes(index, place, rounding, signs.samples)
+        changes = runner.changes(place, rounding, signs)
         if changes is None:
             del results[pair]
             continue
@@ -371,23 +377,23 @@ class _OneCall:
             )
 
     def changes(
-        self, index: int, place: CallPlace, rounding: _Rounding, samples: int
+        self, place: CallPlace, rounding: _Rounding, signs: DrawnSigns
     ) -> list[Change] | None:
         """Return what each part of one call changes; None where that is not measured.
 
         So it is where the model refuses the rounded values, or returns other shapes.
         """
-        before = self.recording.batches[index].targets
+        before = self.recording.batches[signs.index].targets
         changes = []
         while not rounding.is_done:
             passes = rounding.forwards
             try:
-                after = self.targets(index, place, rounding)
+                after = self.targets(signs.index, place, rounding)
             except WorkloadError:
                 return None
             if rounding.forwards == passes or not same_shapes(before, after):
                 return None
-            changes.append(Change.between(before, after, samples))
+            changes.append(Change.between(before, after, signs))
             before = after
         return changes
 

@@ -1,7 +1,7 @@
 """The command line: each verb is the function of the same name with a parser in front.
 
 Exit codes: 0 done (and the target is met), 1 the target is missed, 2 wrong usage or bad
-input, or interrupted.
+input, interrupted, or an error that nobody foresaw.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from roundoff.cli import (
     watch,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
+from roundoff.unforeseen import save_report, unforeseen_message
 
 MISSED = 1
 BAD_INPUT = 2
@@ -66,7 +67,8 @@ app.command("bench")(bench.command)
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Errors are one message on standard error.
+    Errors are one message on standard error; of one that nobody foresaw, the traceback
+    goes into a file that the message names.
     """
     try:
         result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
@@ -80,6 +82,10 @@ def main(arguments: list[str] | None = None) -> int:
         return MISSED if isinstance(error, InfeasibleError) else BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the boundary of every verb: no traceback reaches a user
+        report = save_report(error, sys.argv[1:] if arguments is None else arguments)
+        print(f"roundoff: {unforeseen_message(error, report)}", file=sys.stderr)
+        return BAD_INPUT
     if result == INTERRUPTED:
         print(
             "roundoff: interrupted; files are written whole or not at all, and the model is as it was",

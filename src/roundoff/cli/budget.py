@@ -17,6 +17,8 @@ def command(
     formats: o.Formats = o.DEFAULT_FORMATS,
     of: o.Part = None,
     probes: o.Probes = None,
+    precision: o.Precision = None,
+    memory: o.Memory = None,
     seed: o.Seed = 0,
     trials: o.Trials = None,
     output: Annotated[
@@ -38,6 +40,8 @@ def command(
             o.split(formats),
             of=of,
             probes=probes,
+            precision=precision,
+            memory=o.size_in_bytes(memory),
             seed=seed,
             trials=trials,
             progress=progress,
@@ -54,6 +58,8 @@ def command(
                 "samples": about.samples,
                 "trials": about.trials,
                 "target": about.target,
+                "outputs": [output.name for output in measured.outputs],
+                "not_measured": about.not_measured,
                 "coverage": coverage(measured),
                 "ranking": rows,
                 "output": str(output),
@@ -62,5 +68,9 @@ def command(
     else:
         console = o.console(False)
         print_ranking(rows, console, top=top, is_planned=False)
+        for name, reason in measured.about.not_measured.items():
+            console.print(f"Not measured: {name}: {reason}.", markup=False)
+        for sentence in coverage(measured).sampling:
+            console.print(sentence, markup=False)
         console.print(f"Written to {output}", markup=False)
     return 0

@@ -31,6 +31,8 @@ def command(
     allow: o.Allow = None,
     of: o.Part = None,
     probes: o.Probes = None,
+    precision: o.Precision = None,
+    memory: o.Memory = None,
     seed: o.Seed = 0,
     candidate: Annotated[
         str | None,
@@ -93,7 +95,13 @@ def command(
     folder = check_folder(output)
     names = o.split(formats)
     goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, names)
-    sampling = Sampling(of=of, probes=probes, seed=seed)
+    sampling = Sampling(
+        of=of,
+        probes=probes,
+        precision=precision,
+        memory=o.size_in_bytes(memory),
+        seed=seed,
+    )
     loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,7 +93,20 @@ Probes = Annotated[
     typer.Option(
         "--probes",
         min=1,
-        help="Probe vectors a sample; chosen from the data when left out.",
+        help="Probe vectors a sample; as many as the precision needs when left out.",
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="Standard error of a site's SQNR at which measuring may end. Default: 0.6dB.",
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", help="What probe gradients may take, such as 512MB. Default: 128MB."
     ),
 ]
 Trials = Annotated[
@@ -112,6 +126,31 @@ Top = Annotated[
 ]
 
 DEFAULT_FORMATS = "bf16,fp16,fp8_e4m3fn,int8"
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+
+
+def size_in_bytes(text: str | None) -> int | None:
+    """Return ``512MB``, ``2GiB`` or ``100000`` as a number of bytes (1 MB is 2**20).
+
+    Raises ``PlanError`` for anything else.
+
+    >>> size_in_bytes("1.5 KB")
+    1536
+    """
+    if text is None:
+        return None
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise PlanError(
+            "not a size",
+            where="--memory",
+            expected="a number with KB, MB or GB, such as 512MB",
+            got=repr(text),
+        )
+    power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
+    return int(float(match[1]) * 1024**power)
 
 
 def split(formats: str) -> list[str]:

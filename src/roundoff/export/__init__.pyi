@@ -47,3 +47,4 @@ from .onnx.export import export_fake_quant as export_fake_quant
 from .onnx.export import export_onnx as export_onnx
 from .onnx.proof import Proof as Proof
 from .onnx.proof import prove as prove
+from .onnx.runtime import kernels as kernels

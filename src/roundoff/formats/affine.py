@@ -32,6 +32,7 @@ class QParams:
 
     Attributes:
         scale: broadcasts against the granularity's view of the tensor (see ``granularity.py``).
+            One number fits a tensor of any rank.
         zero_point: the code of real 0, of the scale's shape; ``None`` means 0.
         granularity: which elements share them; ``None``: they broadcast against the tensor as it is.
     """
@@ -40,11 +41,23 @@ class QParams:
     zero_point: Tensor | None = None
     granularity: Granularity | None = None
 
+    def for_values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point in a dtype; one number without axes, so that it fits a value and its flattened view."""
+        zero_point = self.zero_point
+        return _fitting(self.scale, dtype), (
+            None if zero_point is None else _fitting(zero_point, dtype)
+        )
+
     def view_shape(self, x: Tensor) -> Sequence[int]:
         """Return the shape in which ``x`` broadcasts against the scale."""
         if self.granularity is None:
             return x.shape
         return self.granularity.split(x.shape)[0]
+
+
+def _fitting(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers = numbers.to(dtype)
+    return numbers.reshape(()) if numbers.numel() == 1 else numbers
 
 
 def choose_qparams(
@@ -183,9 +196,9 @@ def fake_quantize(
     saturate = saturate is None or fmt.saturates(saturate)
     rounding = rounding or fmt.rounding
     view = x.detach().to(working_dtype(x)).reshape(qparams.view_shape(x))
-    scale = qparams.scale.to(view.dtype)
+    scale, zero_point = qparams.for_values(view.dtype)
     y = _divided(view, scale)
-    if qparams.zero_point is None:
+    if zero_point is None:
         out = y if fmt.has_zero and saturate else None
         y = round_values(y, fmt, rounding, saturate, generator, out=out)
         return y.mul_(scale).reshape(x.shape).to(x.dtype)
@@ -196,7 +209,6 @@ def fake_quantize(
             got=fmt.name,
             do="leave the zero point out",
         )
-    zero_point = qparams.zero_point.to(view.dtype)
     y = to_integer(y, rounding, generator, y)
     y.add_(zero_point).clamp_(fmt.min_finite, fmt.max_finite).sub_(zero_point)
     return y.mul_(scale).reshape(x.shape).to(x.dtype)

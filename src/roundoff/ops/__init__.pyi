@@ -17,6 +17,8 @@ from .calls import function_body as function_body
 from .calls import is_floating as is_floating
 from .calls import watch as watch
 from .execute import RoundingStep as RoundingStep
+from .execute import adds_bias_last as adds_bias_last
+from .execute import bias_shift as bias_shift
 from .execute import execute as execute
 from .execute import gradient_format as gradient_format
 from .execute import round_gradient as round_gradient
@@ -24,6 +26,7 @@ from .execute import round_operand as round_operand
 from .execute import round_output as round_output
 from .execute import round_rows as round_rows
 from .execute import rounding_steps as rounding_steps
+from .execute import rounds_operand as rounds_operand
 from .execute import runs as runs
 from .execute import runs_kind as runs_kind
 from .foreign_names import forward_of as forward_of
@@ -46,6 +49,7 @@ from .rerun import EXACT_ARGUMENTS as EXACT_ARGUMENTS
 from .rerun import outside_of_modes as outside_of_modes
 from .rerun import run_again as run_again
 from .rerun import tensors_made as tensors_made
+from .rounded_operands import RoundedOperands as RoundedOperands
 from .sizes import sizes as sizes
 from .table import MATRIX_KINDS as MATRIX_KINDS
 from .table import MULTIPLYING_KINDS as MULTIPLYING_KINDS

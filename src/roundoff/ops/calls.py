@@ -27,6 +27,7 @@ from roundoff.ops.operators import Operator, einsum_axes
 from roundoff.ops.position import Place, Position
 from roundoff.ops.table import OperandSpec, operators_that
 from roundoff.site import Site
+from roundoff.unforeseen import note
 
 _MOVES = operators_that("move values")
 _CREATES = operators_that("create")
@@ -93,7 +94,12 @@ class Call:
         kwargs: dict[str, Any] = {}
         start = 0
         for key, spec, count in self.layout:
-            value = tree_unflatten(leaves[start : start + count], spec)
+            is_leaf = spec is _LEAF
+            value = (
+                leaves[start]
+                if is_leaf
+                else tree_unflatten(leaves[start : start + count], spec)
+            )
             start += count
             if isinstance(key, int):
                 args.append(value)
@@ -206,7 +212,11 @@ class CallMode(TorchFunctionMode):
             self.handler.before_write(args[0])
         elif isinstance(kwargs.get("out"), Tensor):
             self.handler.before_write(kwargs["out"])
-        result = self.handler.call(call)
+        try:
+            result = _written(kwargs.get("out"), self.handler.call(call))
+        except Exception as error:
+            note(error, str(call.site))
+            raise
         outputs = float_tensors(result)
         if outputs:
             self.calls += 1
@@ -229,7 +239,7 @@ class CallMode(TorchFunctionMode):
         layout: list[tuple[str | int, TreeSpec, int]] = []
         operands: list[Operand] = []
         for key, value in _inputs(args, kwargs):
-            flat, tree = tree_flatten(value)
+            flat, tree = _flattened(value)
             layout.append((key, tree, len(flat)))
             for position, tensor in enumerate(flat):
                 if is_floating(tensor):
@@ -320,6 +330,18 @@ class CallMode(TorchFunctionMode):
             row.examples.append(where)
 
 
+#: The layout of an argument that is a tensor or a number.
+_LEAF = tree_flatten(0)[1]
+_PLAIN = (Tensor, nn.Parameter, int, float, bool, str)
+
+
+def _flattened(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of an argument and its nesting; most are a leaf themselves."""
+    if type(value) in _PLAIN:
+        return [value], _LEAF
+    return tree_flatten(value)
+
+
 @dataclass(frozen=True, slots=True)
 class _Argument:
     """One floating-point tensor among the arguments of a call.
@@ -348,6 +370,18 @@ def _inputs(args: Any, kwargs: Any) -> Iterator[tuple[str | int, Any]]:
     for key, value in kwargs.items():
         if key != "out":
             yield key, value
+
+
+def _written(out: Any, result: Any) -> Any:
+    """Write a result into ``out=``, as the call would have; without one, return it as it is."""
+    if isinstance(out, tuple | list):
+        pairs = zip(out, result, strict=False)
+        return type(result)(_written(place, part) for place, part in pairs)
+    if not isinstance(out, Tensor) or not isinstance(result, Tensor):
+        return result
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
 
 
 def _operand_specs(operator: Operator, args: Any) -> dict[str | int, OperandSpec]:

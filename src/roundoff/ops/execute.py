@@ -10,7 +10,7 @@ dtype, so any format runs on any device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from roundoff.formats import (
     round_tensor,
 )
 from roundoff.ops.calls import Call, Operand
-from roundoff.ops.table import MATRIX_KINDS
+from roundoff.ops.table import MATRIX_KINDS, operators_that
 
 
 def runs(call: Call, fmt: Format) -> str | None:
@@ -69,13 +69,22 @@ class RoundingStep:
     result: Any
 
 
-def rounding_steps(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
+#: Rounds an operand the way a format does: ``round_operand``, or ``RoundedOperands``.
+Rounder = Callable[[Tensor, Operand, Format], Tensor]
+
+
+def rounding_steps(
+    call: Call, fmt: Format, reference: Any, rounder: Rounder | None = None
+) -> Iterator[RoundingStep]:
     """Execute a call in ``fmt`` one part at a time: activations one by one, weights, the output.
+
+    The weights of a recurrent layer are rounded together.
 
     Each step keeps the roundings of the steps before it, so the differences between consecutive
     results add up to the whole error exactly: nothing is counted twice (the output part of a ReLU
     whose operand is already rounded is zero). ``reference`` is the result with nothing rounded;
-    parts that do not apply are left out.
+    parts that do not apply are left out. ``rounder`` rounds the operands, ``round_operand`` by
+    default.
     """
     rule = fmt.execution
     if rule is None:
@@ -83,24 +92,49 @@ def rounding_steps(call: Call, fmt: Format, reference: Any) -> Iterator[Rounding
     if _looks_up(call, fmt):
         yield from _rounded_rows(call, fmt, reference)
         return
+    rounder = rounder or round_operand
     leaves = list(call.leaves)
     result = reference
     for operand in call.operands:
         if operand.role == "activation" and rule.activation is not None:
-            leaves[operand.leaf] = round_operand(leaves[operand.leaf], operand, fmt)
-            result = call.again(leaves)
-            yield RoundingStep("activation", operand, result)
-    for operand in call.operands:
-        if operand.role != "activation" and _rounds_operand(rule, operand):
             exact = leaves[operand.leaf]
-            leaves[operand.leaf] = round_operand(exact, operand, fmt)
-            if _adds_last(call, operand):
-                result = result + _bias_shift(call, leaves[operand.leaf] - exact)
-            else:
+            leaves[operand.leaf] = rounder(exact, operand, fmt)
+            # the first states of a recurrent layer are zero
+            if call.kind != "rnn" or not torch.equal(leaves[operand.leaf], exact):
                 result = call.again(leaves)
-            yield RoundingStep("weight", operand, result)
+            yield RoundingStep("activation", operand, result)
+    weights = [
+        operand
+        for operand in call.operands
+        if operand.role != "activation" and _rounds_operand(rule, operand)
+    ]
+    if call.kind == "rnn" and weights:
+        for operand in weights:
+            leaves[operand.leaf] = rounder(leaves[operand.leaf], operand, fmt)
+        result = call.again(leaves)
+        yield RoundingStep("weight", _joined(weights), result)
+        weights = []
+    for operand in weights:
+        exact = leaves[operand.leaf]
+        leaves[operand.leaf] = rounder(exact, operand, fmt)
+        if operand.role == "bias" and adds_bias_last(call):
+            result = result + bias_shift(call, leaves[operand.leaf] - exact)
+        else:
+            result = call.again(leaves)
+        yield RoundingStep("weight", operand, result)
     if rule.output:
-        yield RoundingStep("output", None, round_output(result, fmt))
+        is_in_format = rule.activation == "exact" and call.operator.name in _CHOOSES
+        output = result if is_in_format else round_output(result, fmt)
+        yield RoundingStep("output", None, output)
+
+
+def _joined(operands: list[Operand]) -> Operand:
+    """Return one operand for the weights of a recurrent layer, which are rounded together.
+
+    Each by itself would cost a run of the whole layer.
+    """
+    sources = frozenset().union(*(operand.sources for operand in operands))
+    return replace(operands[0], sources=sources)
 
 
 def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
@@ -111,20 +145,23 @@ def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingS
         yield RoundingStep(part, operand, result)
 
 
-def _adds_last(call: Call, operand: Operand) -> bool:
-    """Return True for a bias that is added at the end, whose error needs no second run.
+def adds_bias_last(call: Call) -> bool:
+    """Return True for a product of input and weight that a bias is added to at the end.
 
-    Under autocast the bias is rounded on the way.
+    The bias may be None, and its error needs no second run. Under autocast it is rounded on the
+    way.
     """
     is_added = call.operator.name == "linear" or call.operator.name in _CONVOLUTIONS
-    return operand.role == "bias" and is_added and not call.autocast
+    return is_added and not call.autocast
 
 
+#: Their results are values of their operands, in the format that those are in.
+_CHOOSES = operators_that("choose values")
 _CONVOLUTIONS = frozenset(f"conv{dimensions}d" for dimensions in (1, 2, 3))
 
 
-def _bias_shift(call: Call, shift: Tensor) -> Tensor:
-    """The error of a bias, shaped to be added to the result."""
+def bias_shift(call: Call, shift: Tensor) -> Tensor:
+    """Return the error of a bias, shaped to be added to the result."""
     after_channels = 0 if call.kind == "linear" else int(call.operator.name[4])
     return shift.view(-1, *[1] * after_channels)
 
@@ -171,6 +208,11 @@ def _rounded_leaves(
         else:
             leaves[operand.leaf] = through(leaves[operand.leaf], rounded)
     return leaves
+
+
+def rounds_operand(fmt: Format, operand: Operand) -> bool:
+    """Return True if executing a call in ``fmt`` rounds this operand."""
+    return fmt.execution is not None and _rounds_operand(fmt.execution, operand)
 
 
 def _rounds_operand(rule: Execution, operand: Operand) -> bool:
@@ -291,6 +333,8 @@ def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
 
 def _map_rounded(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function`` of each floating-point tensor that has elements."""
+    if isinstance(value, Tensor):
+        return function(value) if _rounds(value) else value
     return tree_map(lambda t: function(t) if _rounds(t) else t, value)
 
 

@@ -29,6 +29,10 @@ _RENAMED = {
 }
 
 
+#: What functions of torch were found to be.
+_OPERATORS: dict[Callable[..., Any], Operator] = {}
+
+
 @dataclass(frozen=True)
 class Operator:
     """The canonical name of a torch-level function, and if it writes into its first argument.
@@ -44,6 +48,13 @@ class Operator:
     @classmethod
     def of(cls, func: Callable[..., Any]) -> Operator:
         """Return the operator of a function that a ``TorchFunctionMode`` was given."""
+        known = _OPERATORS.get(func)
+        if known is None:
+            known = _OPERATORS[func] = cls._named(func)
+        return known
+
+    @classmethod
+    def _named(cls, func: Callable[..., Any]) -> Operator:
         raw = getattr(func, "__name__", type(func).__name__)
         if raw == "__get__":  # a property: x.T, x.data, x.shape
             attribute = getattr(func, "__self__", None)

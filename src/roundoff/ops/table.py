@@ -118,6 +118,7 @@ Trait = Literal[
     "hide from compiled modes",
     "clip codes",
     "join or pool codes",
+    "hand codes on",
     "stand before attention's softmax",
 ]
 
@@ -356,7 +357,16 @@ _TRAITS: dict[Trait, str] = {
     # an integer kernel of ONNX Runtime absorbs them: their result is quantized alone
     "clip codes": "relu relu6 hardtanh clamp clip clamp_min",
     # ONNX Runtime has integer kernels for them, between integer kernels
-    "join or pool codes": "add mul mean adaptive_avg_pool2d avg_pool2d max_pool2d",
+    "join or pool codes": """
+        add mul mean adaptive_avg_pool2d avg_pool2d max_pool1d max_pool2d
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d""",
+    # each code of the result is one of those that they read
+    "hand codes on": """
+        max_pool1d max_pool2d max_pool3d upsample_nearest1d upsample_nearest2d
+        upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d""",
     # scaling, masks and position biases between the scores and their softmax
     "stand before attention's softmax": "mul div add sub where masked_fill clamp tanh",
 }
@@ -545,6 +555,8 @@ _ARGUMENTS: dict[str, str] = {
     "softmax": "input dim",
     "log_softmax": "input dim",
     "glu": "input dim",
+    "norm": "input p dim",
+    "linalg_vector_norm": "input ord dim",
     "clamp": "input min max",
     "clip": "input min max",
     "clamp_min": "input min",

@@ -9,7 +9,7 @@ from typing import Any
 from roundoff.errors import PlanError
 
 _TEXTS = ("note", "cost_model", "unit", "lowest_format", "of")
-_TABLES = ("targets_db", "outputs_db")
+_TABLES = ("targets_db", "outputs_db", "shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class PlanFigures:
         outputs_db: SQNR of each of several outputs, by name.
         of: the part of the output, or the site, that was measured; empty for the output.
         additive_db: the same without correlations between sites.
+        shared: why sites stay in fp32 that alone could leave it: they share a weight.
         note: where the target comes from, or what it leaves out.
         cost_model: name of what was counted, in ``unit``.
         unit: of the costs.
@@ -39,6 +40,7 @@ class PlanFigures:
     outputs_db: Mapping[str, float] = field(default_factory=dict)
     of: str = ""
     additive_db: float | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     cost_model: str = ""
     unit: str = ""
@@ -63,15 +65,15 @@ class PlanFigures:
             if value is None:
                 continue
             if name in _TABLES:
-                values[name] = _numbers(name, value)
+                values[name] = _table(name, value)
             else:
                 _check(name, value)
                 values[name] = value
         return cls(**values)
 
 
-def _numbers(name: str, table: Any) -> dict[str, float]:
-    """Return the numbers of a table by name, without those that are not said."""
+def _table(name: str, table: Any) -> dict[str, Any]:
+    """Return a table without what it does not say: texts of sites, or numbers."""
     if not isinstance(table, Mapping):
         raise PlanError(
             f"the plan's {name} is not a table",
@@ -79,14 +81,14 @@ def _numbers(name: str, table: Any) -> dict[str, float]:
             got=repr(table)[:60],
             do="mend the line of the plan file, or leave it out",
         )
-    numbers = {key: value for key, value in table.items() if value is not None}
-    for key, value in numbers.items():
+    rows = {str(key): value for key, value in table.items() if value is not None}
+    for key, value in rows.items():
         _check(f"{name}.{key}", value)
-    return numbers
+    return rows
 
 
 def _check(name: str, value: Any) -> None:
-    is_text = name in _TEXTS
+    is_text = name in _TEXTS or name.startswith("shared.")
     if is_text and isinstance(value, str):
         return
     kinds = int if name == "forwards" else (int, float)

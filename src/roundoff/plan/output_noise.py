@@ -40,11 +40,15 @@ class OutputPower:
     def add(
         self, candidate: Mapping[str, Tensor], reference: Mapping[str, Tensor]
     ) -> None:
-        """Add one batch; the names of ``reference`` are those that count."""
+        """Add one batch; the names of ``reference`` are those that count.
+
+        Compared are tensors of one shape (the data may decide how many rows there are), where
+        the reference is finite (masked logits are -inf).
+        """
         for name, exact in reference.items():
-            wanted = exact.double()
-            error = float((candidate[name].double() - wanted).square().sum())
-            signal = float(wanted.square().sum())
+            error = signal = 0.0
+            if name in candidate and candidate[name].shape == exact.shape:
+                error, signal = powers(candidate[name], exact)
             self.error[name] = self.error.get(name, 0.0) + error
             self.signal[name] = self.signal.get(name, 0.0) + signal
 
@@ -66,6 +70,19 @@ class OutputPower:
     def _noise(self, name: str) -> float:
         error = self.error[name]
         return error / self.signal[name] if math.isfinite(error) else math.inf
+
+
+def powers(candidate: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the powers of the difference and of ``exact`` in float64, where that is finite."""
+    wanted = exact.double()
+    values = candidate.double()
+    signal = float(wanted.square().sum())
+    if not math.isfinite(signal):
+        finite = wanted.isfinite()
+        values = values[finite]
+        wanted = wanted[finite]
+        signal = float(wanted.square().sum())
+    return float((values - wanted).square().sum()), signal
 
 
 def output_noises(

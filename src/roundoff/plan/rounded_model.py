@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from roundoff.errors import NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import Call, execute, float_tensors, runs, watch
+from roundoff.plan.output_noise import powers
 from roundoff.preserve import preserve
 from roundoff.workload import Workload, named_tensors, target_tensors
 
@@ -187,13 +188,24 @@ def named_targets(
 def noise(
     candidate: list[dict[str, Tensor]], reference: list[dict[str, Tensor]]
 ) -> float:
-    """Relative noise power ``sum |z' - z|^2 / sum |z|^2`` over all batches, accumulated in float64; infinite when the
-    candidate holds NaN or Inf (the reference does not)."""
+    """Relative noise power ``sum |z' - z|^2 / sum |z|^2`` over all batches, accumulated in float64.
+
+    Compared is where both have an output of one shape, and where the reference is finite (masked logits are -inf).
+    Infinite when the candidate holds NaN or Inf there; NaN when nothing can be compared, since the data decide how many
+    rows an output has.
+    """
     error = signal = 0.0
+    compared = False
     for got, want in zip(candidate, reference, strict=True):
         for name, exact in want.items():
-            error += float((got[name].double() - exact.double()).square().sum())
-            signal += float(exact.double().square().sum())
+            if name not in got or got[name].shape != exact.shape:
+                continue
+            compared = True
+            difference, power = powers(got[name], exact)
+            error += difference
+            signal += power
+    if not compared:
+        return math.nan
     return error / signal if math.isfinite(error) and signal else math.inf
 
 

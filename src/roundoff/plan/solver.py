@@ -303,7 +303,7 @@ def _infeasible(
         wider = question.bounds_noise
         unpin = "offer wider formats" if wider else "offer narrower formats"
         unpin += "" if complete else " (the time ran out before every pin was examined)"
-    short_db = math.nan
+    short_db = math.inf
     if question.bounds_noise and limit.bound > 0.0:
         short_db = -10.0 * math.log10(limit.bound) - best_db
     is_named = question.bounds_noise and len(outputs) > 1

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.plan import worst_noise
 from roundoff.quantize.graph import Graph, no_data
 from roundoff.quantize.model import QuantizedModel
-from roundoff.workload import Workload, describe, named_tensors
+from roundoff.workload import Workload, named_tensors
 
 #: Batches that the output of the whole model is measured on.
 MEASURED_BATCHES = 2
@@ -107,9 +106,10 @@ def calibration_workload(
     batches: Iterable[Any] | None,
     forward: Callable[[nn.Module, Any], Any] | None,
 ) -> Workload:
-    """Return a workload with finite data: that of a model, or one with other batches.
+    """Return a workload with data: that of a model, or one with other batches.
 
-    Raises ``QuantizationError`` without data, and for NaN or Inf in them.
+    Raises ``QuantizationError`` without data. NaN and Inf in them (labels where there is
+    nothing to label, say) are judged where they reach an operator.
     """
     collected = None if batches is None else list(batches)
     if isinstance(model, Workload):
@@ -118,7 +118,8 @@ def calibration_workload(
         workload = Workload(model, collected, forward=forward)
     else:
         raise no_data("quantize")
-    _check_data(workload)
+    if not workload.batches:
+        raise no_data(workload.name)
     return workload
 
 
@@ -143,27 +144,6 @@ def copy_model(model: nn.Module) -> nn.Module:
             do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
             "forget tensors that it computed",
         ) from error
-
-
-def _check_data(workload: Workload) -> None:
-    if not workload.batches:
-        raise no_data(workload.name)
-    for index, batch in enumerate(workload.batches):
-        for leaf in tree_flatten(batch)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                _check_finite(leaf, f"{workload.name}, batch {index}", batch)
-
-
-def _check_finite(values: Tensor, where: str, batch: Any) -> None:
-    finite = values.isfinite()
-    if bool(finite.all()):
-        return
-    raise QuantizationError(
-        f"{int((~finite).sum())} of {values.numel()} values of the calibration data are NaN or Inf",
-        where=f"{where}, {describe(batch)}",
-        expected="finite values",
-        do="leave these samples out, or mend what makes them",
-    )
 
 
 def check_weights(model: QuantizedModel) -> None:

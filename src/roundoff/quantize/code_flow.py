@@ -21,7 +21,7 @@ from roundoff.quantize.quantizer import Quantizer
 #: instead of what they read.
 CLIPS = operators_that("clip codes")
 #: Calls that only choose among the codes they read: their result has the same scale.
-PASSES = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
+PASSES = operators_that("hand codes on")
 #: Calls with integer kernels that join or pool codes.
 FOLLOWS = operators_that("join or pool codes")
 
@@ -130,28 +130,88 @@ def _takes_codes(layout: QuantizerLayout, reader: Node) -> bool:
 
 
 def _write_codes(layout: QuantizerLayout, node: Node) -> None:
-    """Give an integer call's result a quantizer where no reader has one."""
-    if node.site in layout.quantizers or len(node.shapes) != 1:
+    """Let an integer kernel's result, behind its clip, be codes for all that read it."""
+    fmt = _written_format(layout, node)
+    if fmt is None:
         return
-    fmt = None
-    if layout.names.get(node.site) == "codes":
-        fmt = _format_of_codes(layout, node.site)
-    elif node.kind == "conv":
-        fmt = _kernel_format(layout, node)
-    readers = layout.graph.readers(node.site)
-    clipped = len(readers) == 1 and readers[0].operator in CLIPS
-    last = readers[0] if clipped else node
-    if fmt is None or last.site in layout.quantizers:
-        return
+    last = _clip_behind(layout, node) or node
     if last.site in layout.graph.changing:
         return
-    axis = _channel_axis(node)
-    operand = Operand(0, "activation", axis, axis, frozenset({last.site}))
-    layout.quantizers[last.site] = Quantizer(
-        last.site, fmt, operand, PerTensor(), (node.site,)
-    )
+    shared = layout.quantizers.get(last.site)
+    if shared is None:
+        if _is_written_joined(layout, node, last):
+            return
+        shared = _output_quantizer(node, last, fmt)
+        layout.quantizers[last.site] = shared
+    elif not _may_write(shared, fmt) or not _is_read_as_it_is(layout, last):
+        return
+    shared.sites = tuple(dict.fromkeys((*shared.sites, node.site)))
     route = layout.route_of(last, layout.names.get(last.site, "codes"))
     route.output = last.site
+
+
+def _may_write(shared: Quantizer, fmt: Format) -> bool:
+    """Return True where the codes that readers ask for are those that a kernel writes."""
+    return (shared.fmt, shared.granularity) == (fmt, PerTensor())
+
+
+def _written_format(layout: QuantizerLayout, node: Node) -> Format | None:
+    """Return the format of the codes that a call's kernel writes; None for floats."""
+    if len(node.shapes) != 1:
+        return None
+    if layout.names.get(node.site) == "codes":
+        return _format_of_codes(layout, node.site)
+    return _kernel_format(layout, node) if node.kind == "conv" else None
+
+
+def _clip_behind(layout: QuantizerLayout, node: Node) -> Node | None:
+    """Return the clip that alone reads a call's result."""
+    readers = layout.graph.readers(node.site)
+    clipped = len(readers) == 1 and readers[0].operator in CLIPS
+    return readers[0] if clipped and node.site not in layout.graph.outputs else None
+
+
+def _output_quantizer(node: Node, last: Node, fmt: Format) -> Quantizer:
+    axis = _channel_axis(node)
+    operand = Operand(0, "activation", axis, axis, frozenset({last.site}))
+    return Quantizer(last.site, fmt, operand, PerTensor(), (node.site,))
+
+
+def _is_written_joined(layout: QuantizerLayout, node: Node, last: Node) -> bool:
+    """Return True for a result that is only read as a part of one joined value.
+
+    The scale of the joined codes is that of each part then: nothing is rounded twice.
+    """
+    readers = layout.graph.readers(last.site)
+    if not readers or last.site in layout.graph.outputs or node.operator in PASSES:
+        return False
+    names = {name for reader in readers for name in _read_names(layout, reader, last)}
+    if len(names) != 1:
+        return False
+    (name,) = names
+    return " " in name and name in layout.quantizers
+
+
+def _read_names(layout: QuantizerLayout, reader: Node, last: Node) -> list[str]:
+    """Return the quantizers that a call reads a value through; empty names for none."""
+    uses = layout.routes[reader.site].uses if reader.site in layout.routes else {}
+    return [
+        uses.get(use.operand.leaf, "")
+        for use in reader.uses
+        if last.site in use.value.split(" ")
+    ]
+
+
+def _is_read_as_it_is(layout: QuantizerLayout, last: Node) -> bool:
+    """Return True where something reads a value past the quantizer of its name."""
+    if last.site in layout.graph.outputs:
+        return True
+    readers = layout.graph.readers(last.site)
+    return any(
+        name != last.site
+        for reader in readers
+        for name in _read_names(layout, reader, last)
+    )
 
 
 def _channel_axis(node: Node) -> int:

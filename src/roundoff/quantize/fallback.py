@@ -457,7 +457,7 @@ def _cheapest(
     try:
         return dict(problem.cheapest(wanted))
     except InfeasibleError as error:
-        if not math.isfinite(error.best_db):
+        if not math.isfinite(error.best_db) or math.isinf(error.short_db):
             raise
         short = math.ceil(error.short_db * 100) / 100
     try:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from roundoff.errors import QuantizationError
 from roundoff.ops import Call, CallMode, Excluded, Operand, float_tensors, watch
@@ -104,6 +106,9 @@ class Graph:
         asks: True where the code asks for the value of a tensor (``if x.sum() > 0``),
             so that other data may take other branches.
         outputs: values that are part of the output.
+        sizes_vary: sites that have other sizes in another batch of the same shapes: the
+            data decide which rows they get (top-k, boolean masks), so that the rows of
+            two runs are not the same rows.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -113,6 +118,7 @@ class Graph:
     occasional: set[str] = field(default_factory=set)
     asks: bool = False
     outputs: set[str] = field(default_factory=set)
+    sizes_vary: set[str] = field(default_factory=set)
 
     @property
     def hidden(self) -> list[tuple[str, str]]:
@@ -235,6 +241,7 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
     graph = Graph()
     runs = Counter[str]()
     tracer = _Tracer(workload.model)
+    seen: dict[tuple[Any, ...], dict[str, Node]] = {}
     with (
         preserve(workload.model),
         torch.no_grad(),
@@ -249,6 +256,7 @@ def trace(workload: Workload, batches: Iterable[Any] | None = None) -> Graph:
             for tensor in _output_tensors(output):
                 graph.outputs |= mode._sources_of(tensor)
             _add_batch(graph, tracer)
+            _compare_sizes(graph, tracer, seen.setdefault(_shapes(batch), {}))
         graph.asks = isinstance(mode, _AskingMode) and mode.asks
         graph.excluded = list(mode.excluded.values())
     graph.occasional = {site for site, count in runs.items() if count < len(batches)}
@@ -292,6 +300,23 @@ def _add_batch(graph: Graph, tracer: _Tracer) -> None:
         first = graph.nodes.setdefault(site, node)
         if _places_read(first) != _places_read(node):
             graph.changing.add(site)
+
+
+def _compare_sizes(graph: Graph, tracer: _Tracer, seen: dict[str, Node]) -> None:
+    """Note calls that have other sizes than in an earlier batch of the same shapes."""
+    for site, node in tracer.nodes.items():
+        first = seen.setdefault(site, node)
+        if first.shapes != node.shapes:
+            graph.sizes_vary.add(site)
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    """What a batch consists of: tensors by shape, numbers by value."""
+    leaves = tree_flatten(batch)[0]
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor | np.ndarray) else repr(leaf)
+        for leaf in leaves
+    )
 
 
 def _places_read(node: Node) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,10 @@ class Passing:
 
     def result(self, _site: str, result: Any) -> Any:
         """Return what a call with quantized operands returned."""
+        return result
+
+    def unrouted(self, _site: str, result: Any) -> Any:
+        """Return what a call without quantizers returned."""
         return result
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
@@ -270,17 +274,38 @@ class QuantizedModel(nn.Module):
         for site, place in places:
             self.routes[site].divided[place] = name
 
-    def drop_unreached_(self) -> None:
-        """Let what calibration never reached run in fp32; its rows say so."""
+    def drop_unreached_(self, reasons: Mapping[str, str] | None = None) -> None:
+        """Let what calibration never reached run in fp32; its rows say so.
+
+        ``reasons``: by quantizer, why it has no scale where calibration did reach it.
+        """
         unreached = {n for n, q in self.named() if not q.dynamic and q.scale is None}
         for site, route in list(self.routes.items()):
-            if unreached.isdisjoint((*route.uses.values(), route.output)):
-                continue
-            del self.routes[site]
-            row = SiteFormat(site, "fp32", "calibration never reached it")
-            self.rows[:] = [row if r.site == site else r for r in self.rows]
+            self._drop_from_route_(site, route, unreached, reasons or {})
         for name in unreached:
             self.drop_(name)
+
+    def _drop_from_route_(
+        self, site: str, route: Route, unreached: set[str], reasons: Mapping[str, str]
+    ) -> None:
+        """Let a call do without quantizers that have no scale."""
+        if route.output in unreached:
+            route.output = ""
+        without = [name for name in route.uses.values() if name in unreached]
+        if without:
+            self._leave_(site, without, reasons)
+        elif not (route.uses or route.output or route.executes):
+            del self.routes[site]
+
+    def _leave_(
+        self, site: str, without: Sequence[str], reasons: Mapping[str, str]
+    ) -> None:
+        """Let a call run in fp32, since it reads these values that have no scale."""
+        del self.routes[site]
+        texts = [f"{name}: {reasons[name]}" for name in without if name in reasons]
+        reason = "; ".join(texts) or "calibration never reached it"
+        row = SiteFormat(site, "fp32", reason)
+        self.rows[:] = [row if r.site == site else r for r in self.rows]
 
     def add_late_(self, node: Node, reason: str) -> None:
         """Add a call that the graph was not traced on: it runs in fp32, with a reason."""
@@ -392,8 +417,8 @@ class RoutedCalls:
 
     def run_unrouted(self, call: Call) -> Any:
         """Run a call that reads nothing through quantizers."""
-        result = call.run()
         site = str(call.site)
+        result = self.model.passing.unrouted(site, call.run())
         if not self.model.knows(site) and float_tensors(result):
             self.model.passing.unknown(self.model, site)
         return result
@@ -408,6 +433,8 @@ class RoutedCalls:
         quantized = passed_on(self.passed, value)
         if name not in quantized:
             quantized[name] = self.quantize(name, value)
+            # codes that are read once more are the same codes
+            passed_on(self.passed, quantized[name])[name] = quantized[name]
         return quantized[name]
 
     def quantize(self, name: str, value: Tensor) -> Tensor:

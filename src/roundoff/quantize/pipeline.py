@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,12 @@ from roundoff.quantize.channels.rescale import rescale_
 from roundoff.quantize.channels.smooth import Smoothed, smooth_channels_
 from roundoff.quantize.channels.spread import spread_
 from roundoff.quantize.graph import Graph, trace_sampled
-from roundoff.quantize.importance import GRADIENT_BATCHES, Importance, importance
+from roundoff.quantize.importance import (
+    GRADIENT_BATCHES,
+    Importance,
+    NoGradientError,
+    importance,
+)
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options, Rounding
 from roundoff.quantize.record import PipelineStep
@@ -118,16 +123,15 @@ def quantize(
     try:
         steps = _calibrate_(calibration, request, spread=rescales)
     except _FunctionChangedError:
-        if not rescales:
-            raise
         calibration = _lay_out(workload, graph, formats, request)  # that copy is spoilt
+        request = replace(request, options=replace(request.options, divide=False))
         steps = [_UNDONE, *_calibrate_(calibration, request, spread=False)]
     calibration.model.steps = steps
     return calibration.model
 
 
 _UNDONE = PipelineStep(
-    "spread", math.nan, math.nan, "undone: it changed what the model computes"
+    "rescaling", math.nan, math.nan, "undone: it changed what the model computes"
 )
 
 
@@ -281,8 +285,20 @@ def _rescale_(
     weighs = static and any(r.observer == "adjoint" for r in rounding.every)
     if not methods and not weighs:
         return _Rescaled()
+    try:
+        before = importance(calibration)
+    except NoGradientError as error:
+        return _Rescaled([_unweighed(error)])
+    _note_unweighed_(calibration.model, before)
+    return _rescale_by_(calibration, before, methods)
 
-    before = importance(calibration)
+
+def _rescale_by_(
+    calibration: Calibration,
+    before: Importance,
+    methods: Sequence[Callable[[Calibration, Importance], Gain]],
+) -> _Rescaled:
+    """Rescale channels by these methods, and weigh errors anew where one did."""
     gains = [method(calibration, before) for method in methods]
     steps = [
         PipelineStep(gain.name, gain.before_db, gain.after_db, gain.note)
@@ -291,6 +307,25 @@ def _rescale_(
     if all(math.isnan(gain.after_db) for gain in gains):
         return _Rescaled(steps, before)
     return _Rescaled(steps, _importance_after(calibration, before))
+
+
+def _unweighed(error: NoGradientError) -> PipelineStep:
+    note = f"left out: {error.what} ({error.got}); ranges by their own error (mse)"
+    return PipelineStep("weighing", math.nan, math.nan, note)
+
+
+def _note_unweighed_(model: QuantizedModel, weights: Importance) -> None:
+    """Say in rows and remarks which errors could not be weighed, and why."""
+    reasons: dict[str, str] = {}
+    quantizers = dict(model.named())
+    for name, reason in weights.remarks.items():
+        model.remarks.append(f"{name}: {reason}")
+        quantizer = quantizers.get(name)
+        sites = (name,) if quantizer is None else quantizer.sites
+        reasons |= dict.fromkeys(sites, reason)
+    for place, row in enumerate(model.rows):
+        texts = (row.reason, reasons.get(row.site, ""))
+        model.rows[place] = replace(row, reason="; ".join(filter(None, texts)))
 
 
 def _has_static_values(calibration: Calibration) -> bool:

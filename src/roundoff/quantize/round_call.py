@@ -104,8 +104,20 @@ class CallRounding:
         self.rounding = rounding
         self.progress = progress
         self.quantized = quantized
-        self.exact = exact
+        self.exact = (
+            exact if self._comparable(quantized[0].site) else [None] * len(exact)
+        )
         self.first = quantized[0]
+
+    def _wanted(self, exact_results: Sequence[Any]) -> list[Tensor]:
+        """Return the full-precision results that the call's own compare with."""
+        if not self._comparable(self.first.site):
+            return []
+        return [r for r in exact_results if isinstance(r, Tensor)]
+
+    def _comparable(self, site: str) -> bool:
+        """Return True where the rows of both runs are the same rows."""
+        return site not in self.model.graph.sizes_vary
 
     def round_(self, exact_results: Sequence[Any]) -> list[Any]:
         """Round the weights, correct the bias, and return the quantized results.
@@ -115,7 +127,7 @@ class CallRounding:
         uses = self.first.route.uses
         weights = {p: n for p, n in uses.items() if self.model.quantizer(n).weight}
         matrix = _weight_matrix(self.first, weights)
-        wanted = [r for r in exact_results if isinstance(r, Tensor)]
+        wanted = self._wanted(exact_results)
         bias = None if matrix is None else self._bias_to_correct(wanted)
         if bias is not None:
             self.progress.corrected.add(id(bias))
@@ -137,8 +149,18 @@ class CallRounding:
         with name_errors(name):
             if matrix is None or self.rounding.weights != "gptq":
                 self._round_to_nearest_(quantizer, weight)
+            elif not self._inputs_finite(matrix):
+                self._round_to_nearest_(quantizer, weight)
+                quantizer.note = (
+                    "its inputs hold NaN or Inf, or nothing: rounded to nearest"
+                )
             else:
                 self._round_by_output_(quantizer, weight, matrix, centred)
+
+    def _inputs_finite(self, matrix: _WeightMatrix) -> bool:
+        """Return True where second moments of the inputs can be taken."""
+        inputs = [routed.leaves[matrix.source.leaf] for routed in self.quantized]
+        return any(x.numel() for x in inputs) and all(map(_is_finite, inputs))
 
     def _bias_to_correct(self, wanted: Sequence[Tensor]) -> Tensor | None:
         """Return a bias that can take up the mean error, or None.
@@ -162,11 +184,10 @@ class CallRounding:
         ]
         axis = _channel_axis(self.first.call)
         before = bias.detach().clone()
-        errors = [
-            (exact - result).movedim(axis, -1).flatten(0, -2)
-            for exact, result in zip(wanted, results, strict=True)
-        ]
-        _add_mean_(bias, errors)
+        pairs = list(zip(wanted, results, strict=True))
+        if all(exact.shape == result.shape for exact, result in pairs):
+            errors = [(e - r).movedim(axis, -1).flatten(0, -2) for e, r in pairs]
+            _add_mean_(bias, errors)
         after: Tensor = bias
         if self.first.route.bias >= 0:
             after = round_bias(bias, self.model.readers(self.first.route))
@@ -236,7 +257,7 @@ class CallRounding:
         inputs = [routed.leaves[leaf] for routed in self.quantized]
         exact = [None if r is None else r.leaves[leaf] for r in self.exact]
         compares = all(
-            e is not None and e.shape == x.shape
+            e is not None and e.shape == x.shape and _is_finite(e)
             for e, x in zip(exact, inputs, strict=True)
         )
         if not compares:
@@ -287,6 +308,11 @@ class _RowSampler:
         if self.ndim <= 1 or not splits:
             return 0.0
         return self.share * math.prod(self.kernel) * self.elements * 4
+
+
+def _is_finite(x: Tensor) -> bool:
+    # one pass; a sum that overflows is looked at again
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _add_halves_(
@@ -424,10 +450,17 @@ def _whole_weight(
 
 
 def _add_mean_(bias: Tensor, errors: Sequence[Tensor]) -> None:
-    """Add the mean over all rows ``[rows, channels]`` of what was lost."""
+    """Add the mean over all rows ``[rows, channels]`` of what was lost.
+
+    A bias stays as it is where that is not finite, or there are no rows.
+    """
     rows = sum(len(part) for part in errors)
-    means = (part.mean(0) * (len(part) / rows) for part in errors)
-    bias.add_(sum(means, torch.zeros_like(bias)))
+    if not rows:
+        return
+    means = (part.sum(0) / rows for part in errors)
+    mean = sum(means, torch.zeros_like(bias))
+    if bool(mean.isfinite().all()):
+        bias.add_(mean)
 
 
 def _choose_scale(

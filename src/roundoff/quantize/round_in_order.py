@@ -34,7 +34,13 @@ from roundoff.quantize.importance import Importance, channel_axis
 from roundoff.quantize.join_batches import in_stacks, samples, stack
 from roundoff.quantize.layout import Route
 from roundoff.quantize.lockstep import Lockstep, Request
-from roundoff.quantize.model import QuantizedModel, RoutedCall, RoutedCalls, forget
+from roundoff.quantize.model import (
+    QuantizedModel,
+    RoutedCall,
+    RoutedCalls,
+    Unquantized,
+    forget,
+)
 from roundoff.quantize.observers import make_observer
 from roundoff.quantize.options import Rounding
 from roundoff.quantize.quantizer import Quantizer
@@ -84,6 +90,36 @@ def round_model_(
     calibration: Calibration, rounding: Rounding, importance: Importance | None = None
 ) -> list[Gain]:
     """Round as ``round_in_order_`` does, a model that is packed with its data."""
+    try:
+        return _round_pass(calibration, rounding, importance, tolerant=False)
+    except _NonFiniteValueError:
+        if not _outputs_finite(calibration):
+            raise
+        # NaN and Inf that the model itself masks: their sites stay as they are
+        return _round_pass(calibration, rounding, importance, tolerant=True)
+
+
+class _NonFiniteValueError(QuantizationError):
+    """A value that is to be quantized holds NaN or Inf."""
+
+
+def _outputs_finite(calibration: Calibration) -> bool:
+    """Return True where no unquantized output has a NaN or Inf."""
+    model = calibration.model
+    with preserve(model), model.through(Unquantized()):
+        model.eval()
+        outputs = calibration.outputs(calibration.batches)
+    return all(bool(t.isfinite().all()) for output in outputs for t in output.values())
+
+
+def _round_pass(
+    calibration: Calibration,
+    rounding: Rounding,
+    importance: Importance | None,
+    *,
+    tolerant: bool,
+) -> list[Gain]:
+    """Round in one pass; ``tolerant``: values with NaN or Inf are left as they are."""
     model = calibration.model
     if not calibration.batches:
         raise no_data(calibration.workload.name)
@@ -92,6 +128,7 @@ def round_model_(
         exact = copy.deepcopy(model.model.eval())
         groups = _join_batches(calibration, exact)
         order = _Order(calibration, rounding, importance, groups)
+        order.tolerant = tolerant
         try:
             _run_in_step(order, exact)
         except BaseException:
@@ -101,7 +138,7 @@ def round_model_(
             for state in states:
                 state.restore_()
             raise
-    model.drop_unreached_()
+    model.drop_unreached_(order.refused)
     for late in order.late.values():
         _add_late_call_(model, late)
     return order.progress.gains
@@ -245,6 +282,10 @@ class _Order:
         self.progress = Progress()
         #: calls that the graph has not
         self.late: dict[str, _LateCall] = {}
+        #: values that get no scale, and why
+        self.refused: dict[str, str] = {}
+        #: values with NaN or Inf are refused instead of an error
+        self.tolerant = False
         self.steps = Lockstep(self.decide)
 
     def weight_to_round(self, route: Route) -> str:
@@ -313,9 +354,13 @@ class _Order:
         observer = make_observer(
             rounding.observer, quantizer.granularity, **rounding.parameters
         )
+        if not any(value.value.numel() for value in reached):
+            self.refused[name] = "no calibration batch has an element here"
+            return
         for value in reached:
             seen = quantizer.without_exact(value.value)
-            self._check_finite(name, seen, self.groups[value.group])
+            if not self._is_finite(name, seen, self.groups[value.group]):
+                return
             with name_errors(name):
                 observer.see(seen, self._power(name, quantizer, seen))
         with name_errors(name):
@@ -343,22 +388,26 @@ class _Order:
             return None
         return self.importance.power(name, value, channel_axis(quantizer, value))
 
-    def _check_finite(self, name: str, value: Tensor, numbers: Sequence[int]) -> None:
-        """Raise ``QuantizationError`` for NaN and Inf, naming the batch."""
+    def _is_finite(self, name: str, value: Tensor, numbers: Sequence[int]) -> bool:
+        """Return True without NaN and Inf; else refuse the value, or raise and name the batch."""
         # one pass; a sum that overflows is looked at again
         if bool(value.sum().isfinite()):
-            return
+            return True
         bad = ~value.isfinite()
         if not bool(bad.any()):
-            return
+            return True
+        text = f"{int(bad.sum())} of {value.numel()} values are NaN or Inf"
+        if self.tolerant:
+            self.refused[name] = text
+            return False
         batches = self.calibration.batches
         ends = list(accumulate(samples(batches[i]) for i in numbers))
         where = name
         if ends[-1] and value.ndim and len(value) % ends[-1] == 0:
             sample = int(bad.reshape(ends[-1], -1).any(1).nonzero()[0])
             where += f", first in batch {numbers[bisect_right(ends, sample)]}"
-        raise QuantizationError(
-            f"{int(bad.sum())} of {value.numel()} values are NaN or Inf",
+        raise _NonFiniteValueError(
+            text,
             where=where,
             expected="finite values",
             do="find where they arise (roundoff watch), or leave these samples out",
@@ -419,11 +468,18 @@ class _QuantizedRun(RoutedCalls):
             return value
         if name not in self.order.progress.decided and not quantizer.dynamic:
             self.order.steps.ask(name, self.rank, _ReachedValue(self.group, value))
+        if name in self.order.refused:
+            return value
         quantized: Tensor = quantizer(value)
         return quantized
 
     def run(self, routed: RoutedCall) -> Any:
-        """Run a call once its weights are rounded."""
+        """Run a call once its weights are rounded; as it is where a value has no scale."""
+        if not self.order.refused.keys().isdisjoint(routed.route.uses.values()):
+            call = routed.call
+            return call.again(
+                self.order.model.divided(routed.route, call.leaves, self.passed)
+            )
         weight = self.order.weight_to_round(routed.route)
         if not weight:
             return run_quantized(self.model, routed)

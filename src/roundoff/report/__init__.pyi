@@ -13,6 +13,7 @@ from .diagnosis import Coverage as Coverage
 from .diagnosis import DiagnosisSummary as DiagnosisSummary
 from .diagnosis import HigherPrecision as HigherPrecision
 from .diagnosis import LeftOutCalls as LeftOutCalls
+from .diagnosis import OutputTotal as OutputTotal
 from .diagnosis import PlanCost as PlanCost
 from .diagnosis import PlanSummary as PlanSummary
 from .diagnosis import RankingRow as RankingRow

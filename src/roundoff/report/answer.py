@@ -199,6 +199,19 @@ def totals_sentence(formats: Sequence[FormatTotal]) -> str:
     return f"With every site in one format: {', '.join(costs)}."
 
 
+def totals_sentences(summary: DiagnosisSummary) -> list[str]:
+    """Say what each format costs when every site is in it; of several outputs each."""
+    if not summary.totals:
+        return [totals_sentence(totals(summary.formats, summary.ranking))]
+    sentences = []
+    for row in summary.totals:
+        costs = [f"{name} {db(value)} dB" for name, value in row.formats.items()]
+        sentences.append(
+            f"With every site in one format, {row.output}: {', '.join(costs)}."
+        )
+    return sentences
+
+
 def worst_sentences(formats: Sequence[FormatTotal]) -> list[str]:
     """Name the sites whose rounding costs most.
 

@@ -48,7 +48,10 @@ class LeftOutCalls:
 class Coverage:
     """How many calls became sites, and those that did not.
 
-    ``no_path`` has a line for each site whose errors do not reach the target.
+    ``no_path`` has a line for each site whose errors do not reach the target. ``mixed``
+    sites mix the samples of a batch, so their errors are measured with fewer numbers.
+    ``measured_batches`` of ``batches`` were enough for the precision; both are 0 where
+    that is not known.
     """
 
     calls: int
@@ -56,6 +59,25 @@ class Coverage:
     params: int
     excluded: tuple[LeftOutCalls, ...]
     no_path: tuple[str, ...]
+    mixed: int = 0
+    measured_batches: int = 0
+    batches: int = 0
+
+    @property
+    def sampling(self) -> tuple[str, ...]:
+        """Sentences on the batches that were measured, and sites that mix samples."""
+        sentences = []
+        if self.measured_batches < self.batches:
+            sentences.append(
+                f"{self.measured_batches} of {self.batches} batches gave the precision; "
+                "the others ran forward alone."
+            )
+        if self.mixed:
+            sites = "site mixes" if self.mixed == 1 else "sites mix"
+            sentences.append(
+                f"{self.mixed} {sites} the samples of a batch: fewer numbers, larger ±."
+            )
+        return tuple(sentences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +160,8 @@ class PlanCost:
 class PlanSummary:
     """A plan in numbers: sites in each format, rules, target, prediction and cost.
 
-    ``outputs`` has the prediction of each output, where there are several.
+    ``outputs`` has the prediction of each output, where there are several, ``shared``
+    why sites stay in fp32 that alone could leave it.
     """
 
     sites: Mapping[str, int]
@@ -146,6 +169,7 @@ class PlanSummary:
     target_db: float | None = None
     predicted_db: float | None = None
     outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)
+    shared: Mapping[str, str] = field(default_factory=dict, metadata=_IF_ANY)
     note: str = ""
     cost: PlanCost
 
@@ -219,11 +243,20 @@ class ScatterPoint:
     measured_db: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputTotal:
+    """SQNR in dB of one output with every site in a format, by format, errors added up."""
+
+    output: str
+    formats: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosisSummary:
     """Everything that a report of ``diagnose`` shows; ``summary.json`` is its JSON.
 
-    ``seconds`` has the time of each stage.
+    ``seconds`` has the time of each stage, ``totals`` what each format costs each of
+    several outputs.
     """
 
     version: str
@@ -241,6 +274,7 @@ class DiagnosisSummary:
     pareto: tuple[TradeoffPoint, ...]
     scatter: tuple[ScatterPoint, ...]
     seconds: Mapping[str, float]
+    totals: tuple[OutputTotal, ...] = field(default=(), metadata=_IF_ANY)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DiagnosisSummary:

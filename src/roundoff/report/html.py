@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from roundoff.report import answer, charts
-from roundoff.report.answer import FormatTotal
+from roundoff.report.answer import FormatTotal, totals_sentences
 from roundoff.report.diagnosis import DiagnosisSummary
 from roundoff.report.figures import count, percent
 from roundoff.report.output_columns import output_columns, together
@@ -47,7 +47,10 @@ def page(summary: DiagnosisSummary) -> Page:
             "scatter": charts.scatter(summary.scatter, summary.formats),
             "pareto": charts.pareto(summary),
             "outputs": output_columns(summary.result.outputs),
-            "together": together(summary.result.outputs),
+            "together": [
+                *(totals_sentences(summary) if summary.totals else ()),
+                *together(summary.result.outputs),
+            ],
             "agreement": answer.agreement(summary.scatter),
             "points": answer.comparable(summary.scatter),
             "colour": lambda name: charts.colour(summary.formats, name),

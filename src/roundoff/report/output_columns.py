@@ -22,11 +22,11 @@ def output_columns(
 
     >>> row = OutputRow(output="cls", sqnr_db=20.1, target_db=40.0, met=False)
     >>> output_columns([row])
-    {'output': ['cls'], 'measured': ['20.1'], 'target': ['40.0'], 'verdict': ['missed']}
+    {'name': ['cls'], 'measured': ['20.1'], 'target': ['40.0'], 'verdict': ['missed']}
     """
     in_file = {row.output: row for row in file}
     files = [in_file.get(row.output) for row in rows]
-    columns = {"output": [row.output for row in rows]}
+    columns = {"name": [row.output for row in rows]}
     columns |= _numbers(rows, files)
     if any(row.met is not None for row in rows):
         columns["verdict"] = list(map(_verdict, rows, files))

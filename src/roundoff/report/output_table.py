@@ -25,10 +25,10 @@ def print_outputs(
     >>> print_outputs(rows, Console(width=80))
     <BLANKLINE>
     Outputs: SQNR (dB)
-    output   measured   target   verdict
-    ────────────────────────────────────
-    cls          20.1     40.0   missed
-    price        54.0     40.0   met
+    name    measured   target   verdict
+    ───────────────────────────────────
+    cls         20.1     40.0   missed
+    price       54.0     40.0   met
     """
     if len(rows) > 1:
         heading(console, HEADING)

@@ -18,7 +18,7 @@ SITE_LEAST = 16
 PROSE_LEAST = 12
 LEFT_ALIGNED = frozenset(
     "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
-    "counterpart|configuration|note|file|what|step|observer|formats|output".split("|")
+    "counterpart|configuration|note|file|what|step|observer|formats|name|at".split("|")
 )
 
 

@@ -15,8 +15,7 @@ from roundoff.report.answer import (
     agreement,
     answer,
     predicted_metric,
-    totals,
-    totals_sentence,
+    totals_sentences,
 )
 from roundoff.report.diagnosis import (
     Coverage,
@@ -72,7 +71,8 @@ def print_summary(
     _print_environment(summary.environment, console)
     if summary.has_sites:
         print_ranking(summary.ranking, console, top=top)
-        say(console, totals_sentence(totals(summary.formats, summary.ranking)))
+        for sentence in totals_sentences(summary):
+            say(console, sentence)
         _print_plan(summary.plan, console)
         print_verify(summary.verification, console)
         say(console, agreement(summary.scatter))
@@ -164,6 +164,8 @@ def _print_rows(
         parts[1]: lambda row: db(row.weight_db),
         parts[2]: lambda row: db(row.output_db),
     }
+    if any(row.output for row in rows):
+        cells["at"] = lambda row: row.output
     if is_planned:
         cells["plan"] = lambda row: row.chosen
     columns = {name: list(map(cell, rows)) for name, cell in cells.items()}
@@ -238,6 +240,11 @@ def _print_plan(plan: PlanSummary, console: Console) -> None:
             "share": [percent(ratio(number, sites)) for number in used.values()],
         },
     )
+    for site, reason in list(plan.shared.items())[:EXAMPLES]:
+        say(console, f"! {site} {reason}", style="yellow")
+    more = len(plan.shared) - EXAMPLES
+    if more > 0:
+        say(console, f"  and {more:,} more that share a weight", style="dim")
     console.print()
     cost = plan.cost
     costs = {
@@ -290,7 +297,7 @@ def _round_columns(rounds: Sequence[VerifiedRound]) -> Columns:
         "added up": [db(entry.additive_db) for entry in rounds],
     }
     if any(entry.output for entry in rounds):
-        columns["output"] = [entry.output for entry in rounds]
+        columns["at"] = [entry.output for entry in rounds]
     if any(_has_metric(entry) for entry in rounds):
         columns["metric pred."] = [metric(entry.metric_predicted) for entry in rounds]
         columns["meas."] = [metric(entry.metric_measured) for entry in rounds]
@@ -337,6 +344,8 @@ def _print_coverage(coverage: Coverage, console: Console) -> None:
     calls = count(coverage.calls, "call")
     parameters = count(coverage.params, "parameter")
     heading(console, f"Coverage: {sites} from {calls}, {parameters}")
+    for sentence in coverage.sampling:
+        say(console, sentence)
     if coverage.excluded:
         _print_left_out(coverage.excluded, console)
     else:

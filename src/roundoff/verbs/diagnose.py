@@ -32,6 +32,7 @@ from roundoff.report import (
     Coverage,
     DiagnosisSummary,
     LeftOutCalls,
+    OutputTotal,
     PlanCost,
     PlanSummary,
     RankingRow,
@@ -61,12 +62,16 @@ class Sampling:
 
     Attributes:
         of: a part of the output, by name; None for all of it (see ``roundoff.budget``).
-        probes: sign vectors a sample; None to choose from the data.
+        probes: sign vectors a sample; None to reach the precision.
+        precision: standard error of a site's SQNR in dB at which measuring may end.
+        memory: bytes that probe gradients may take.
         seed: of the sign vectors.
     """
 
     of: str | None = None
     probes: int | None = None
+    precision: float | str | None = None
+    memory: int | None = None
     seed: int = 0
 
 
@@ -114,6 +119,8 @@ def diagnose(
     allow: Mapping[str, Sequence[str]] | None = None,
     of: str | None = None,
     probes: int | None = None,
+    precision: float | str | None = None,
+    memory: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
     candidate: str | Path | None = None,
@@ -139,6 +146,8 @@ def diagnose(
         allow: formats that sites may take, by pattern.
         of: what is measured (see ``roundoff.budget``).
         probes: sign vectors a sample.
+        precision: where measuring may end, and
+        memory: how much it may take, as in ``roundoff.budget``.
         seed: of the sign vectors.
         progress: called as work goes on.
         candidate: ``bf16`` or ``fp16``, ``compile`` with its ``backend``, a device,
@@ -157,7 +166,9 @@ def diagnose(
         pin=pin or {},
         allow=allow or {},
     )
-    sampling = Sampling(of=of, probes=probes, seed=seed)
+    sampling = Sampling(
+        of=of, probes=probes, precision=precision, memory=memory, seed=seed
+    )
     if candidate is not None:
         from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
@@ -191,6 +202,8 @@ def diagnose_workload(
             workload,
             formats,
             probes=sampling.probes,
+            precision=sampling.precision,
+            memory=sampling.memory,
             of=sampling.of,
             seed=sampling.seed,
             progress=progress,
@@ -231,6 +244,7 @@ def diagnose_workload(
         pareto=tuple(curve),
         scatter=tuple(points),
         seconds=seconds,
+        totals=output_totals(measured),
     )
     return Diagnosis(measured, proof.plan, proof, summary)
 
@@ -354,8 +368,29 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
         target_db=figures.target_db,
         predicted_db=figures.predicted_db,
         outputs=_predicted(figures),
+        shared=figures.shared,
         note=figures.note,
         cost=cost,
+    )
+
+
+def output_totals(measured: Budget) -> tuple[OutputTotal, ...]:
+    """Return what each format costs each of several outputs; nothing for one."""
+    if len(measured.outputs) == 1:
+        return ()
+    predictions = {
+        fmt: measured.predict({site.site: fmt for site in measured.sites})
+        for fmt in measured.about.formats
+    }
+    return tuple(
+        OutputTotal(
+            output.name,
+            {
+                fmt: prediction.outputs[number].additive_db
+                for fmt, prediction in predictions.items()
+            },
+        )
+        for number, output in enumerate(measured.outputs)
     )
 
 
@@ -412,6 +447,9 @@ def coverage(measured: Budget) -> Coverage:
         params=len({name for site in sites for name in site.params}),
         excluded=tuple(sorted(excluded, key=lambda row: -row.count)),
         no_path=tuple(f"{s.site}: {s.no_path}" for s in sites if s.no_path),
+        mixed=len(measured.mixing_sites),
+        measured_batches=len(measured.about.batch_samples),
+        batches=measured.about.workload_batches,
     )
 
 

@@ -58,6 +58,7 @@ from roundoff.quantize import (
 )
 from roundoff.quantize import quantize as quantize_by_plan
 from roundoff.report import write_json, write_quantize
+from roundoff.unforeseen import going_on
 from roundoff.workload import Workload
 
 _UNTRAINED = (
@@ -314,7 +315,8 @@ class _Log:
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with going_on(stage):
+            yield
         taken = time.perf_counter() - start
         self.seconds[stage] = self.seconds.get(stage, 0.0) + taken
 

@@ -21,6 +21,7 @@ from roundoff.budget import (
     output_rows,
     parse_target,
     reached_db,
+    rows_aside,
 )
 from roundoff.budget import budget as measure
 from roundoff.errors import InfeasibleError
@@ -315,6 +316,12 @@ class _Verifier:
         )
         return output_rows(noises, self.target, predicted)
 
+    def _aside(self) -> tuple[OutputRow, ...]:
+        """Return what of the output is no target."""
+        if self.part is not None:
+            return ()
+        return rows_aside(self.workload.judged.left_out(self.reference.outputs[0]))
+
     def _metric_at(self, db: float | None) -> tuple[float | None, float | None]:
         """Return the predicted metric and its standard deviation at an SQNR."""
         if not self.curve or db is None:
@@ -420,7 +427,7 @@ class _Verifier:
             last=best.round,
             target_db=None if self.target is None else self.target.db,
             met=best.good,
-            outputs=best.outputs,
+            outputs=best.outputs + self._aside(),
             metric_name=name,
             metric_reference=self.exact_metric,
             metric_predicted_std=self._metric_at(

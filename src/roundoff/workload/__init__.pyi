@@ -3,6 +3,7 @@ from .file import execute_module as execute_module
 from .output_names import is_output as is_output
 from .output_names import output_names as output_names
 from .outputs import Judged as Judged
+from .outputs import all_named_tensors as all_named_tensors
 from .outputs import named_tensors as named_tensors
 from .outputs import target_tensors as target_tensors
 from .workload import Workload as Workload

@@ -17,7 +17,8 @@ __all__ = ["METRIC_ARGUMENTS", "check_call", "metric_arguments", "name_of", "use
 
 METRIC_ARGUMENTS = ("outputs", "batches", "reference")
 _LIBRARIES = tuple(
-    str(Path(file).parent) + os.sep for file in (__file__, str(torch.__file__))
+    str(folder) + os.sep
+    for folder in (Path(__file__).parents[1], Path(str(torch.__file__)).parent)
 )
 
 
@@ -42,7 +43,8 @@ def user_code(
     Raises:
         WorkloadError: from the exception, which stays as the cause. A ``RoundoffError``,
             ``KeyboardInterrupt`` or ``GeneratorExit`` passes unchanged; ``SystemExit`` does not (a
-            script that parses arguments exits so).
+            script that parses arguments exits so). So does what roundoff itself raises at a call
+            of the user's code, which is not the user's fault.
     """
     try:
         yield
@@ -51,6 +53,8 @@ def user_code(
     # The one broad handler in the package: user code may raise anything, and all of it is reported,
     # with its cause.
     except (Exception, SystemExit) as error:
+        if _is_ours(error):
+            raise
         place, got = _blame(error, path)
         raise WorkloadError(
             f"{what if isinstance(what, str) else what()} raised {type(error).__name__}",
@@ -58,6 +62,31 @@ def user_code(
             got=got,
             do=_advice(error) or do,
         ) from error
+
+
+#: Where calls of the user's code come to roundoff, and are run as they are.
+_CALLS = f"{os.sep}ops{os.sep}calls.py"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return True where a call of the user's code came to roundoff, and roundoff failed at it.
+
+    That is where the last frame of the user's or ours is ours, behind the place where such calls
+    arrive; what torch raises when the call is run as it is, is the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    arrived = [f.filename.endswith(_CALLS) for f in frames]
+    if not any(arrived):
+        return False
+    since = frames[len(frames) - arrived[::-1].index(True) :]
+    ours = [f.filename.startswith(_LIBRARIES[0]) for f in since]
+    return any(ours) and not any(map(_is_users, since[ours.index(True) :]))
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    installed = f"{os.sep}site-packages{os.sep}"
+    libraries = (_LIBRARIES[0], "<frozen")
+    return installed not in frame.filename and not frame.filename.startswith(libraries)
 
 
 def _blame(error: BaseException, path: Path | None) -> tuple[str | None, str]:

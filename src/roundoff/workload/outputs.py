@@ -22,12 +22,22 @@ def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     >>> list(named_tensors({"logits": torch.ones(2), "hidden": (torch.ones(1), torch.arange(3))}))
     ['logits', 'hidden.0']
     """
+    tensors = all_named_tensors(value, prefix)
+    return {name: t for name, t in tensors.items() if t.is_floating_point()}
+
+
+def all_named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return all tensors in an output, as ``named_tensors`` names them.
+
+    >>> import torch
+    >>> list(all_named_tensors({"logits": torch.ones(2), "label": torch.tensor(1)}))
+    ['logits', 'label']
+    """
     if isinstance(value, Tensor):
-        is_named = value.is_floating_point() and not _is_empty(value)
-        return {prefix or "output": value} if is_named else {}
+        return {} if _is_empty(value) else {prefix or "output": value}
     tensors: dict[str, Tensor] = {}
     for key, item in _items(value):
-        tensors |= named_tensors(item, f"{prefix}.{key}" if prefix else key)
+        tensors |= all_named_tensors(item, f"{prefix}.{key}" if prefix else key)
     return tensors
 
 

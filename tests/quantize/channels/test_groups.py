@@ -82,8 +82,8 @@ RESCALE = {
         (8, "v.weight:0", "o.weight:1"),
         (16, "up.weight:0", "down.weight:1"),
     ],
+    # the head reads the table that makes the embedding: what divides one multiplies the other
     "Gated": [
-        (6, "embed.weight:1 down.weight:0", "embed.weight:1"),
         (6, "norm.weight:0", "gate_up.weight:1"),
         (10, "gate_up.weight:0", "down.weight:1"),
     ],

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from roundoff.errors import OutputError, RoundoffError
 from roundoff.export.delivery.records import FileRow
+from roundoff.unforeseen import note, save_report, unforeseen_message
 
 T = TypeVar("T")
 
@@ -41,8 +42,9 @@ class Folder:
     def write(self, name: str, writer: Callable[[Path], T]) -> T | None:
         """Call ``writer`` with the path of a file; its error becomes the reason.
 
-        Returns what it returned, None where it raised a ``RoundoffError`` or a library
-        is missing.
+        Returns what it returned, None where it raised: a ``RoundoffError``, for a library
+        that is missing, or what nobody foresaw; then the reason names a file with the
+        traceback. Raises ``OutputError`` for an ``OSError``: no other file could be written either.
         """
         try:
             return writer(self.path / name)
@@ -51,6 +53,16 @@ class Folder:
             self.reasons[name] = ": ".join(filter(None, (error.what, error.got)))
         except ModuleNotFoundError as error:
             self.reasons[name] = f"{error}: pip install 'roundoff[onnx]'"
+        except OSError as error:
+            raise OutputError(
+                "cannot write this file",
+                where=name,
+                got=f"{type(error).__name__}: {error.strerror or error}",
+                do="make room, or choose another folder with -o",
+            ) from error
+        except Exception as error:  # noqa: BLE001 - exporters raise anything, and the other files are good
+            note(error, f"write {name}")
+            self.reasons[name] = unforeseen_message(error, save_report(error))
         return None
 
     def withdraw(self, name: str, reason: str) -> None:

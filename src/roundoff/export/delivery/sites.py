@@ -48,6 +48,7 @@ def site_rows(outcome: QuantizationResult, ask: Ask) -> tuple[QuantizedSiteRow, 
     shares: dict[str, float] = {}
     if outcome.shares:
         shares = dict.fromkeys(model.graph.nodes, 0.0) | dict(outcome.shares)
+    shared = outcome.plan.figures.shared
     verdicts = {row.site: (row.format, row.reason) for row in model.rows}
     quantizers = dict(model.named())
     rows = []
@@ -58,7 +59,7 @@ def site_rows(outcome: QuantizationResult, ask: Ask) -> tuple[QuantizedSiteRow, 
             fmt = state = "codes"
             reason = reason or "clips what the call before it writes as codes"
         if state == "fp32" and not reason:
-            reason = _fp32_reason(node, ask)
+            reason = _fp32_reason(node, ask, shared.get(site, ""))
         weight, value = _operands(site, model)
         distance = distances.get(site, CallSqnr(None, None))
         rows.append(
@@ -123,10 +124,13 @@ def _clips_codes(
     )
 
 
-def _fp32_reason(node: Node, ask: Ask) -> str:
+def _fp32_reason(node: Node, ask: Ask, shared: str) -> str:
+    """Return why a call is in fp32; ``shared`` is what the plan says of a shared weight."""
     for pattern in ask.skip:
         if matches(pattern, node.site):
             return f"--skip {pattern}"
+    if shared:
+        return shared
     if node.operator in FOLLOWS | CLIPS:
         return "its neighbours are in fp32, or in several formats: no codes to work on"
     one_for_all = not ask.target and ask.plan is None

@@ -22,6 +22,7 @@ from torch.fx.experimental import _config as _symbolic
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from roundoff.errors import QuantizationError, RoundoffError
+from roundoff.export.onnx.decompose import decomposed
 from roundoff.export.onnx.operators import translations
 from roundoff.export.onnx.passes import Passes, runnable_batches
 from roundoff.export.onnx.readings import Reading, Repeating
@@ -208,7 +209,7 @@ def _translated(exported: Any, traced: Traced) -> Any:
     """Return an exported program as an ONNX program."""
     probes = [f"probe_{index}" for index in range(len(traced.probes))]
     return torch.onnx.export(
-        exported,
+        decomposed(exported),
         (),
         dynamo=True,
         opset_version=OPSET,

@@ -26,6 +26,7 @@ def constant_array(value: Any) -> Any:
 
 
 def input_at(node: Any, place: int) -> Any:
+    """Return the input at a place; None where there is none."""
     return node.inputs[place] if len(node.inputs) > place else None
 
 
@@ -36,6 +37,7 @@ def block_size(node: Any) -> int:
 
 
 def is_zero(array: Any) -> bool:
+    """Return True for an array of zeros; False for none."""
     return array is not None and not array.astype(np.float32).any()
 
 
@@ -57,8 +59,11 @@ def replace_node(graph: Any, node: Any, value: Any) -> None:
 def replace_by(graph: Any, node: Any, nodes: list[Any]) -> None:
     """Put nodes in the place of one; the last has its result, by the same name."""
     graph.insert_before(node, nodes)
-    nodes[-1].outputs[0].name = node.outputs[0].name
-    replace_node(graph, node, nodes[-1].outputs[0])
+    result = nodes[-1].outputs[0]
+    result.name = node.outputs[0].name
+    result.type = node.outputs[0].type
+    result.shape = node.outputs[0].shape
+    replace_node(graph, node, result)
 
 
 def only_reader(value: Any) -> Any:

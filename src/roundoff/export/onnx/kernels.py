@@ -16,7 +16,9 @@ _NO_KERNEL = {
     "embedding": "a look-up does no arithmetic: its table is stored as codes",
 }
 #: Operators of ONNX that only move codes.
-_MOVES = frozenset({"MaxPool", "Reshape", "Transpose", "Concat", "Gather"})
+_MOVES = frozenset(
+    {"MaxPool", "NhwcMaxPool", "Resize", "Reshape", "Transpose", "Concat", "Gather"}
+)
 _ROUNDS = (
     "MatMulNBits rounds its activations to 8 bits, which the simulation does not, unless the session has "
     "session.qdq_matmulnbits_accuracy_level = 1"
@@ -114,7 +116,7 @@ def _no_kernel(site: str, route: Route, quantized: QuantizedModel) -> str | None
     if operator.startswith("max_pool"):
         return "its codes have another scale than those that it reads, so they are made anew"
     if operator.startswith("conv_transpose"):
-        return "ONNX Runtime has no integer kernel for transposed convolutions"
+        return "ONNX Runtime has no integer kernel for transposed convolutions, and this one is written as no other"
     kind = facts(operator).kind
     if kind in _NO_KERNEL:
         return _NO_KERNEL[kind]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundoff.export.onnx.attention import attention
+
 
 @torch.library.custom_op("roundoff::quantize_dequantize", mutates_args=())
 def quantize_dequantize(
@@ -175,6 +177,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         operators.dequantize.default: dequantized,
         operators.dynamic_quantize_dequantize.default: dynamically,
         operators.site.default: named,
+        torch.ops.aten.scaled_dot_product_attention.default: attention,
     }
 
 

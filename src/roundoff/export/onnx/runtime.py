@@ -38,10 +38,13 @@ class Kernels:
     Attributes:
         counts: number of nodes of each operator in the optimised graph.
         nodes: name and operator of each node in it.
+        between_codes: operators that compute in floats from codes, whose results become
+            codes again.
     """
 
     counts: dict[str, int]
     nodes: tuple[tuple[str, str], ...]
+    between_codes: tuple[str, ...] = ()
 
     @property
     def integer(self) -> dict[str, int]:
@@ -126,8 +129,50 @@ def kernels(path: str | Path) -> Kernels:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "optimised.onnx"
         session(path, file)
-        nodes = tuple((n.name, n.op_type) for n in onnx.load(str(file)).graph.node)
-    return Kernels(dict(Counter(operator for _, operator in nodes)), nodes)
+        graph = onnx.load(str(file)).graph
+    nodes = tuple((n.name, n.op_type) for n in graph.node)
+    counts = dict(Counter(operator for _, operator in nodes))
+    return Kernels(counts, nodes, _between_codes(graph))
+
+
+def _between_codes(graph: Any) -> tuple[str, ...]:
+    """Return the operators behind a DequantizeLinear and before a QuantizeLinear."""
+    behind = _behind_codes(graph)
+    before = _before_codes(graph)
+    return tuple(
+        node.op_type
+        for node in graph.node
+        if node.op_type != "DequantizeLinear"
+        and not behind.isdisjoint(node.output)
+        and not before.isdisjoint(node.output)
+    )
+
+
+def _behind_codes(graph: Any) -> set[str]:
+    """Return the floats that are made of codes which the graph computes."""
+    stored = {constant.name for constant in graph.initializer}
+    values: set[str] = set()
+    for node in graph.node:
+        starts = node.op_type == "DequantizeLinear" and node.input[0] not in stored
+        continues = not _makes_codes(node) and not values.isdisjoint(node.input)
+        if starts or continues:
+            values.update(node.output)
+    return values
+
+
+def _before_codes(graph: Any) -> set[str]:
+    """Return the floats of which codes are made."""
+    values: set[str] = set()
+    for node in reversed(graph.node):
+        ends = node.op_type == "QuantizeLinear"
+        continues = not _makes_codes(node) and not values.isdisjoint(node.output)
+        if ends or continues:
+            values.update(node.input)
+    return values
+
+
+def _makes_codes(node: Any) -> bool:
+    return node.op_type == "QuantizeLinear" or is_integer(node.op_type)
 
 
 def latency(

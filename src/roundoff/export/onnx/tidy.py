@@ -13,8 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from roundoff.export.onnx.editing import (
+    add_constant,
+    block_size,
+    constant_array,
+    input_at,
+    is_zero,
+    nodes_of,
+    only_reader,
+    producer_of,
+    replace_by,
+    replace_node,
+)
 from roundoff.export.onnx.operators import DOMAIN
 from roundoff.export.onnx.outer_scales import move_scales
+from roundoff.export.onnx.pixel_shuffle import shuffles_as_moves
+from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
+from roundoff.export.onnx.transposed import as_convolutions
 
 #: Bounds of a Clip that has none.
 _FREE = (-np.inf, np.inf)
@@ -29,11 +44,17 @@ def tidy(model: Any, pack: bool = True) -> None:
 
     graph = model.graph
     _name_sites(graph)
+    drop_repeated(graph)
+    raise_codes(graph)
+    as_convolutions(graph)
+    shuffles_as_moves(graph)
+    lower_codes(graph)
     _drop_clips(graph)
     _pool(graph)
     _cast_fp8(graph)
     _turn_blocks(graph)
     _look_up(graph)
+    _add_floats(graph)
     move_scales(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)
@@ -56,60 +77,6 @@ def drop_unread(model: Any) -> None:
     common.RemoveUnusedNodesPass()(model)
 
 
-def _nodes(graph: Any, *operators: str) -> list[Any]:
-    """Return the nodes of some operators; the graph may be changed meanwhile."""
-    return [node for node in graph if node.op_type in operators]
-
-
-def _producer(value: Any, operator: str) -> Any:
-    """Return the node that makes a value, if it is of an operator."""
-    node = value.producer()
-    return node if node is not None and node.op_type == operator else None
-
-
-def _number(value: Any) -> Any:
-    """Return the array of a constant; None for another value, or none."""
-    if value is None or value.const_value is None:
-        return None
-    return value.const_value.numpy()
-
-
-def _input(node: Any, place: int) -> Any:
-    return node.inputs[place] if len(node.inputs) > place else None
-
-
-def _block(node: Any) -> int:
-    """Return how many codes share a scale, 0 where an axis or all do."""
-    block = node.attributes.get("block_size")
-    return 0 if block is None else int(block.as_int())
-
-
-def _is_zero(array: Any) -> bool:
-    return array is not None and not array.astype(np.float32).any()
-
-
-def _constant(graph: Any, array: Any, name: str) -> Any:
-    """Add a constant to the graph."""
-    import onnx_ir as ir
-
-    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-    graph.initializers[name] = value
-    return value
-
-
-def _replace(graph: Any, node: Any, value: Any) -> None:
-    """Let every reader of a node's result read ``value``, and take the node out."""
-    node.outputs[0].replace_all_uses_with(value, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-
-
-def _replace_by(graph: Any, node: Any, nodes: list[Any]) -> None:
-    """Put nodes in the place of one; the last has its result, by the same name."""
-    graph.insert_before(node, nodes)
-    nodes[-1].outputs[0].name = node.outputs[0].name
-    _replace(graph, node, nodes[-1].outputs[0])
-
-
 def _name_sites(graph: Any) -> None:
     """Name the nodes between the operands of a site and its mark after the site.
 
@@ -127,7 +94,7 @@ def _name_sites(graph: Any) -> None:
             suffix = "" if number == 1 else f"_{number}"
             node.name = f"{site}:{node.op_type}{suffix}" if len(nodes) > 1 else site
     for mark in marks:
-        _replace(graph, mark, mark.inputs[0])
+        replace_node(graph, mark, mark.inputs[0])
 
 
 def _nodes_of_site(mark: Any, named: set[int]) -> Iterator[Any]:
@@ -152,21 +119,13 @@ def _drop_clips(graph: Any) -> None:
 
     The reader is a QuantizeLinear per tensor.
     """
-    for node in _nodes(graph, "Relu", "Clip"):
-        reader = _only_reader(node.outputs[0])
+    for node in nodes_of(graph, "Relu", "Clip"):
+        reader = only_reader(node.outputs[0])
         if reader is None or reader.op_type != "QuantizeLinear":
             continue
         bounds = _clip_bounds(node)
         if bounds is not None and _saturates_at(reader, *bounds):
-            _replace(graph, node, node.inputs[0])
-
-
-def _only_reader(value: Any) -> Any:
-    """Return the one node that reads a value; None for several, or an output."""
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output():
-        return None
-    return uses[0].node
+            replace_node(graph, node, node.inputs[0])
 
 
 def _clip_bounds(node: Any) -> tuple[float, float] | None:
@@ -175,8 +134,8 @@ def _clip_bounds(node: Any) -> tuple[float, float] | None:
         return 0.0, np.inf
     bounds = []
     for place, free in enumerate(_FREE, start=1):
-        value = _input(node, place)
-        constant = _number(value)
+        value = input_at(node, place)
+        constant = constant_array(value)
         if value is not None and constant is None:
             return None
         bounds.append(free if constant is None else float(constant))
@@ -185,7 +144,7 @@ def _clip_bounds(node: Any) -> tuple[float, float] | None:
 
 def _saturates_at(quantize: Any, low: float, high: float) -> bool:
     """Return True if the codes of a QuantizeLinear end at these bounds, or within them."""
-    scale, zero = (_number(value) for value in quantize.inputs[1:3])
+    scale, zero = (constant_array(value) for value in quantize.inputs[1:3])
     if scale is None or zero is None or scale.ndim:
         return False
     if zero.dtype not in (np.uint8, np.int8):
@@ -204,7 +163,7 @@ def _pool(graph: Any) -> None:
     """
     import onnx_ir as ir
 
-    for node in _nodes(graph, "ReduceMean"):
+    for node in nodes_of(graph, "ReduceMean"):
         if not _is_spatial_mean(node):
             continue
         pool = ir.node("GlobalAveragePool", [node.inputs[0]], name=node.name)
@@ -213,16 +172,16 @@ def _pool(graph: Any) -> None:
         if keeps is not None and not keeps.as_int():
             inputs = [pool.outputs[0], node.inputs[1]]
             nodes.append(ir.node("Squeeze", inputs, name=f"{node.name}:Squeeze"))
-        _replace_by(graph, node, nodes)
+        replace_by(graph, node, nodes)
 
 
 def _is_spatial_mean(node: Any) -> bool:
     """Return True for means over the last two of four axes of dequantized codes."""
     source = node.inputs[0]
-    axes = _number(_input(node, 1))
+    axes = constant_array(input_at(node, 1))
     if axes is None or source.shape is None or len(source.shape) != 4:
         return False
-    if _producer(source, "DequantizeLinear") is None:
+    if producer_of(source, "DequantizeLinear") is None:
         return False
     return sorted(int(axis) % 4 for axis in axes.flatten()) == [2, 3]
 
@@ -234,42 +193,46 @@ def _turn_blocks(graph: Any) -> None:
     """
     import onnx_ir as ir
 
-    for node in _nodes(graph, "Transpose"):
-        producer = _producer(node.inputs[0], "DequantizeLinear")
+    for node in nodes_of(graph, "Transpose"):
+        producer = producer_of(node.inputs[0], "DequantizeLinear")
         if producer is None or len(list(producer.outputs[0].uses())) != 1:
             continue
-        codes = _number(producer.inputs[0])
-        if not _block(producer) or codes is None or codes.ndim != 2:
+        codes = constant_array(producer.inputs[0])
+        if not block_size(producer) or codes is None or codes.ndim != 2:
             continue
         for value in producer.inputs:
             if len(list(value.uses())) == 1:
-                array = np.ascontiguousarray(_number(value).T)
+                array = np.ascontiguousarray(constant_array(value).T)
                 value.const_value = ir.tensor(array, name=value.name)
                 value.shape = value.const_value.shape
         axis = 1 - producer.attributes["axis"].as_int() % 2
         producer.attributes["axis"] = ir.AttrInt64("axis", axis)
-        _replace(graph, node, producer.outputs[0])
+        replace_node(graph, node, producer.outputs[0])
 
 
 def _look_up(graph: Any) -> None:
     """Look up rows of a table as codes, and dequantize these: not the whole table."""
-    for node in _nodes(graph, "Gather"):
-        table = _producer(node.inputs[0], "DequantizeLinear")
+    for node in nodes_of(graph, "Gather"):
+        table = producer_of(node.inputs[0], "DequantizeLinear")
         axis = node.attributes.get("axis")
         if table is None or (axis is not None and axis.as_int()):
             continue
-        scale = _number(table.inputs[1])
+        scale = constant_array(table.inputs[1])
         codes = table.inputs[0].const_value
-        if codes is None or scale is None or not _is_zero(_number(table.inputs[2])):
+        if (
+            codes is None
+            or scale is None
+            or not is_zero(constant_array(table.inputs[2]))
+        ):
             continue
         if scale.ndim == 0:
-            _replace_by(graph, node, _rows_of_tensor_scale(node, table))
+            replace_by(graph, node, _rows_of_tensor_scale(node, table))
         elif _has_row_scales(table, scale):
-            _replace_by(graph, node, _rows_of_row_scales(graph, node, table))
+            replace_by(graph, node, _rows_of_row_scales(graph, node, table))
 
 
 def _has_row_scales(table: Any, scale: Any) -> bool:
-    if scale.ndim != 1 or _block(table):
+    if scale.ndim != 1 or block_size(table):
         return False
     return bool(table.attributes["axis"].as_int() == 0)
 
@@ -285,7 +248,7 @@ def _rows_of_row_scales(graph: Any, node: Any, table: Any) -> list[Any]:
     import onnx_ir as ir
 
     ids = node.inputs[1]
-    last = _constant(graph, np.array([-1], dtype=np.int64), f"{node.name}_last")
+    last = add_constant(graph, np.array([-1], dtype=np.int64), f"{node.name}_last")
     rows = ir.node("Gather", [table.inputs[0], ids], name=node.name)
     steps = ir.node("Gather", [table.inputs[1], ids], name=f"{node.name}:scale")
     column = ir.node("Unsqueeze", [steps.outputs[0], last])
@@ -293,6 +256,22 @@ def _rows_of_row_scales(graph: Any, node: Any, table: Any) -> list[Any]:
     cast = ir.node("Cast", [rows.outputs[0]], attributes=to_float)
     product = ir.node("Mul", [cast.outputs[0], column.outputs[0]])
     return [rows, steps, column, cast, product]
+
+
+def _add_floats(graph: Any) -> None:
+    """Store a bias that no kernel adds to its sums as the floats that its codes stand for.
+
+    They would be computed anew in every run, and nothing fuses with them.
+    """
+    for node in nodes_of(graph, "DequantizeLinear"):
+        codes, scale = (constant_array(value) for value in node.inputs[:2])
+        if codes is None or scale is None or codes.dtype != np.int32:
+            continue
+        readers = {use.node.op_type for use in node.outputs[0].uses()}
+        if readers <= {"Add", "ConvTranspose"}:
+            floats = codes.astype(np.float32) * scale
+            name = f"{node.inputs[0].name}_values"
+            replace_node(graph, node, add_constant(graph, floats, name))
 
 
 def _cast_fp8(graph: Any) -> None:
@@ -303,10 +282,10 @@ def _cast_fp8(graph: Any) -> None:
     """
     import onnx_ir as ir
 
-    for node in _nodes(graph, "DequantizeLinear"):
+    for node in nodes_of(graph, "DequantizeLinear"):
         value = node.inputs[0]
-        codes = _number(value)
-        scale = _number(node.inputs[1])
+        codes = constant_array(value)
+        scale = constant_array(node.inputs[1])
         if codes is None or scale is None:
             continue
         if not value.const_value.dtype.name.startswith("FLOAT8"):
@@ -314,7 +293,7 @@ def _cast_fp8(graph: Any) -> None:
         axis = node.attributes["axis"].as_int()
         name = node.inputs[1].name
         shape = codes.shape
-        size = _block(node)
+        size = block_size(node)
         if size:
             split = codes.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
             dtype = value.const_value.dtype
@@ -324,13 +303,13 @@ def _cast_fp8(graph: Any) -> None:
             scale = scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
         to_float = {"to": ir.DataType.FLOAT.value}
         cast = ir.node("Cast", [value], attributes=to_float)
-        steps = _constant(graph, scale, f"{name}_along")
+        steps = add_constant(graph, scale, f"{name}_along")
         nodes = [cast, ir.node("Mul", [cast.outputs[0], steps])]
         if size:
             whole = np.array(shape, dtype=np.int64)
-            inputs = [nodes[-1].outputs[0], _constant(graph, whole, f"{name}_shape")]
+            inputs = [nodes[-1].outputs[0], add_constant(graph, whole, f"{name}_shape")]
             nodes.append(ir.node("Reshape", inputs))
-        _replace_by(graph, node, nodes)
+        replace_by(graph, node, nodes)
 
 
 def _drop_zero_points(graph: Any) -> None:
@@ -340,10 +319,10 @@ def _drop_zero_points(graph: Any) -> None:
     scale where it stores int8 as uint8 (``session.x64quantprecision``, which converts
     weights with codes of more than 7 bits).
     """
-    for node in _nodes(graph, "DequantizeLinear"):
-        codes = _number(node.inputs[0])
-        zero = _number(_input(node, 2))
-        if codes is None or not _is_zero(zero):
+    for node in nodes_of(graph, "DequantizeLinear"):
+        codes = constant_array(node.inputs[0])
+        zero = constant_array(input_at(node, 2))
+        if codes is None or not is_zero(zero):
             continue
         converted = bool(zero.ndim) and _exceeds_seven_bits(codes)
         if zero.dtype != np.int8 or not (converted or _is_read_by_product(node)):
@@ -356,20 +335,20 @@ def _store_unsigned(graph: Any) -> None:
     ONNX Runtime makes a DequantizeLinear for each reader, and cannot convert the same
     codes to uint8 more than once (``session.x64quantprecision``).
     """
-    for node in _nodes(graph, "DequantizeLinear"):
+    for node in nodes_of(graph, "DequantizeLinear"):
         value = node.inputs[0]
-        codes = _number(value)
+        codes = constant_array(value)
         if codes is None or codes.dtype != np.int8 or not _is_shared(node):
             continue
         if len(list(value.uses())) > 1 or not _exceeds_seven_bits(codes):
             continue
-        zero = _number(_input(node, 2))
+        zero = constant_array(input_at(node, 2))
         if zero is None:
-            zero = np.zeros(_number(node.inputs[1]).shape, np.int8)
+            zero = np.zeros(constant_array(node.inputs[1]).shape, np.int8)
         node.resize_inputs(3)
         for place, array, name in ((0, codes, "unsigned"), (2, zero, "offset")):
             unsigned = (array.astype(np.int16) + 128).astype(np.uint8)
-            constant = _constant(graph, unsigned, f"{value.name}_{name}")
+            constant = add_constant(graph, unsigned, f"{value.name}_{name}")
             node.replace_input_with(place, constant)
 
 
@@ -379,18 +358,18 @@ def _is_shared(node: Any) -> bool:
 
 def _separate_zero_points(graph: Any) -> None:
     """Give each weight a zero point of its own: ONNX Runtime cannot convert one twice."""
-    for node in _nodes(graph, "DequantizeLinear"):
-        zero = _input(node, 2)
-        array = _number(zero)
+    for node in nodes_of(graph, "DequantizeLinear"):
+        zero = input_at(node, 2)
+        array = constant_array(zero)
         if array is None or array.dtype != np.int8 or len(list(zero.uses())) < 2:
             continue
         name = f"{node.inputs[0].name}_zero_point"
-        node.replace_input_with(2, _constant(graph, array.copy(), name))
+        node.replace_input_with(2, add_constant(graph, array.copy(), name))
 
 
 def _is_read_by_product(node: Any) -> bool:
     readers = {use.node.op_type for use in node.outputs[0].uses()}
-    return bool(readers & {"Gemm", "MatMul"}) and not _block(node)
+    return bool(readers & {"Gemm", "MatMul"}) and not block_size(node)
 
 
 def _exceeds_seven_bits(codes: Any) -> bool:
@@ -407,11 +386,11 @@ def _pack(graph: Any) -> None:
     for value in list(graph.initializers.values()):
         if not _fits_four_bits(value):
             continue
-        packed = _number(value).astype(ir.DataType.INT4.numpy())
+        packed = constant_array(value).astype(ir.DataType.INT4.numpy())
         value.const_value = ir.Tensor(packed, dtype=ir.DataType.INT4, name=value.name)
         value.dtype = ir.DataType.INT4
         readers = [use.node for use in value.uses()]
-        if all(_block(node) and len(node.inputs) == 2 for node in readers):
+        if all(block_size(node) and len(node.inputs) == 2 for node in readers):
             continue
         to_int8 = {"to": ir.DataType.INT8.value}
         cast = ir.node("Cast", [value], attributes=to_int8, name=f"{value.name}:int8")
@@ -422,7 +401,7 @@ def _pack(graph: Any) -> None:
 
 def _fits_four_bits(value: Any) -> bool:
     """Return True for codes of a weight, not zero points, from -8 to 7."""
-    codes = _number(value)
+    codes = constant_array(value)
     if codes is None or codes.dtype != np.int8 or codes.ndim < 2:
         return False
     if any(use.idx for use in value.uses()):
@@ -451,7 +430,7 @@ def _drop_defaults(model: Any) -> None:
         except SchemaError:  # an operator of ONNX Runtime's own
             continue
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            scale = _number(node.inputs[1])
+            scale = constant_array(node.inputs[1])
             if scale is not None and scale.ndim == 0:
                 node.attributes.pop("axis", None)
         for name in list(node.attributes):

@@ -12,7 +12,7 @@ from roundoff.errors import QuantizationError
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.readings import ReadingMode
 from roundoff.export.onnx.recurrent import KeepRecurrent
-from roundoff.workload import Workload, describe, named_tensors
+from roundoff.workload import Workload, all_named_tensors, describe, named_tensors
 
 
 class Traced(nn.Module):
@@ -22,7 +22,8 @@ class Traced(nn.Module):
 
     Attributes:
         inputs: name of each tensor in the batch that is traced on, by its path in it.
-        outputs: names of the output's tensors in the last call.
+        outputs: names of the output's tensors in the last call: first those of floating
+            point, then integers and truth values.
         probes: names of the values that are probed, which are returned behind them.
         reading: what happens where the model's code reads numbers from tensors; None:
             nothing.
@@ -66,11 +67,20 @@ class Traced(nn.Module):
             modes.enter_context(KeepRecurrent().kept())
             if self.reading is not None:
                 modes.enter_context(self.reading.begun())
-            outputs = named_tensors(self._workload.run(batch))
+            outputs = _outputs(self._workload.run(batch))
         probed = self.model.values if isinstance(self.model, Deployed) else {}
         self.outputs = list(outputs)
         self.probes = list(probed)
         return (*outputs.values(), *probed.values())
+
+
+def _outputs(output: Any) -> dict[str, Tensor]:
+    """Return the tensors of an output, those of floating point first."""
+    tensors = named_tensors(output)
+    for name, tensor in all_named_tensors(output).items():
+        if not tensor.is_complex():
+            tensors.setdefault(name, tensor)
+    return tensors
 
 
 def _path_words(path: Any) -> list[str]:

@@ -157,6 +157,8 @@ def _with_number(call: FollowedCall, a: Any, b: Any) -> None:
     first = _has_axes(a)
     x = a if first else b
     number = b if first else a
+    if not _has_axes(x):  # two numbers, which have no channels
+        return
     if isinstance(number, (int, float)) and number == 0:
         call.keep_labels(x, "homogeneous")
     else:

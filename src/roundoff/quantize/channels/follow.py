@@ -25,7 +25,7 @@ from roundoff.ops import (
 from roundoff.preserve import preserve
 from roundoff.quantize.channels import contractions, elementwise, over_axes
 from roundoff.quantize.channels.followed_call import FollowedCall
-from roundoff.quantize.channels.labels import Labels
+from roundoff.quantize.channels.labels import CANNOT_FOLLOW, Labels
 from roundoff.quantize.channels.moves import Move, follow_move
 from roundoff.workload import Workload
 
@@ -126,16 +126,26 @@ class _Following:
             followed = FollowedCall(
                 self.labels, str(call.site), call.operator.name, args, kwargs, outputs
             )
-            rule = rule_of(followed.name)
-            if rule is None or not rule(followed):
-                followed.pin_operands()
+            self._follow(followed)
             self._note_whole([tensor for tensor, _ in before], followed.site)
+            self.labels.end_call()
             return result
         reason, purpose = _leaving(call, result)
         if reason:
             for _, labels in before:
                 self.labels.pin(labels, reason, purpose)
         return result
+
+    def _follow(self, followed: FollowedCall) -> None:
+        """Apply the call's rule; where it fails, the channels that it reads stay."""
+        rule = rule_of(followed.name)
+        try:
+            follows = rule is not None and rule(followed)
+        except CANNOT_FOLLOW:
+            self.labels.forget(followed.outputs)
+            follows = False
+        if not follows:
+            followed.pin_operands()
 
     def _note_whole(self, operands: list[Tensor], site: str) -> None:
         """Note parameters that the call reads otherwise than along one axis."""
@@ -156,7 +166,14 @@ class _Following:
         kwargs: Any,
     ) -> None:
         """See ``SeesMoves``."""
-        follow_move(self.labels, Move(func, name, site, result, args, kwargs))
+        move = Move(func, name, site, result, args, kwargs)
+        try:
+            follow_move(self.labels, move)
+        except CANNOT_FOLLOW:
+            for tensor in move.inputs:
+                reason = f"{name} ({site}) cannot be followed"
+                self.labels.pin(self.labels.get(tensor), reason)
+            self.labels.forget(move.outputs)
 
 
 def _leaving(call: Call, result: Any) -> tuple[str, str]:

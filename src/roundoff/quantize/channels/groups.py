@@ -267,4 +267,24 @@ def _pinned(labels: Labels, purpose: Purpose, component: Ids) -> dict[int, str]:
             reason = f"{space.name} is {labels.whole[space.name]}"
             for channel in np.unique(component[start : start + size]):
                 pinned.setdefault(int(channel), reason)
+    if purpose == "rescale":
+        _pin_read_in_several_ways(labels, component, pinned)
     return pinned
+
+
+def _pin_read_in_several_ways(
+    labels: Labels, component: Ids, pinned: dict[int, str]
+) -> None:
+    """Pin what stands on a parameter that calls read along other axes.
+
+    A tied head reads the table that makes the embedding: what divides one would
+    multiply the other. Each call needs its own factor on an axis; one alone has it.
+    """
+    for space, (start, size) in labels.spaces.items():
+        if len(labels.uses.get(space.name, ())) < 2:
+            continue
+        reason = (
+            f"{space.name} is read in several ways: by one axis here, by another there"
+        )
+        for channel in np.unique(component[start : start + size]):
+            pinned.setdefault(int(channel), reason)

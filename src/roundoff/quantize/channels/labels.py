@@ -14,6 +14,7 @@ so a feature map costs as little as its channels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 Ids = NDArray[np.int64]
+#: What a rule raises on a call of a form that it was not written for. Its channels stay
+#: as they are: the model itself ran.
+CANNOT_FOLLOW = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Space(NamedTuple):
@@ -105,7 +116,8 @@ class Labels:
         same: pairs of labels that are one channel, by value.
         together: pairs of labels of channels that can only leave together.
         whole: parameters that are read otherwise than along one axis, and where.
-        touched: parameters that the current call reads along an axis.
+        touched: parameters that the current call reads along an axis, and these axes.
+        uses: the axes that the calls read each parameter along, one set for each way.
         pins: channels that have to stay.
         passed: the operators that channels pass.
         clips: site of a clip → its channel axis, the axis's length, the number of axes.
@@ -120,7 +132,8 @@ class Labels:
         self.same: list[Ids] = []
         self.together: list[Ids] = []
         self.whole: dict[str, str] = {}
-        self.touched: set[str] = set()
+        self.touched: dict[str, set[Space]] = {}
+        self.uses: dict[str, set[frozenset[Space]]] = {}
         self.pins: list[Pin] = []
         self.passed: dict[Passed, list[Ids]] = {}
         self.clips: dict[str, tuple[int, int, int]] = {}
@@ -129,12 +142,18 @@ class Labels:
 
     def space(self, space: Space, size: int) -> Tensor:
         """The labels of an axis, ``[size]``."""
-        self.touched.add(space.name)
+        self.touched.setdefault(space.name, set()).add(space)
         if space not in self.spaces:
             self.spaces[space] = (self.total, size)
             self.total += size
         start, size = self.spaces[space]
         return torch.arange(start, start + size, dtype=torch.float64)
+
+    def end_call(self) -> None:
+        """Note along which axes the call that has been followed reads parameters."""
+        for name, spaces in self.touched.items():
+            self.uses.setdefault(name, set()).add(frozenset(spaces))
+        self.touched.clear()
 
     def get(self, tensor: Tensor) -> Tensor:
         """The labels of a tensor, zeros when it has none."""
@@ -147,6 +166,11 @@ class Labels:
         """Follow ``tensor`` with ``labels`` (expanded to its shape)."""
         if id(tensor) not in self.named:
             self._of[tensor] = constant_expanded(labels.expand(tensor.shape))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Take the labels of tensors away: nothing is known of their channels."""
+        for tensor in tensors:
+            self._of.pop(tensor, None)
 
     def parameter(self, tensor: Tensor) -> ParameterPart | None:
         """The parameter that ``tensor`` is or is a part of; None for others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from roundoff.ops import float_tensors, operators_that
 from roundoff.quantize.channels.labels import (
+    CANNOT_FOLLOW,
     Labels,
     ParameterPart,
     Passed,
@@ -35,6 +36,7 @@ _JOINS_ALONG = frozenset({"cat", "concat", "concatenate"})
 _WRITES = (
     operators_that("write into") | operators_that("fill") | operators_that("copy in")
 )
+_STORES = operators_that("write into") | operators_that("store or add")
 _BY_VALUE = operators_that("sort")
 # labels are expanded: what is a view of values may be a copy of labels
 _FREE: dict[str, Callable[..., Any]] = {
@@ -180,11 +182,13 @@ _RULES: tuple[tuple[Collection[str], Callable[[Labels, Move], None]], ...] = (
 
 def _run_on_labels(labels: Labels, move: Move) -> None:
     """Run the operator on labels, and tie the channels that it moves together."""
+    _note_constants(labels, move)
+    move = replace(move, args=_without_numbers(move))
     replaced = _labels_of_inputs(labels, move)
     before = [replaced[id(tensor)] for tensor in move.inputs]
     try:
         moved = move.again(_FREE.get(move.name, move.func), replaced)
-    except (RuntimeError, TypeError, NotImplementedError, IndexError, ValueError):
+    except CANNOT_FOLLOW:
         # not for labels: nothing is known
         for channels in before:
             labels.pin(channels, f"{move.name} ({move.site}) cannot be followed")
@@ -199,6 +203,46 @@ def _run_on_labels(labels: Labels, move: Move) -> None:
     for tensor, channels in zip(move.outputs, after, strict=True):
         labels.put(tensor, channels)
     _tie_parts(labels, move, before[0], after)
+
+
+def _note_constants(labels: Labels, move: Move) -> None:
+    """Values of no channel beside those of channels: these don't pass a factor on.
+
+    Zeros do, and parts that are joined along the channel axis don't meet.
+    """
+    if move.name not in _JOINS | _STORES:
+        return
+    followed = [labels.get(tensor) for tensor in move.inputs]
+    if move.name in _JOINS_ALONG and move.outputs:
+        axis = move.argument("dim", 1, 0)
+        if isinstance(axis, int) and any(
+            axis % max(channels.ndim, 1) in varying_axes(channels)
+            for channels in followed
+        ):
+            return
+    if _holds_constants(labels, move):
+        for channels in followed:
+            labels.note(channels, Passed(move.site, move.name, "other"))
+
+
+def _holds_constants(labels: Labels, move: Move) -> bool:
+    """Return True for a number or tensor without channels that is not 0."""
+    unlabelled = [t for t in move.inputs if not _is_labelled(labels, t)]
+    if any(bool(tensor.any()) for tensor in unlabelled):
+        return True
+    if move.name not in _STORES:
+        return False
+    values = (*move.args[1:], *move.kwargs.values())
+    return any(isinstance(v, (int, float)) and v for v in values)
+
+
+def _without_numbers(move: Move) -> tuple[Any, ...]:
+    """The arguments, with 0 ("no channel") for a number that is written."""
+    first = {"setitem": 2, "where": 1}.get(move.name, len(move.args))
+    return tuple(
+        0.0 if place >= first and isinstance(value, (int, float)) else value
+        for place, value in enumerate(move.args)
+    )
 
 
 def _labels_of_inputs(labels: Labels, move: Move) -> dict[int, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roundoff.ops import operators_that
+from roundoff.ops import facts, operators_that
 from roundoff.quantize.channels.followed_call import FollowedCall, on_axis
 from roundoff.quantize.channels.labels import varying_axes, varying_part
 
@@ -64,6 +64,8 @@ def reduction(call: FollowedCall) -> bool:
     labels = call.labels
     channels = labels.get(x)
     over = _reduced_axes(call, x)
+    if not _are_reduced(x, call.outputs, over):
+        return False
     varying = set(varying_axes(channels))
     runs_over_all = bool(varying) and varying <= set(over)
     sums = call.name in ("sum", "mean")
@@ -92,9 +94,17 @@ def _put_reduced(
         call.labels.put(out, kept)
 
 
+def _are_reduced(x: Tensor, outputs: list[Tensor], over: list[int]) -> bool:
+    """Return True for results of the shape of x without these axes, or with 1 there."""
+    kept = tuple(1 if axis in over else n for axis, n in enumerate(x.shape))
+    dropped = tuple(n for axis, n in enumerate(x.shape) if axis not in over)
+    return all(tuple(out.shape) in (kept, dropped) for out in outputs)
+
+
 def _reduced_axes(call: FollowedCall, x: Tensor) -> list[int]:
     """The axes that a reduction runs over, ascending."""
-    place = 2 if call.name == "norm" else 1
+    names = facts(call.name).arguments
+    place = names.index("dim") if "dim" in names else 1
     dim: Any = call.args[place] if len(call.args) > place else None
     dim = call.kwargs.get("dim", call.kwargs.get("axis", dim))
     axes: Iterable[int]

@@ -35,7 +35,8 @@ from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.follow import follow_channels
 from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
 from roundoff.quantize.channels.labels import Passed
-from roundoff.quantize.channels.rescale import rescale_, why_not_rescalable
+from roundoff.quantize.channels.rescale import why_not_rescalable
+from roundoff.quantize.channels.rescale_alike import rescale_alike_
 from roundoff.quantize.graph import Graph, Node
 from roundoff.quantize.importance import Importance
 from roundoff.quantize.model import QuantizedModel, Rescaling
@@ -139,11 +140,40 @@ def spread_(
     )
     if math.isnan(before):
         return _no_gain("no channel that can be rescaled costs the output anything")
-    for group, log in zip(groups, logs, strict=True):
-        rescale_(model.model, group, log.double().exp(), clips=True)
-        model.rescalings.append(Rescaling(group, log.double().exp(), clips=True))
-    note = f"predicted, {len(groups)} of {len(every)} groups of channels"
-    return Gain("spread", _db(weights, before), _db(weights, after), note)
+    rescalings = [
+        Rescaling(group, log.double().exp(), clips=True)
+        for group, log in zip(groups, logs, strict=True)
+    ]
+    left = rescale_alike_(calibration, rescalings)
+    after = _noise_without(noise, rescalings, left, after)
+    note = f"predicted, {len(groups) - len(left)} of {len(every)} groups of channels"
+    return Gain(
+        "spread", _db(weights, before), _db(weights, after), note + _undone(left)
+    )
+
+
+def _noise_without(
+    noise: OutputNoise,
+    rescalings: Sequence[Rescaling],
+    left: Sequence[Rescaling],
+    after: float,
+) -> float:
+    """The noise after rescaling, where some groups were left as they were."""
+    if not left:
+        return after
+    places = {id(rescaling) for rescaling in left}
+    logs = [
+        torch.zeros(r.group.size) if id(r) in places else r.factors.log().float()
+        for r in rescalings
+    ]
+    return float(noise(logs))
+
+
+def _undone(left: Sequence[Rescaling]) -> str:
+    names = ", ".join(rescaling.group.name for rescaling in left[:3])
+    if not left:
+        return ""
+    return f"; undone for {len(left)} that changed what the model computes: {names}"
 
 
 def _spreadable(group: ChannelGroup) -> bool:

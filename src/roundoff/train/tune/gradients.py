@@ -25,12 +25,12 @@ from roundoff.budget import (
     ExcludedCalls,
     Kinks,
     MeasuredTarget,
+    MeasuredTerm,
     Measurement,
     Progress,
     SiteInfo,
     Term,
     TermKey,
-    TermRow,
     Terms,
     draw_signs,
     excluded_calls,
@@ -312,7 +312,7 @@ class _Measurement:
             for site, why in self.constants.items()
         ]
 
-    def _rows(self) -> list[TermRow]:
+    def _rows(self) -> list[MeasuredTerm]:
         gradient_power = sum(batch.gradient_power for batch in self.measured)
         loss_power = sum(batch.loss_power for batch in self.measured)
         gradient_norm = math.sqrt(gradient_power)
@@ -331,7 +331,7 @@ class _Measurement:
         gradient_norm: float,
         loss_norm: float,
         signs: np.ndarray,
-    ) -> TermRow:
+    ) -> MeasuredTerm:
         """Return one row of the table.
 
         The error of the loss is one exact number: a random sign for each probe keeps it
@@ -346,7 +346,7 @@ class _Measurement:
         values = np.concatenate(columns, axis=1)
         overflow = sum(batch.terms.overflow(key) for batch in self.measured)
         term = Term(key.part, key.operand, key.sources, True, overflow, values)
-        return TermRow.of(key.site, key.format, term)
+        return MeasuredTerm(key.site, key.format, term)
 
 
 def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -> float:

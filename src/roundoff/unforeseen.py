@@ -1,0 +1,155 @@
+"""Exceptions that nobody foresaw: what was going on, one message, and a file for a report.
+
+``RoundoffError`` says what the user can do; anything else that comes out of a verb is a
+fault of roundoff or of torch. In Python it passes as it is, with its own traceback, and
+``__notes__`` that say at which call and in which step it arose: no other type would tell
+more. The command line makes one message of it, and of a file that ``quantize`` cannot
+write a row with a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from roundoff.errors import RoundoffError
+from roundoff.packages import installed_version
+
+__all__ = ["going_on", "note", "save_report", "unforeseen_message"]
+
+#: Libraries whose versions a report has, as far as they are loaded.
+_LIBRARIES = ("torch", "numpy", "scipy", "polars", "onnx", "onnxruntime", "onnxscript")
+_BEGINS = "roundoff: "
+
+
+def note(error: BaseException, what: str) -> None:
+    """Note on an exception what was going on; the same text once, errors of roundoff not at all."""
+    if isinstance(error, RoundoffError) or _BEGINS + what in _all_notes(error):
+        return
+    error.add_note(_BEGINS + what)
+
+
+@contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """Note on any exception that leaves the block what was going on.
+
+    >>> try:
+    ...     with going_on("calibrate"):
+    ...         1 / 0
+    ... except ZeroDivisionError as error:
+    ...     error.__notes__
+    ['roundoff: calibrate']
+    """
+    try:
+        yield
+    except BaseException as error:
+        note(error, what)
+        raise
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What was going on when an exception arose, the innermost first."""
+    return [
+        text.removeprefix(_BEGINS)
+        for text in _all_notes(error)
+        if text.startswith(_BEGINS)
+    ]
+
+
+def _all_notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def unforeseen_message(error: BaseException, report: Path | None) -> str:
+    """One message: what arose, at which call and in which step, and what to attach to a report."""
+    lines = [f"an error that roundoff did not foresee: {summary(error)}"]
+    going = notes_of(error)
+    if going:
+        lines.append(f"  where: {', in '.join(going)}")
+    lines.append(f"  raised at: {_raised_at(error)}")
+    if report is not None:
+        lines.append(f"  report: {report} has the traceback and the versions")
+        lines.append("  do: attach it to an issue; it has no values, arguments or code")
+    return "\n".join(lines)
+
+
+def summary(error: BaseException) -> str:
+    """The type of an exception and the first line of its text."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "-"
+    ours = [frame for frame in frames if _is_ours(frame.filename)]
+    frame = (ours or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}, {frame.name}"
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(str(Path(__file__).parent) + os.sep)
+
+
+def save_report(error: BaseException, arguments: Sequence[str] = ()) -> Path | None:
+    """Write traceback and versions into a new file of the temporary folder; None where that fails.
+
+    Frames have file, line and function; of the command line only the verb and the names of its
+    options stand there. So nothing of the user's code, data or credentials gets into it, but what the
+    exception says itself.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix="roundoff-error-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(report_text(error, arguments))
+    except OSError:
+        return None
+    return Path(name)
+
+
+def report_text(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """The text of such a file."""
+    command = " ".join(_without_values(arguments))
+    lines = [f"roundoff {installed_version()}", f"command: {command or '-'}"]
+    lines += [f"python {platform.python_version()} on {platform.platform()}"]
+    lines += _versions()
+    lines += [f"going on: {text}" for text in notes_of(error)]
+    for each in _chain(error):
+        lines += ["", f"{type(each).__name__}: {each}"]
+        lines += [
+            f"  {frame.filename}:{frame.lineno} in {frame.name}"
+            for frame in traceback.extract_tb(each.__traceback__)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _without_values(arguments: Sequence[str]) -> list[str]:
+    """The verb and the names of options, without what they are set to."""
+    names = [text.partition("=")[0] for text in arguments if text.startswith("-")]
+    return [*arguments[:1], *names]
+
+
+def _versions() -> list[str]:
+    versions = []
+    for name in _LIBRARIES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            versions.append(f"{name} {version}")
+    return versions
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and what caused it, the first cause last."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain

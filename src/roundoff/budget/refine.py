@@ -32,7 +32,7 @@ from roundoff.workload import Workload
 FEWEST = 4
 SHARE = 0.1
 #: All suspects are tried where that takes no longer than this, or than the adjoint.
-SECONDS = 3.0
+SECONDS = 10.0
 
 
 def refine(

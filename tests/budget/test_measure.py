@@ -266,7 +266,8 @@ def test_a_target_of_zeros():
 def test_progress_is_told(workload):
     seen = []
     budget(workload, ["bf16"], progress=lambda *step: seen.append(step))
-    assert seen == [("budget", 0, 2), ("budget", 1, 2), ("budget", 2, 2)]
+    assert seen[:3] == [("budget", 0, 2), ("budget", 1, 2), ("budget", 2, 2)]
+    assert {stage for stage, _, _ in seen[3:]} <= {"trials"}
 
 
 def test_a_site_that_some_batches_do_not_call():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -115,7 +114,6 @@ def budget(
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     run = _BudgetRun(workload, chosen, of, rounded, sampling, seed)
     batches = len(workload.batches)
-    started = time.process_time()
     with preserve(workload.model):
         workload.model.eval()
         # a scripted module has no requires_grad_ of its own
@@ -129,9 +127,8 @@ def budget(
         report("budget", batches, batches)
         measured = run.budget(mode)
     if not around and trials != 0:
-        seconds = time.process_time() - started
         measured = refine(
-            workload, measured, run.signs, run.rows.weight, of, seconds, trials, report
+            workload, measured, run.signs, run.rows.weight, of, trials, report
         )
     if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -39,7 +38,6 @@ def refine(
     signs: Sequence[DrawnSigns],
     weights: Mapping[str, float],
     of: str | None,
-    seconds: float,
     trials: int | None,
     report: Callable[[str, int, int], None],
 ) -> Budget:
@@ -51,10 +49,9 @@ def refine(
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
         of: what it measures, see ``roundoff.budget``.
-        seconds: of processor time that the adjoint took.
         trials: most rows to measure, strongest evidence first. None: a tenth of the
-            rows or four a format; more, down to some strength of evidence, where that
-            takes less than the adjoint; and every row where all trials together do.
+            rows or four a format; more, down to some strength of evidence, while they
+            are no more than the probes; and every row where all are no more.
         report: called with the stage and how much of it is done.
     """
     recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
@@ -81,15 +78,10 @@ def refine(
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
     fewest = max(FEWEST * len(budget.about.formats), math.ceil(SHARE * len(rows)))
-    first = [s for s in doubtful if s.strength < SAMPLING][:fewest]
-    if not first and recording.seconds * len(rows) <= 2 * seconds:
-        first = rows[:1]  # to see what a trial costs
-    started = time.process_time()
-    results = measure(first)
-    each = (time.process_time() - started) / max(1, len(first))
-    limit = _affordable(rows, each, seconds) if first else 0
+    certain = [s for s in doubtful if s.strength < SAMPLING][:fewest]
+    limit = _affordable(rows, budget.about.probes)
     further = [suspect for suspect in rows if suspect.strength < limit]
-    return with_trials(budget, {**results, **measure(_without(further, results))})
+    return with_trials(budget, measure([*certain, *_without(further, certain)]))
 
 
 def _first_noise(
@@ -112,26 +104,24 @@ def _first_noise(
     return max(view.noise(targets, exact) for view in views)
 
 
-def _affordable(rows: Sequence[Suspect], each: float, seconds: float) -> int:
+def _affordable(rows: Sequence[Suspect], allowed: int) -> int:
     """Return how strong the evidence must be: the last strength not to be tried.
 
-    ``each`` is what a trial takes, ``seconds`` what the adjoint took. Rows without
-    evidence are tried where all trials together are cheaper.
+    ``allowed`` is the number of trials, one for each probe that was sent back: a trial
+    is a forward pass. Rows without evidence are tried where that is enough for all.
     """
-    if each * len(rows) <= seconds:
+    if len(rows) <= allowed:
         return NO_EVIDENCE + 1
-    allowed = seconds / each if each else math.inf
     for strength in range(NO_EVIDENCE):
         if sum(suspect.strength <= strength for suspect in rows) > allowed:
             return strength
     return NO_EVIDENCE
 
 
-def _without(
-    chosen: Sequence[Suspect], results: Mapping[Pair, TrialRows]
-) -> list[Suspect]:
-    """Return the suspects that have not been measured."""
-    return [suspect for suspect in chosen if _pair(suspect) not in results]
+def _without(chosen: Sequence[Suspect], others: Sequence[Suspect]) -> list[Suspect]:
+    """Return the suspects whose rows are not those of ``others``."""
+    pairs = {_pair(suspect) for suspect in others}
+    return [suspect for suspect in chosen if _pair(suspect) not in pairs]
 
 
 def _pair(suspect: Suspect) -> Pair:

@@ -10,7 +10,6 @@ sampling error, and its cross terms with other sites keep their meaning.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -62,13 +61,11 @@ class Recording:
         target: see ``roundoff.budget``.
         batches: the first of the workload.
         is_pure: a forward pass leaves the model and the random state as they were.
-        seconds: of processor time that it took.
     """
 
     target: str | None
     batches: tuple[RecordedBatch, ...]
     is_pure: bool
-    seconds: float
 
     def places(self, site: str) -> list[CallPlace]:
         """Return the calls of a site, one for each batch that has it."""
@@ -90,7 +87,6 @@ def record(
     handler = CallPlaces()
     handler.wanted = _wanted(target)
     recorded = []
-    started = time.process_time()
     before = _fingerprint(workload.model)
     with preserve(workload.model):
         _prepare(workload.model)
@@ -106,8 +102,7 @@ def record(
                 values = {name: value.detach() for name, value in targets.items()}
                 recorded.append(RecordedBatch(places, values))
         is_pure = _fingerprint(workload.model) == before
-    seconds = time.process_time() - started
-    return Recording(target, tuple(recorded), is_pure, seconds)
+    return Recording(target, tuple(recorded), is_pure)
 
 
 def _wanted(target: str | None) -> str | None:

@@ -1,5 +1,8 @@
 """Is the ranking right? Spearman rank correlation of predicted and measured single-site noise, all sites.
 
+With --networks: on every network of examples/zoo and of decision_nets.py, with and without trials, and the share of
+sites within 1.5 dB. Names after --only choose networks.
+
 Measured: the site alone runs in the format, all batches are evaluated, and the output is compared with fp32.
 Bar: at least 0.97. A row whose rounding changes nothing, predicted and measured, says nothing about the ranking and is
 counted apart.
@@ -7,15 +10,30 @@ counted apart.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from common import FORMATS, measured_noise, options, progress, table, verdict, workloads
+from common import (
+    FORMATS,
+    ROOT,
+    measured_noise,
+    options,
+    progress,
+    table,
+    verdict,
+    workloads,
+)
+from decision_nets import NETS
+from decision_nets import workload as decision_net
 from scipy.stats import spearmanr
 
 import roundoff as ro
 from roundoff.plan import run_batches
+from roundoff.workload import Workload
 
 BAR = 0.97
 
@@ -104,5 +122,59 @@ def _db(noise: float) -> str:
     return f"{-10 * math.log10(noise):.1f} dB" if math.isfinite(noise) else "overflow"
 
 
+def networks(names: Sequence[str] | None) -> None:
+    """Print correlation and share within 1.5 dB on each network, with and without trials."""
+    loaders: dict[str, Callable[[], Workload]] = {
+        path.stem: functools.partial(Workload.load, path)
+        for path in sorted((ROOT / "examples" / "zoo").glob("*.py"))
+    }
+    loaders |= {name: functools.partial(decision_net, name) for name in NETS}
+    rows = []
+    for name in names or loaders:
+        rows += _network(name, loaders[name]())
+        progress(name)
+    header = ("network", "format", "sites", "trials")
+    both = ("rank, adjoint", "within 1.5 dB", "rank, with trials", "within 1.5 dB")
+    table("One site rounded alone, predicted and measured", header + both, rows)
+
+
+def _network(name: str, workload: Workload) -> list[tuple[object, ...]]:
+    plain = ro.budget(workload, FORMATS, trials=0)
+    tried = ro.budget(workload, FORMATS)
+    reference = run_batches(workload).targets
+    rows = []
+    for fmt in FORMATS:
+        sites = [site.site for site in tried.sites if fmt not in site.refused]
+        measured = {s: measured_noise(workload, {s: fmt}, reference) for s in sites}
+        trials = sum(c.measured == "trial" for c in tried.costs if c.format == fmt)
+        columns = [*_agreement(plain, fmt, measured), *_agreement(tried, fmt, measured)]
+        rows.append((name, fmt, len(sites), trials, *columns))
+    return rows
+
+
+def _agreement(
+    budget: ro.Budget, fmt: str, measured: dict[str, float]
+) -> tuple[str, str]:
+    """Rank correlation and share within 1.5 dB, of sites that cost anything; one without a row counts as no noise."""
+    noise = {cost.site: cost.noise for cost in budget.costs if cost.format == fmt}
+    pairs = [(noise.get(site, 0.0), value) for site, value in measured.items()]
+    ranked = [pair for pair in pairs if any(pair)]
+    if len(ranked) < 2:
+        return "–", "–"
+    rank = float(spearmanr(*zip(*ranked, strict=True)).statistic)
+    near = [_is_near(predicted, value) for predicted, value in ranked]
+    return f"{rank:.3f}", f"{np.mean(near):.0%}"
+
+
+def _is_near(predicted: float, measured: float) -> bool:
+    if not (0 < predicted < math.inf and 0 < measured < math.inf):
+        return predicted == measured
+    return abs(10 * math.log10(predicted / measured)) <= 1.5
+
+
 if __name__ == "__main__":
-    main()
+    if "--networks" in sys.argv:
+        sys.argv.remove("--networks")
+        networks(options(__doc__).only)
+    else:
+        main()

@@ -233,6 +233,7 @@ class Made:
                 noise,
                 stderr,
                 values.ravel().tolist(),
+                "adjoint",
             )
         )
         return self

@@ -94,7 +94,8 @@ def test_a_batch_that_shows_something_new_is_measured(late):
     batches[4][0, 0] = late
     model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
     found = budget(Workload(model, batches), ["fp16"])
-    assert len(found.about.batch_samples) == 3
+    # a model that decides by its values is measured on every batch
+    assert len(found.about.batch_samples) == (5 if late == 1000.0 else 3)
     if late == 1000.0:
         assert {site.site for site in found.sites} == {"first/linear", "second/linear"}
     else:
@@ -266,7 +267,8 @@ def test_a_target_of_zeros():
 def test_progress_is_told(workload):
     seen = []
     budget(workload, ["bf16"], progress=lambda *step: seen.append(step))
-    assert seen == [("budget", 0, 2), ("budget", 1, 2), ("budget", 2, 2)]
+    assert seen[:3] == [("budget", 0, 2), ("budget", 1, 2), ("budget", 2, 2)]
+    assert {stage for stage, _, _ in seen[3:]} <= {"trials"}
 
 
 def test_a_site_that_some_batches_do_not_call():

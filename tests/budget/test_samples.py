@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-from roundoff import Workload, budget
+import roundoff
+from roundoff import Workload
 from roundoff.budget.samples import BATCH_FIRST, divide, divisions, sample_axis
+
+#: The adjoint alone.
+budget = functools.partial(roundoff.budget, trials=0)
 
 KEEP = torch.tensor([True, False, True, False])
 
@@ -172,6 +178,19 @@ def test_rows_of_the_output_that_are_no_samples(batch_first):
     x = torch.randn(6, 4, 4) if batch_first else torch.randn(4, 6, 4)
     measured = budget(Workload(Turned(), [x]), ["bf16"])
     assert measured.about.samples == 6
+    assert not measured.terms["pooled"].any()
+
+
+def test_as_many_steps_as_samples_and_the_steps_first():
+    """The output is (steps, batch, channels), with as many steps as samples."""
+    torch.manual_seed(0)
+
+    class StepsFirst(BatchFirst):
+        def forward(self, x):
+            return super().forward(x).transpose(0, 1)
+
+    measured = budget(Workload(StepsFirst(), [torch.randn(4, 4, 4)] * 2), ["bf16"])
+    assert measured.about.samples == 8
     assert not measured.terms["pooled"].any()
 
 

@@ -25,6 +25,7 @@ ROW = {
     "activation_db",
     "weight_db",
     "output_db",
+    "measured",
     "chosen",
     "note",
 }

@@ -141,6 +141,8 @@ class Measurement:
         environment: the settings that change numbers.
         parameters: elements of each parameter; None where not kept.
         metric: how noise moves the metric; None without one.
+        trials: rows (a site in a format) that were measured by trial; None in files of
+            older versions.
         vendor_kernels: True where the vendor's fused kernels ran; None where not asked.
     """
 
@@ -167,6 +169,7 @@ class Measurement:
     parameters: Mapping[str, int] | None = None
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
+    trials: int | None = None
 
     @property
     def unmeasured(self) -> float:
@@ -177,7 +180,7 @@ class Measurement:
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as plain data; those that are not known are left out."""
         data = asdict(self)
-        optional = ("parameters", "metric", "vendor_kernels")
+        optional = ("parameters", "metric", "vendor_kernels", "trials")
         unknown = [name for name in optional if data[name] is None]
         return {key: value for key, value in data.items() if key not in unknown}
 

@@ -3,9 +3,9 @@
 With y = W x and the gradients g_x at this use of x and g_y at y, an error of x costs
 ``g_x . dx`` and an error of W costs ``g_y . (dW x)``: the first needs no product at
 all, the second one for all formats together. The product of two errors, dW dx, is left
-out, as everything of second order is, and the output is rounded from the exact result:
-its error is another one than that of the result of rounded operands, with the same
-power. Among few elements that difference shows, so small calls are run again instead.
+out, as everything of second order is. Among few elements that shows, so small calls are
+run again instead. The output is rounded from the result of rounded operands: where that
+is in the format already (a product with a selection), nothing is lost twice.
 """
 
 from __future__ import annotations
@@ -81,7 +81,16 @@ def result_errors(
     for fmt in formats:
         if fmt.execution is not None and fmt.execution.output:
             key = TermKey(str(call.site), fmt.name, "output", -1, ())
-            yield key, round_output(exact, fmt) - exact
+            result = _of_rounded_operands(call, fmt, rounded)
+            yield key, round_output(result, fmt) - result
+
+
+def _of_rounded_operands(call: Call, fmt: Format, rounded: RoundedOperands) -> Tensor:
+    leaves = list(call.leaves)
+    for operand in call.operands:
+        if rounds_operand(fmt, operand):
+            leaves[operand.leaf] = rounded(leaves[operand.leaf], operand, fmt)
+    return float_tensors(call.run(leaves))[0]
 
 
 def _key(call: Call, fmt: Format, operand: Operand) -> TermKey:

@@ -16,6 +16,10 @@ from roundoff.formats import parse_format
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
+#: How a term was measured.
+ADJOINT = "adjoint"
+TRIAL = "trial"
+
 #: dB of a relative change of a power, to first order.
 DB_PER_SHARE = 10 / math.log(10)
 
@@ -54,6 +58,8 @@ class Term:
         pooled: True where the projections are summed over the samples of a batch.
         overflow: elements that are infinite or NaN and that a probe looks at.
         values: projections, shape ``(probes, samples)``, pooled ``(probes, batches)``.
+        measured: ``adjoint``, to first order; or ``trial``, by running the model with
+            this site rounded, where the power has no sampling error.
     """
 
     part: str
@@ -62,6 +68,7 @@ class Term:
     pooled: bool
     overflow: int
     values: Array
+    measured: str = ADJOINT
 
     @property
     def absorbable(self) -> bool:
@@ -83,7 +90,7 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
     because the probes of different samples are independent,
     ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. See
     ``standard_errors`` for ``unmeasured``, the share of the samples that stand for
-    others.
+    others, and for all samples measured by trial it is zero.
     """
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
@@ -103,7 +110,20 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
             )
     if math.isnan(total):
         return math.inf, math.inf
+    if not unmeasured and all(term.measured == TRIAL for term in terms):
+        stderr = 0.0
     return max(total, 0.0), stderr
+
+
+def together(terms: Sequence[Term]) -> list[Term]:
+    """Return the parts of one site; as one part where they were measured by trial.
+
+    What such parts do together is known exactly, so it is no matter of cross terms.
+    """
+    if len(terms) < 2 or any(term.measured != TRIAL for term in terms):
+        return list(terms)
+    values = np.sum([term.values for term in terms], axis=0)
+    return [replace(terms[0], values=values)]
 
 
 def significant(cross: float, terms: Sequence[Term]) -> float:

@@ -8,6 +8,7 @@ backward pass that looks at every other sample shows which sites keep them apart
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,13 @@ class Division:
         samples: how many there are.
         axes: for each tensor of the target the axis that counts the samples, and how
             many entries in a row belong to one.
+        preferred: the axis of a target that is taken where two have the length.
     """
 
     way: str
     samples: int
     axes: tuple[tuple[int, int], ...]
+    preferred: int = 0
 
     @property
     def kept(self) -> Tensor:
@@ -70,15 +73,18 @@ def whole(targets: Sequence[Tensor]) -> Division:
     return Division(TARGET_ROWS, 1, tuple((0, 1) for _ in targets))
 
 
-def divide(way: str, batch: Any, targets: Sequence[Tensor]) -> Division:
+def divide(
+    way: str, batch: Any, targets: Sequence[Tensor], preferred: int = 0
+) -> Division:
     """Divide a batch in one way; it is one sample where a target has no such axis."""
     length = _length(way, batch, targets)
     if length is None or length < 2:
         return whole(targets)
-    axes = [_axis_of(target, length) for target in targets]
-    if any(axis is None for axis in axes):
+    axes = [_axis_of(target, length, preferred) for target in targets]
+    found = tuple(axis for axis in axes if axis is not None)
+    if len(found) < len(axes):
         return whole(targets)
-    return Division(way, length, tuple(axis for axis in axes if axis is not None))
+    return Division(way, length, found, preferred)
 
 
 def divisions(batch: Any, targets: Sequence[Tensor]) -> Iterator[Division]:
@@ -87,13 +93,14 @@ def divisions(batch: Any, targets: Sequence[Tensor]) -> Iterator[Division]:
     A target of one row is one sample.
     """
     is_one = _length(TARGET_ROWS, batch, targets) == 1
-    lengths = set()
-    for way in () if is_one else WAYS:
-        division = divide(way, batch, targets)
-        if division.samples > 1 and division.samples not in lengths:
-            lengths.add(division.samples)
+    seen = set()
+    for preferred, way in itertools.product((0, 1), () if is_one else WAYS):
+        division = divide(way, batch, targets, preferred)
+        kind = (division.samples, division.axes)
+        if division.samples > 1 and kind not in seen:
+            seen.add(kind)
             yield division
-    if not lengths:
+    if not seen:
         yield whole(targets)
 
 
@@ -107,13 +114,14 @@ def _length(way: str, batch: Any, targets: Sequence[Tensor]) -> int | None:
     return None if first is None or first.ndim <= axis else first.shape[axis]
 
 
-def _axis_of(target: Tensor, samples: int) -> tuple[int, int] | None:
+def _axis_of(target: Tensor, samples: int, preferred: int) -> tuple[int, int] | None:
     """Return the axis of a target that counts the samples, and entries a sample."""
+    is_second = target.ndim > 1 and target.shape[1] == samples
+    if is_second and preferred == 1:
+        return 1, 1
     if target.ndim and target.shape[0] and target.shape[0] % samples == 0:
         return 0, target.shape[0] // samples
-    if target.ndim > 1 and target.shape[1] == samples:
-        return 1, 1
-    return None
+    return (1, 1) if is_second else None
 
 
 def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] | None:

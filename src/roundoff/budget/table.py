@@ -20,6 +20,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredOutput, MeasuredSite, Measurement
 from roundoff.budget.noise_power import (
+    ADJOINT,
     Term,
     absorbed,
     decibels,
@@ -28,6 +29,7 @@ from roundoff.budget.noise_power import (
     sqnr_db,
     stderr_db,
     term_powers,
+    together,
 )
 from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
@@ -57,6 +59,8 @@ class TermRow:
     stderr: float = column(pl.Float64)
     #: (outputs * probes, columns), flattened
     projections: Sequence[float] = column(pl.List(pl.Float32))
+    #: "adjoint", to first order, or "trial"
+    measured: str = column(pl.String)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,8 @@ class SiteCost:
     activation_db: float | None = column(pl.Float64)
     weight_db: float | None = column(pl.Float64)
     output_db: float | None = column(pl.Float64)
+    #: "adjoint", to first order, or "trial": the model ran with this site rounded
+    measured: str = column(pl.String)
     note: str = column(pl.String)
     #: the one that has most noise; empty where there is no other
     output: str = column(pl.String)
@@ -199,6 +205,7 @@ class Budget:
                 row["pooled"],
                 row["overflow"],
                 values.reshape(rows, -1),
+                row["measured"],
             )
             terms[row["site"], row["format"]].append(term)
         return dict(terms)
@@ -264,12 +271,11 @@ class Budget:
         so correlations between sites count where they stand out of the sampling noise;
         ``additive`` is the sum of the separate powers.
         """
-        active = [
-            term
-            for site, fmt in formats.items()
-            for term in self.rows(site, fmt)
-            if not absorbed(term, fmt, formats)
-        ]
+        active = []
+        for site, fmt in formats.items():
+            rows = self.rows(site, fmt)
+            parts = [term for term in rows if not absorbed(term, fmt, formats)]
+            active += together(parts)
         if batch is not None:
             active = self._of_batch(active, batch)
         seen = each_output(active, len(self.outputs))
@@ -337,7 +343,7 @@ class Budget:
             facts = json.loads(pl.read_parquet_metadata(path)["roundoff"])
             _check_schema(facts.get("schema", 1), path)
             return cls(
-                pl.read_parquet(path),
+                _whole(pl.read_parquet(path)),
                 tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
                 Measurement.from_dict(facts["about"]),
             )
@@ -354,6 +360,13 @@ class Budget:
                 expected="a parquet file written by roundoff budget",
                 do="roundoff budget WORKLOAD.py -o budget.parquet",
             ) from error
+
+
+def _whole(terms: pl.DataFrame) -> pl.DataFrame:
+    """Return the terms of a file with all columns; older files knew no trials."""
+    if "measured" in terms.columns:
+        return terms
+    return terms.with_columns(pl.lit(ADJOINT).alias("measured"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +408,7 @@ def term_frame(measured: Iterable[MeasuredTerm], outputs: int = 1) -> pl.DataFra
         "power": noise,
         "stderr": stderr,
         "projections": projections,
+        "measured": [row.term.measured for row in rows],
     }
     return pl.DataFrame(columns, schema=TERM_SCHEMA)
 
@@ -464,6 +478,7 @@ def _site_cost(
         activation_db=_part_db(terms, "activation"),
         weight_db=_part_db(terms, "weight"),
         output_db=_part_db(terms, "output"),
+        measured=terms[0].measured,
         note=_note(noise, sum(term.overflow for term in terms)),
         output=worst.name,
     )

@@ -20,6 +20,7 @@ def command(
     precision: o.Precision = None,
     memory: o.Memory = None,
     seed: o.Seed = 0,
+    trials: o.Trials = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The parquet file to write.")
     ] = Path("budget.parquet"),
@@ -42,6 +43,7 @@ def command(
             precision=precision,
             memory=o.size_in_bytes(memory),
             seed=seed,
+            trials=trials,
             progress=progress,
         )
     measured.save(output)
@@ -54,6 +56,7 @@ def command(
                 "formats": about.formats,
                 "probes": about.probes,
                 "samples": about.samples,
+                "trials": about.trials,
                 "target": about.target,
                 "outputs": [output.name for output in measured.outputs],
                 "not_measured": about.not_measured,

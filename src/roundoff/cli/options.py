@@ -109,6 +109,14 @@ Memory = Annotated[
         "--memory", help="What probe gradients may take, such as 512MB. Default: 128MB."
     ),
 ]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        "--trials",
+        min=0,
+        help="Most rows to measure by running the model with that operator rounded.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else.")

@@ -7,6 +7,7 @@ from .autocast_lists import AutocastClass as AutocastClass
 from .autocast_lists import autocast_class as autocast_class
 from .autocast_lists import autocast_differences as autocast_differences
 from .autocast_lists import slow_in_fp16 as slow_in_fp16
+from .calls import INTEGER_RESULT as INTEGER_RESULT
 from .calls import Call as Call
 from .calls import CallMode as CallMode
 from .calls import Excluded as Excluded
@@ -16,6 +17,7 @@ from .calls import float_tensors as float_tensors
 from .calls import function_body as function_body
 from .calls import is_floating as is_floating
 from .calls import watch as watch
+from .execute import RoundingStep as RoundingStep
 from .execute import adds_bias_last as adds_bias_last
 from .execute import bias_shift as bias_shift
 from .execute import execute as execute

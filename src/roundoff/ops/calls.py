@@ -29,6 +29,9 @@ from roundoff.ops.table import OperandSpec, operators_that
 from roundoff.site import Site
 from roundoff.unforeseen import note
 
+#: Why a call that reads floating-point numbers and writes none is no site.
+INTEGER_RESULT = "integer or boolean result"
+
 _MOVES = operators_that("move values")
 _CREATES = operators_that("create")
 _EXACT = operators_that("create exactly")
@@ -227,7 +230,7 @@ class CallMode(TorchFunctionMode):
         if any(map(_is_complex, tensors)):
             self._exclude(operator.name, "complex numbers")
         elif tensors:
-            self._exclude(operator.name, "integer or boolean result")
+            self._exclude(operator.name, INTEGER_RESULT)
         return result
 
     def _call(

@@ -77,6 +77,10 @@ Trait = Literal[
     "ask about values",
     "take out or ask",
     "describe tensors",
+    "give numbers to Python",
+    # where no derivative follows
+    "jump",
+    "cut the gradient",
     # arithmetic
     "multiply",
     "multiply two matrices",
@@ -222,6 +226,17 @@ _TRAITS: dict[Trait, str] = {
         is_nonzero equal""",
     # answered from the shape or for Python: no site
     "describe tensors": "shape dim size numel stride item tolist is_contiguous",
+    # the program goes on by the values
+    "give numbers to Python": """
+        item tolist numpy is_nonzero equal allclose bool int float complex index
+        contains""",
+    # the derivative is zero, or misses that the result jumps
+    "jump": """
+        ceil floor round trunc fix sign sgn heaviside frac fmod remainder floor_divide
+        copysign hardshrink threshold fake_quantize_per_tensor_affine
+        fake_quantize_per_channel_affine""",
+    # the values go on, the gradient does not come back
+    "cut the gradient": "detach data detach_copy",
     # -- arithmetic
     # multiply and accumulate, beside the operators with operands of such a kind
     "multiply": """

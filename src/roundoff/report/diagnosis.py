@@ -96,6 +96,8 @@ class RankingRow:
         activation_db: SQNR of rounding the operands that depend on the input.
         weight_db: of rounding the parameters.
         output_db: of rounding the result.
+        measured: ``adjoint``, to first order, or ``trial``, by running the model with
+            this site rounded.
         chosen: format that the plan has for the site.
         note: ``exact``, or what overflows.
         output: of several the one that it costs most, which the numbers belong to.
@@ -112,6 +114,7 @@ class RankingRow:
     activation_db: float | None = None
     weight_db: float | None = None
     output_db: float | None = None
+    measured: str = "adjoint"
     chosen: str = "fp32"
     note: str = ""
     output: str = field(default="", metadata=_IF_ANY)

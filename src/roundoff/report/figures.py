@@ -40,6 +40,15 @@ def stderr(value: float | None) -> str:
     return f"{value:.1f}" if value >= 0.095 else f"{value:.2f}"
 
 
+def uncertainty(stderr_db: float | None, measured: str) -> str:
+    """The standard error of a row; ``run`` where the model ran with the site rounded.
+
+    >>> uncertainty(0.31, "adjoint"), uncertainty(0.0, "trial")
+    ('0.3', 'run')
+    """
+    return "run" if measured == "trial" else stderr(stderr_db)
+
+
 def percent(fraction: float | None) -> str:
     """A fraction as percent, at most five characters up to 100%.
 

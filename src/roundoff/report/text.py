@@ -99,7 +99,8 @@ def print_ranking(
 ) -> None:
     """Print the ranked table, site by format, worst first.
 
-    SQNR in dB with standard error, share of the noise with every site in that format,
+    SQNR in dB with standard error (``run`` where the model ran with this site rounded,
+    which has none), share of the noise with every site in that format,
     own parts. A part shown as ``–`` does not apply or makes no error; SQNR is ``exact``
     where rounding changes nothing and ``lost`` where the result is not finite. Where
     the console is too narrow, own parts and then the plan's format are left out, and a
@@ -126,6 +127,10 @@ def print_ranking(
         if row.needs_note:
             note = f"! {row.rank}: {row.site} in {row.format}: {row.note}"
             say(console, note, style="yellow")
+    tried = sum(row.measured == "trial" for row in rows)
+    if tried:
+        rows_tried = count(tried, "row")
+        say(console, f"run: {rows_tried} measured by running the model.", style="dim")
     if left_out:
         columns = f"Left out at {console.width} columns: {listing(left_out)}."
         say(console, columns, style="dim")
@@ -153,7 +158,7 @@ def _print_rows(
         "site": lambda row: row.site,
         "format": lambda row: row.format,
         "SQNR": figures.sqnr,
-        "±": lambda row: figures.stderr(row.stderr_db),
+        "±": lambda row: figures.uncertainty(row.stderr_db, row.measured),
         share: lambda row: percent(row.share),
         parts[0]: lambda row: db(row.activation_db),
         parts[1]: lambda row: db(row.weight_db),

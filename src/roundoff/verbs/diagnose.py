@@ -418,6 +418,7 @@ def ranked(measured: Budget, formats: Mapping[str, str]) -> tuple[RankingRow, ..
             activation_db=cost.activation_db,
             weight_db=cost.weight_db,
             output_db=cost.output_db,
+            measured=cost.measured,
             chosen=formats.get(cost.site, "fp32"),
             note=cost.note,
             output=cost.output,

@@ -1,0 +1,407 @@
+"""Trials: one site rounded alone, and its whole effect on the target, not to first order.
+
+The model runs once more for each part of the site that rounding changes, each on top of
+the parts before it. The differences of the target are projected on the sign vectors
+that the adjoint uses, so that a trial gives the same rows; then they are transformed
+so that their mean products are those of the differences themselves: a trial has no
+sampling error, and its cross terms with other sites keep their meaning.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
+from roundoff.budget.noise_power import casts
+from roundoff.budget.terms import TermKey
+from roundoff.budget.trial_rows import Change, OutputView, TrialRows
+from roundoff.budget.trial_signs import DrawnSigns
+from roundoff.errors import WorkloadError
+from roundoff.formats import Format
+from roundoff.ops import (
+    Call,
+    CallMode,
+    Position,
+    RoundingStep,
+    float_tensors,
+    function_body,
+    rounding_steps,
+    watch,
+)
+from roundoff.plan import Plain, named_targets
+from roundoff.preserve import preserve
+from roundoff.workload import Workload
+
+#: A site and a format.
+Pair = tuple[str, Format]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """One batch of the unrounded model: where its sites are called, and the target."""
+
+    places: Mapping[str, CallPlace]
+    targets: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The unrounded model on all batches.
+
+    Attributes:
+        target: see ``roundoff.budget``.
+        batches: the first of the workload.
+        is_pure: a forward pass leaves the model and the random state as they were.
+    """
+
+    target: str | None
+    batches: tuple[RecordedBatch, ...]
+    is_pure: bool
+
+    def places(self, site: str) -> list[CallPlace]:
+        """Return the calls of a site, one for each batch that has it."""
+        return [b.places[site] for b in self.batches if site in b.places]
+
+    @property
+    def sites(self) -> list[str]:
+        """Every site, in the order of the first calls."""
+        return list(dict.fromkeys(site for b in self.batches for site in b.places))
+
+
+def record(
+    workload: Workload, target: str | None = None, batches: int | None = None
+) -> Recording:
+    """Run the unrounded model, and follow where its errors would go.
+
+    On all batches, or on the first ones.
+    """
+    handler = CallPlaces()
+    handler.wanted = _wanted(target)
+    recorded = []
+    before = _fingerprint(workload.model)
+    with preserve(workload.model):
+        _prepare(workload.model)
+        with watch(workload.model, handler, FollowingMode) as mode:
+            for batch in workload.batches[:batches]:
+                mode.begin()
+                with torch.enable_grad(), mode:
+                    output = workload.run(batch)
+                    targets = named_targets(
+                        workload, batch, output, target, handler.wanted_output
+                    )
+                places = handler.finished(targets.values())
+                values = {name: value.detach() for name, value in targets.items()}
+                recorded.append(RecordedBatch(places, values))
+        is_pure = _fingerprint(workload.model) == before
+    return Recording(target, tuple(recorded), is_pure)
+
+
+def _wanted(target: str | None) -> str | None:
+    """Return the target where it is a site."""
+    return target if target is not None and "/" in target else None
+
+
+def _prepare(model: nn.Module) -> None:
+    model.eval()
+    # a scripted module has no requires_grad_ of its own
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def _fingerprint(model: nn.Module) -> list[Any]:
+    """Return what changes when a forward pass leaves something behind.
+
+    Values of buffers are told by torch's count of writes.
+    """
+    buffers = [(id(buffer), buffer._version) for buffer in model.buffers()]
+    attributes = [
+        {name: id(value) for name, value in vars(module).items() if name != "training"}
+        for module in model.modules()
+    ]
+    return [torch.get_rng_state().tolist(), buffers, attributes]
+
+
+class _QuickMode(TorchFunctionMode):
+    """Runs one call in another way; made as cheap as a mode can be.
+
+    It names nothing and asks nobody: the call is the one with a number among those of
+    its module. Up to that call the model computes what it computed when it was
+    recorded, so the numbers are the same.
+    """
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()
+        self.position = position
+        self.place: CallPlace | None = None
+        self.change: Callable[[Call], Any] | None = None
+        self.number = 0
+
+    def begin(self, place: CallPlace, change: Callable[[Call], Any]) -> None:
+        """Start a forward pass in which ``change`` runs the call at ``place``."""
+        self.position.begin()
+        self.place = place
+        self.change = change
+        self.number = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        place = self.place
+        if place is None or place.module != self.position.module:
+            return func(*args, **kwargs)
+        self.number += 1
+        if self.number == place.number and self.change is not None:
+            self.place = None
+            inputs = {key: value for key, value in kwargs.items() if key != "out"}
+            leaves = tree_leaves((list(args), inputs))
+            return self.change(replace(place.call, leaves=leaves))
+        body = function_body(func)
+        if body is None:
+            return func(*args, **kwargs)
+        with self:
+            return body(*args, **kwargs)
+
+
+class _NamedCall(Plain):
+    """The handler that runs the call of one site in another way."""
+
+    def __init__(self, wanted: str | None) -> None:
+        super().__init__()
+        self.wanted = wanted
+        self.site = ""
+        self.change: Callable[[Call], Any] | None = None
+
+    def begin(self, place: CallPlace, change: Callable[[Call], Any]) -> None:
+        """Start a forward pass in which ``change`` runs the call of a site."""
+        self.site = str(place.call.site)
+        self.change = change
+        self.site_output = None
+
+    def run(self, call: Call) -> Any:
+        """Run the call."""
+        if str(call.site) == self.site and self.change is not None:
+            return self.change(call)
+        return call.run()
+
+
+class _Rounding:
+    """One call executed in a format: one part more in each forward pass.
+
+    Weights and biases are one part. So are the operands that it computes with, unless
+    the format rounds by a plain cast: a plan pays for each of those by itself.
+
+    ``steps`` are the parts that change the result, ``unchanged`` the others.
+    """
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt = fmt
+        self.steps: list[tuple[TermKey, Any]] = []
+        self.unchanged: list[TermKey] = []
+        self.forwards = 0
+        self._exact: Any = None
+
+    @property
+    def keys(self) -> list[TermKey]:
+        """The parts that change the result."""
+        return [key for key, _ in self.steps]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every part has been run."""
+        return self.forwards >= max(1, len(self.steps))
+
+    def __call__(self, call: Call) -> Any:
+        """Run the call with as many parts rounded as there were forward passes."""
+        if not self.forwards:
+            self._execute(call)
+        self.forwards += 1
+        result = self._exact
+        if self.steps:
+            result = self.steps[self.forwards - 1][1]
+        if not call.operator.inplace:
+            return result
+        written: Tensor = call.leaves[0]
+        return written.copy_(result)
+
+    def _execute(self, call: Call) -> None:
+        self._exact = before = call.again(list(call.leaves))
+        steps = rounding_steps(call, self.fmt, before)
+        for _, grouped in itertools.groupby(steps, self._part):
+            group = list(grouped)
+            key = self._key(str(call.site), group)
+            after = group[-1].result
+            if _differ(before, after):
+                self.steps.append((key, after))
+            else:
+                self.unchanged.append(key)
+            before = after
+
+    def _part(self, step: RoundingStep) -> tuple[str, int]:
+        """Return what steps have in common that are measured together."""
+        is_alone = step.part == "activation" and casts(self.fmt.name)
+        if is_alone and step.operand is not None:
+            return step.part, step.operand.leaf
+        return step.part, -1
+
+    def _key(self, site: str, steps: Sequence[RoundingStep]) -> TermKey:
+        operands = [step.operand for step in steps if step.operand is not None]
+        first = operands[0].leaf if operands else -1
+        sources = {name for operand in operands for name in operand.sources}
+        return TermKey(
+            site, self.fmt.name, steps[0].part, first, tuple(sorted(sources))
+        )
+
+
+def _differ(before: Any, after: Any) -> bool:
+    pairs = zip(float_tensors(before), float_tensors(after), strict=True)
+    return not all(torch.equal(exact, rounded) for exact, rounded in pairs)
+
+
+def measure_by_trial(
+    workload: Workload,
+    recording: Recording,
+    pairs: Iterable[Pair],
+    views: Sequence[OutputView],
+    signs: Sequence[DrawnSigns],
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[Pair, TrialRows]:
+    """Measure what rounding each site alone to its format does to the target.
+
+    Args:
+        workload: model and batches; the model is left as it was.
+        recording: of this workload.
+        pairs: sites and formats.
+        views: the outputs of the budget.
+        signs: of each batch that is measured.
+        progress: called after each batch, with their number and that of all.
+
+    Returns:
+        The rows of each pair. A pair that the model refuses to run, or that changes the
+        shape of the target, is left out.
+    """
+    results = {pair: TrialRows() for pair in pairs}
+    if not results:
+        return results
+    handler = _NamedCall(_wanted(recording.target))
+    with preserve(workload.model), torch.no_grad():
+        _prepare(workload.model)
+        with watch(workload.model, handler) as mode:
+            runner = _OneCall(workload, recording, mode, handler)
+            measured = {drawn.index: drawn for drawn in signs}
+            for index in range(len(recording.batches)):
+                if index in measured:
+                    _measure_batch(runner, results, views, measured[index])
+                runner.run(index)
+                if progress is not None:
+                    progress(index + 1, len(recording.batches))
+    return results
+
+
+def _measure_batch(
+    runner: _OneCall,
+    results: dict[Pair, TrialRows],
+    views: Sequence[OutputView],
+    signs: DrawnSigns,
+) -> None:
+    """Add what each pair does to one batch; drop those that cannot be measured."""
+    batch = runner.recording.batches[signs.index]
+    vectors = signs.again(batch.targets)
+    for pair, rows in list(results.items()):
+        site, fmt = pair
+        place = batch.places.get(site)
+        if place is None:
+            rows.batches.append({})
+            continue
+        rounding = _Rounding(fmt)
+        changes = runner.changes(place, rounding, signs)
+        if changes is None:
+            del results[pair]
+            continue
+        # without any step there was one forward pass, which changed nothing
+        changed = dict(zip(rounding.keys, changes, strict=False))
+        rows.add(changed, rounding.unchanged, views, signs, vectors)
+        rows.forwards += rounding.forwards
+
+
+class _OneCall:
+    """Runs the model with one call changed."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        recording: Recording,
+        mode: CallMode,
+        handler: _NamedCall,
+    ) -> None:
+        self.workload = workload
+        self.recording = recording
+        self.mode = mode
+        self.handler = handler
+        self.quick = _QuickMode(mode.position)
+
+    def targets(
+        self, index: int, place: CallPlace, change: _Rounding
+    ) -> dict[str, Tensor]:
+        """Return the target tensors of a batch with the call at ``place`` changed."""
+        batch = self.workload.batches[index]
+        self.mode.begin()
+        self.quick.begin(place, change)
+        self.handler.begin(place, change)
+        is_pure = self.recording.is_pure
+        kept = nullcontext() if is_pure else preserve(self.workload.model)
+        # where a site is the target, calls must have their names
+        way = self.quick if self.handler.wanted is None else self.mode
+        with kept, way:
+            output = self.workload.run(batch)
+            return named_targets(
+                self.workload,
+                batch,
+                output,
+                self.recording.target,
+                self.handler.site_output,
+            )
+
+    def changes(
+        self, place: CallPlace, rounding: _Rounding, signs: DrawnSigns
+    ) -> list[Change] | None:
+        """Return what each part of one call changes; None where that is not measured.
+
+        So it is where the model refuses the rounded values, or returns other shapes.
+        """
+        before = self.recording.batches[signs.index].targets
+        changes = []
+        while not rounding.is_done:
+            passes = rounding.forwards
+            try:
+                after = self.targets(signs.index, place, rounding)
+            except WorkloadError:
+                return None
+            if rounding.forwards == passes or not same_shapes(before, after):
+                return None
+            changes.append(Change.between(before, after, signs))
+            before = after
+        return changes
+
+    def run(self, index: int) -> None:
+        """Run a batch as it is, where the next one begins with what it leaves behind."""
+        if not self.recording.is_pure:
+            self.workload.run(self.workload.batches[index])
+
+
+def same_shapes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether two forward passes have target tensors of the same names and shapes."""
+    shapes = [
+        {name: tensor.shape for name, tensor in targets.items()}
+        for targets in (before, after)
+    ]
+    return shapes[0] == shapes[1]

@@ -398,7 +398,8 @@ def test_a_folder_in_use_is_left_alone(folder, capsys):
 
 def test_what_cannot_be_exported_is_a_row(folder, capsys):
     text = WORKLOAD.replace(
-        "return self.fc(", "x = x if x.sum() > 1e9 else x + 0\n        return self.fc("
+        "return self.fc(",
+        "x = torch.from_numpy(x.detach().numpy().copy())\n        return self.fc(",
     )
     (folder / "net.py").write_text(text)
     code, out, _ = run("net.py -o out --no-pareto --json", capsys)

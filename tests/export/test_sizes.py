@@ -268,7 +268,7 @@ def test_a_branch_that_batches_take_differently_is_that_of_the_first(
         assert_computes(inference_session(path), workload, captured, batch)
 
 
-def test_a_branch_on_a_computed_size_is_that_of_the_first_batch(
+def test_a_branch_on_a_computed_size_is_that_for_several_rows(
     tmp_path, inference_session
 ):
     batches = [
@@ -277,7 +277,7 @@ def test_a_branch_on_a_computed_size_is_that_of_the_first_batch(
         -torch.rand(6, 4),
     ]
     workload, captured, path = written(Chosen(), batches, tmp_path)
-    assert any("branches on sizes that it computes" in r for r in captured.remarks)
+    assert any("branches on a size that the model" in r for r in captured.remarks)
     assert [bool(captured.why_unfit(batch)) for batch in batches] == [
         False,
         False,

@@ -23,6 +23,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from roundoff.errors import QuantizationError, RoundoffError
 from roundoff.export.onnx.decompose import decomposed
+from roundoff.export.onnx.general import (
+    differing_batches,
+    general_case,
+    remarks,
+)
+from roundoff.export.onnx.inlined import Inlined
 from roundoff.export.onnx.operators import translations
 from roundoff.export.onnx.passes import Passes, runnable_batches
 from roundoff.export.onnx.readings import Reading, Repeating
@@ -48,6 +54,7 @@ class Captured:
         sizes: which sizes it takes.
         remarks: what it fixes, in sentences.
         apart: batches that take another path through the model's code.
+        general: lines that branch on computed sizes, of which it has the general case.
     """
 
     program: Any
@@ -56,6 +63,7 @@ class Captured:
     sizes: Sizes
     remarks: list[str] = field(default_factory=list)
     apart: list[Any] = field(default_factory=list)
+    general: list[str] = field(default_factory=list)
 
     def why_unfit(self, batch: Any) -> str:
         """Return why the file cannot run a batch, or runs another path; empty if it can."""
@@ -88,10 +96,13 @@ class _Attempt:
     def run(self, traced: Traced) -> Captured:
         """Trace, and translate to ONNX. Raises whatever torch does."""
         traced.reading = Repeating(self.readings) if self.readings else None
+        inlined = Inlined()
+        traced.inlined = inlined
         axes = [dict.fromkeys(a, torch.export.Dim.AUTO) or None for a in self.free]
         try:
             # lengths 0 and 1 are lengths as others are
             with (
+                general_case(lambda: inlined.depth > 0) as lines,
                 symbolic_config.patch(backed_size_oblivious=True),
                 functional_config.patch(fake_tensor_propagate_real_tensors=self.draft),
             ):
@@ -103,8 +114,10 @@ class _Attempt:
                 )
         finally:
             traced.reading = None
+            traced.inlined = None
         sizes = Sizes(exported, list(traced.inputs))
-        return Captured(_translated(exported, traced), exported, traced, sizes)
+        program = _translated(exported, traced)
+        return Captured(program, exported, traced, sizes, general=lines)
 
 
 def capture(workload: Workload, traced: Traced) -> Captured:
@@ -186,6 +199,11 @@ class _Tries:
                 "the branches of the first batch, and is right for inputs that do so too"
             )
             captured.apart += _refused_batches(self.workload, captured)
+        if captured.general:
+            captured.remarks += remarks(captured.general)
+            captured.apart += differing_batches(
+                self.workload, self.traced, captured.exported
+            )
         captured.remarks += _unfit_batches(self.workload, captured)
         return captured
 

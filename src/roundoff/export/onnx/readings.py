@@ -104,7 +104,7 @@ class Recording(ReadingMode):
     def read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Read, and record it."""
         value = func(*args, **kwargs)
-        self.readings.append(Reading(_user_line(), value))
+        self.readings.append(Reading(user_line(), value))
         return value
 
 
@@ -171,7 +171,7 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """Return the innermost line that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.inlined import Inlined
 from roundoff.export.onnx.readings import ReadingMode
 from roundoff.export.onnx.recurrent import KeepRecurrent
 from roundoff.workload import Workload, all_named_tensors, describe, named_tensors
@@ -27,6 +28,7 @@ class Traced(nn.Module):
         probes: names of the values that are probed, which are returned behind them.
         reading: what happens where the model's code reads numbers from tensors; None:
             nothing.
+        inlined: traces the bodies of custom operators; None where these run as they are.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, batch: Any) -> None:
@@ -40,6 +42,7 @@ class Traced(nn.Module):
         self.outputs: list[str] = []
         self.probes: list[str] = []
         self.reading: ReadingMode | None = None
+        self.inlined: Inlined | None = None
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch, in the order of the inputs.
@@ -65,6 +68,8 @@ class Traced(nn.Module):
         batch = tree_unflatten(leaves, self._layout)
         with ExitStack() as modes:
             modes.enter_context(KeepRecurrent().kept())
+            if self.inlined is not None:
+                modes.enter_context(self.inlined)
             if self.reading is not None:
                 modes.enter_context(self.reading.begun())
             outputs = _outputs(self._workload.run(batch))

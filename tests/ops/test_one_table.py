@@ -33,7 +33,7 @@ NOT_REGISTERED = frozenset(
     multi_head_attention_forward softsign tanhshrink softmin gumbel_softmax
     local_response_norm cpu cuda double half bfloat16 float type data requires_grad
     shape dim numel tolist miopen_rnn miopen_rnn_backward miopen_batch_norm relu6
-    rnn_tanh rnn_relu""".split()
+    rnn_tanh rnn_relu contains""".split()
 )
 
 

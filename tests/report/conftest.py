@@ -65,6 +65,7 @@ def ranking(sites: list[str], formats: list[str], chosen: dict[str, str]) -> lis
                     "activation_db": dbs[0],
                     "weight_db": None if "act_fn" in site else dbs[1],
                     "output_db": dbs[2],
+                    "measured": "adjoint",
                     "chosen": chosen[site],
                     "note": "",
                 }
@@ -186,6 +187,9 @@ def make_summary(number: int = 60) -> dict:
                 "[bias]/add: its result is not used by the output",
                 "pooler/tanh: its result is detached",
             ],
+            "mixed": 0,
+            "measured_batches": 0,
+            "batches": 0,
         },
         "ranking": rows,
         "plan": {

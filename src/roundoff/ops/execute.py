@@ -92,49 +92,80 @@ def rounding_steps(
     if _looks_up(call, fmt):
         yield from _rounded_rows(call, fmt, reference)
         return
-    rounder = rounder or round_operand
-    leaves = list(call.leaves)
-    result = reference
+    execution = _Execution(call, fmt, rounder or round_operand, reference)
     for operand in call.operands:
         if operand.role == "activation" and rule.activation is not None:
-            exact = leaves[operand.leaf]
-            leaves[operand.leaf] = rounder(exact, operand, fmt)
-            # the first states of a recurrent layer are zero
-            if call.kind != "rnn" or not torch.equal(leaves[operand.leaf], exact):
-                result = call.again(leaves)
-            yield RoundingStep("activation", operand, result)
+            yield execution.with_activation(operand)
     weights = [
         operand
         for operand in call.operands
         if operand.role != "activation" and _rounds_operand(rule, operand)
     ]
     if call.kind == "rnn" and weights:
+        yield execution.with_weights(weights)
+    else:
         for operand in weights:
-            leaves[operand.leaf] = rounder(leaves[operand.leaf], operand, fmt)
-        result = call.again(leaves)
-        yield RoundingStep("weight", _joined(weights), result)
-        weights = []
-    for operand in weights:
-        exact = leaves[operand.leaf]
-        leaves[operand.leaf] = rounder(exact, operand, fmt)
-        if operand.role == "bias" and adds_bias_last(call):
-            result = result + bias_shift(call, leaves[operand.leaf] - exact)
-        else:
-            result = call.again(leaves)
-        yield RoundingStep("weight", operand, result)
+            yield execution.with_weight(operand)
     if rule.output:
-        is_in_format = rule.activation == "exact" and call.operator.name in _CHOOSES
-        output = result if is_in_format else round_output(result, fmt)
-        yield RoundingStep("output", None, output)
+        yield execution.with_output()
 
 
-def _joined(operands: list[Operand]) -> Operand:
-    """Return one operand for the weights of a recurrent layer, which are rounded together.
+class _Execution:
+    """A call of which more and more parts are rounded."""
 
-    Each by itself would cost a run of the whole layer.
-    """
-    sources = frozenset().union(*(operand.sources for operand in operands))
-    return replace(operands[0], sources=sources)
+    def __init__(
+        self, call: Call, fmt: Format, rounder: Rounder, reference: Any
+    ) -> None:
+        self.call = call
+        self.fmt = fmt
+        self.rounder = rounder
+        self.leaves = list(call.leaves)
+        self.result = reference
+
+    def with_activation(self, operand: Operand) -> RoundingStep:
+        """Round an activation."""
+        exact = self._round(operand)
+        # the first states of a recurrent layer are zero
+        is_unchanged = self.call.kind == "rnn" and torch.equal(
+            self.leaves[operand.leaf], exact
+        )
+        if not is_unchanged:
+            self.result = self.call.again(self.leaves)
+        return RoundingStep("activation", operand, self.result)
+
+    def with_weight(self, operand: Operand) -> RoundingStep:
+        """Round a weight or a bias."""
+        exact = self._round(operand)
+        if operand.role == "bias" and adds_bias_last(self.call):
+            shift = self.leaves[operand.leaf] - exact
+            self.result = self.result + bias_shift(self.call, shift)
+        else:
+            self.result = self.call.again(self.leaves)
+        return RoundingStep("weight", operand, self.result)
+
+    def with_weights(self, operands: list[Operand]) -> RoundingStep:
+        """Round the weights of a recurrent layer: each by itself would run all of it."""
+        for operand in operands:
+            self._round(operand)
+        self.result = self.call.again(self.leaves)
+        sources = frozenset().union(*(operand.sources for operand in operands))
+        joined = replace(operands[0], sources=sources)
+        return RoundingStep("weight", joined, self.result)
+
+    def with_output(self) -> RoundingStep:
+        """Round the result."""
+        rule = self.fmt.execution
+        is_chosen = self.call.operator.name in _CHOOSES
+        is_in_format = rule is not None and rule.activation == "exact" and is_chosen
+        if not is_in_format:
+            self.result = round_output(self.result, self.fmt)
+        return RoundingStep("output", None, self.result)
+
+    def _round(self, operand: Operand) -> Tensor:
+        """Round an operand, and return it as it was."""
+        exact: Tensor = self.leaves[operand.leaf]
+        self.leaves[operand.leaf] = self.rounder(exact, operand, self.fmt)
+        return exact
 
 
 def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:

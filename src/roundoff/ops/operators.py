@@ -48,10 +48,10 @@ class Operator:
     @classmethod
     def of(cls, func: Callable[..., Any]) -> Operator:
         """Return the operator of a function that a ``TorchFunctionMode`` was given."""
-        known = _OPERATORS.get(func)
-        if known is None:
-            known = _OPERATORS[func] = cls._named(func)
-        return known
+        operator = _OPERATORS.get(func)
+        if operator is None:
+            operator = _OPERATORS[func] = cls._named(func)
+        return operator
 
     @classmethod
     def _named(cls, func: Callable[..., Any]) -> Operator:

@@ -39,6 +39,8 @@ MULTIPLYING_KINDS: tuple[Kind, ...] = ("conv", "linear", "matmul", "attention", 
 #: The kinds that a format limited to "matrix" operators can run: an embedding looks up rows of
 #: such a format, without multiplying.
 MATRIX_KINDS: frozenset[Kind] = frozenset((*MULTIPLYING_KINDS, "embedding"))
+#: The kinds whose result is linear in each operand.
+LINEAR_KINDS: frozenset[Kind] = frozenset(("linear", "conv", "matmul"))
 
 Trait = Literal[
     # the values of the result

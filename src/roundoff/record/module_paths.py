@@ -46,7 +46,9 @@ class Paths:
             self._add(model)
 
     def current(self) -> str:
-        """The path of the innermost module that runs, "" outside of all and for the model itself."""
+        """The path of the innermost module that runs, "" outside of all and for the
+        model itself.
+        """
         return self.position.module
 
     def name_of(self, tensor: Tensor) -> str | None:

@@ -38,7 +38,8 @@ from roundoff.record.statistics_kernel import (
     compiled,
 )
 
-#: fp32 sums of squares lose precision below this magnitude, and overflow to infinity above 2**64.
+#: fp32 sums of squares lose precision below this magnitude, and overflow to infinity
+#: above 2**64.
 _TINY = 2.0**-50
 
 

@@ -1,4 +1,6 @@
-"""Tensors on disk: safetensors files of a bounded size, each content once, every dtype bit for bit."""
+"""Tensors on disk: safetensors files of a bounded size, each content once, every dtype
+bit for bit.
+"""
 
 from __future__ import annotations
 

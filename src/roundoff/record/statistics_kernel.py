@@ -45,8 +45,8 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sums(x: Tensor) -> Tensor:
-    """``[min, max, sum, sum of squares, min of the magnitudes]`` of a tensor of shape
-    ``(rows, n)``, n a multiple of 4, in fp32; NaN in it shows in all of them, an
+    """Return ``[min, max, sum, sum of squares, min of the magnitudes]`` of a tensor of
+    shape ``(rows, n)``, n a multiple of 4, in fp32; NaN in it shows in all of them, an
     infinity in min or max.
     """
     # quarters of a row side by side: one accumulator alone would wait for its own last
@@ -69,7 +69,7 @@ def sums(x: Tensor) -> Tensor:
 
 
 def counts(x: Tensor) -> Tensor:
-    """``[zeros, zeros and subnormals]`` of a tensor of shape ``(rows, n)``, in fp32."""
+    """Return ``[zeros, zeros and subnormals]`` of a tensor of shape ``(rows, n)``, in fp32."""
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     zeros = (wide == 0).to(torch.float32).sum(1)
@@ -79,7 +79,8 @@ def counts(x: Tensor) -> Tensor:
 
 
 def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``,
+    """Return
+    ``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``,
     all but the counts over the finite elements of ``x``, shape ``(rows, n)``; where
     ``sums`` overflows or loses its digits.
     """
@@ -110,7 +111,8 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def errors(x: Tensor, reference: Tensor) -> Tensor:
-    """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]``
+    """Return
+    ``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]``
     of two tensors of shape ``(rows, n)``, n a multiple of 4, in fp64; not finite where
     one of them is not.
     """
@@ -181,7 +183,7 @@ class Kernel(NamedTuple):
 
 
 def _package(name: str, dtype: torch.dtype) -> Path:
-    """The file for this torch, processor and version of the function, in the user's
+    """Return the file for this torch, processor and version of the function, in the user's
     cache folder."""
     kernel = KERNELS[name]
     functions = (kernel.function, *kernel.helpers)

@@ -22,7 +22,7 @@ def halved(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
-KINDS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+KINDS: dict[str, Callable[..., nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,

@@ -141,7 +141,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     """
     memo = {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
     try:
-        copied = copy.deepcopy(model, memo).eval()  # type: ignore[arg-type]
+        copied = copy.deepcopy(model, memo).eval()
     # tensors with a history, locks, open files
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise QuantizationError(

@@ -82,7 +82,7 @@ def _store_hooked(module: nn.Module) -> Iterator[str]:
             remove_spectral_norm(module, name)
         elif isinstance(hook, prune.BasePruningMethod):
             name = hook._tensor_name
-            prune.remove(module, name)
+            prune.remove(module, name)  # type: ignore[no-untyped-call]
         else:
             continue
         if name not in module._parameters:

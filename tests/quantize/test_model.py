@@ -79,7 +79,7 @@ def test_a_residual_net_by_hand(calibrated, Model):
     with torch.no_grad():
         y = conv("a", x, "a/conv2d:0", padding=1).relu()
         z = value(conv("b", y, "/relu"), q["b/conv2d"]) + value(y, q["/relu"])
-        want = value(conv("c", z.clamp(0, 2), "/clamp"), q["c/conv2d"])
+        want = conv("c", z.clamp(0, 2), "/clamp")
     assert set(q) == {
         "a.weight",
         "b.weight",
@@ -88,7 +88,6 @@ def test_a_residual_net_by_hand(calibrated, Model):
         "/relu",
         "b/conv2d",
         "/clamp",
-        "c/conv2d",
     }
     assert torch.equal(model(x), want)
 

@@ -59,9 +59,6 @@ _SMALL = 2**27
 _TOGETHER_BYTES = 2**20
 #: Bytes of the outputs of all sites from which on gradients are stored in bf16.
 _LARGE = 2**22
-#: Bytes that are kept rather than send probes together through an operator whose batched
-#: backward is a loop.
-_LOOPS_ROOM = 2**28
 #: Up to here probes cost less one by one than batched, where their gradients may be kept.
 FEW_PROBES = 8
 #: Share of the sites that may mix samples before another division is tried.

@@ -135,7 +135,8 @@ class Measurement:
             the target is one output: budgets of older files, and of gradients.
         not_measured: tensors and outputs that are no target, with the reason.
         around: site to format of the rounded model that was linearised around.
-        batched: True where all probes went back at once.
+        batched: False where probes went back one by one, because some operator's backward
+            cannot be batched.
         calls: operator calls of one batch.
         excluded: calls that did not become sites.
         environment: the settings that change numbers.

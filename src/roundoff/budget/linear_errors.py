@@ -18,6 +18,7 @@ from torch import Tensor
 from roundoff.budget.terms import TermKey
 from roundoff.formats import Format
 from roundoff.ops import (
+    LINEAR_KINDS,
     Call,
     Operand,
     RoundedOperands,
@@ -28,7 +29,6 @@ from roundoff.ops import (
     rounds_operand,
 )
 
-_LINEAR_KINDS = frozenset(("linear", "conv", "matmul"))
 #: Elements of results that are computed for all formats together.
 _SMALL = 2**18
 
@@ -39,7 +39,7 @@ _LARGE = 2**12
 
 def is_linear(call: Call) -> bool:
     """Return True if a call is large, and linear in each of its operands."""
-    if call.kind not in _LINEAR_KINDS or call.operator.inplace:
+    if call.kind not in LINEAR_KINDS or call.operator.inplace:
         return False
     elements: int = sum(call.leaves[o.leaf].numel() for o in activations(call))
     return elements >= _LARGE

@@ -40,7 +40,6 @@ from roundoff.formats import Format, parse_format
 from roundoff.ops import (
     INTEGER_RESULT,
     CallMode,
-    RoundedOperands,
     operators_that,
     watch,
 )
@@ -184,7 +183,6 @@ class _BudgetRun:
         self.mutation = False
         self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
         self.division: Division | None = None
-        self.rounded = RoundedOperands()
         self.mixed_share = 1.0
         self.is_precise = False
         self.sites: dict[str, SiteInfo] = {}
@@ -305,7 +303,6 @@ class _BudgetRun:
             anchor,
             wanted=self.target if is_site else None,
             axes=self.axes,
-            rounded=self.rounded,
             limit=range_limit(self.formats),
         )
         mutation = allow_mutation_on_saved_tensors()
@@ -334,8 +331,8 @@ class _BudgetRun:
         batch = self.workload.batches[index]
         if self.division is None:
             return divisions(batch, targets)
-        known = self.division
-        return [divide(known.way, batch, targets, known.preferred)]
+        chosen = self.division
+        return [divide(chosen.way, batch, targets, chosen.preferred)]
 
     def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
         """Return K, which is chosen at the first batch.

@@ -81,10 +81,10 @@ def divide(
     if length is None or length < 2:
         return whole(targets)
     axes = [_axis_of(target, length, preferred) for target in targets]
-    found = tuple(axis for axis in axes if axis is not None)
-    if len(found) < len(axes):
+    of_samples = tuple(axis for axis in axes if axis is not None)
+    if len(of_samples) < len(axes):
         return whole(targets)
-    return Division(way, length, found, preferred)
+    return Division(way, length, of_samples, preferred)
 
 
 def divisions(batch: Any, targets: Sequence[Tensor]) -> Iterator[Division]:

@@ -391,7 +391,7 @@ def term_frame(measured: Iterable[MeasuredTerm], outputs: int = 1) -> pl.DataFra
         probes, columns = values.shape[1:]
         by_output = values.reshape(-1, probes // outputs, columns)
         noises, errors = (
-            found.reshape(-1, outputs) for found in term_powers(by_output)
+            figures.reshape(-1, outputs) for figures in term_powers(by_output)
         )
         worst = noises.argmax(axis=1)
         noise[alike] = noises[np.arange(len(worst)), worst]

@@ -52,6 +52,7 @@ from .rerun import run_again as run_again
 from .rerun import tensors_made as tensors_made
 from .rounded_operands import RoundedOperands as RoundedOperands
 from .sizes import sizes as sizes
+from .table import LINEAR_KINDS as LINEAR_KINDS
 from .table import MATRIX_KINDS as MATRIX_KINDS
 from .table import MULTIPLYING_KINDS as MULTIPLYING_KINDS
 from .table import base as base

@@ -1,10 +1,11 @@
 """Run one operator call in a number format: what "executed in bf16" means.
 
-A format's execution rule (``Format.execution``) names the parts that are rounded: activation
-operands, weights (with biases where the format rounds them), and the output. A bf16 matmul rounds
-operands and output and accumulates in fp32; an int8 matmul quantizes operands and weights with
-scales, accumulates exactly and leaves an fp32 output. Rounding is simulated in the reference's own
-dtype, so any format runs on any device.
+A format's execution rule (``Format.execution``) names the parts that are rounded:
+activation operands, weights (with biases where the format rounds them), and the output.
+A bf16 matmul rounds operands and output and accumulates in fp32; an int8 matmul
+quantizes operands and weights with scales, accumulates exactly and leaves an fp32
+output. Rounding is simulated in the reference's own dtype, so any format runs on any
+device.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def rounding_steps(
 
     The weights of a recurrent layer are rounded together.
 
-    Each step keeps the roundings of the steps before it, so the differences between consecutive
-    results add up to the whole error exactly: nothing is counted twice (the output part of a ReLU
-    whose operand is already rounded is zero). ``reference`` is the result with nothing rounded;
-    parts that do not apply are left out. ``rounder`` rounds the operands, ``round_operand`` by
-    default.
+    Each step keeps the roundings of the steps before it, so the differences between
+    consecutive results add up to the whole error exactly: nothing is counted twice (the
+    output part of a ReLU whose operand is already rounded is zero). ``reference`` is
+    the result with nothing rounded; parts that do not apply are left out. ``rounder``
+    rounds the operands, ``round_operand`` by default.
     """
     rule = fmt.execution
     if rule is None:
@@ -92,49 +93,80 @@ def rounding_steps(
     if _looks_up(call, fmt):
         yield from _rounded_rows(call, fmt, reference)
         return
-    rounder = rounder or round_operand
-    leaves = list(call.leaves)
-    result = reference
+    execution = _Execution(call, fmt, rounder or round_operand, reference)
     for operand in call.operands:
         if operand.role == "activation" and rule.activation is not None:
-            exact = leaves[operand.leaf]
-            leaves[operand.leaf] = rounder(exact, operand, fmt)
-            # the first states of a recurrent layer are zero
-            if call.kind != "rnn" or not torch.equal(leaves[operand.leaf], exact):
-                result = call.again(leaves)
-            yield RoundingStep("activation", operand, result)
+            yield execution.with_activation(operand)
     weights = [
         operand
         for operand in call.operands
         if operand.role != "activation" and _rounds_operand(rule, operand)
     ]
     if call.kind == "rnn" and weights:
+        yield execution.with_weights(weights)
+    else:
         for operand in weights:
-            leaves[operand.leaf] = rounder(leaves[operand.leaf], operand, fmt)
-        result = call.again(leaves)
-        yield RoundingStep("weight", _joined(weights), result)
-        weights = []
-    for operand in weights:
-        exact = leaves[operand.leaf]
-        leaves[operand.leaf] = rounder(exact, operand, fmt)
-        if operand.role == "bias" and adds_bias_last(call):
-            result = result + bias_shift(call, leaves[operand.leaf] - exact)
-        else:
-            result = call.again(leaves)
-        yield RoundingStep("weight", operand, result)
+            yield execution.with_weight(operand)
     if rule.output:
-        is_in_format = rule.activation == "exact" and call.operator.name in _CHOOSES
-        output = result if is_in_format else round_output(result, fmt)
-        yield RoundingStep("output", None, output)
+        yield execution.with_output()
 
 
-def _joined(operands: list[Operand]) -> Operand:
-    """Return one operand for the weights of a recurrent layer, which are rounded together.
+class _Execution:
+    """A call of which more and more parts are rounded."""
 
-    Each by itself would cost a run of the whole layer.
-    """
-    sources = frozenset().union(*(operand.sources for operand in operands))
-    return replace(operands[0], sources=sources)
+    def __init__(
+        self, call: Call, fmt: Format, rounder: Rounder, reference: Any
+    ) -> None:
+        self.call = call
+        self.fmt = fmt
+        self.rounder = rounder
+        self.leaves = list(call.leaves)
+        self.result = reference
+
+    def with_activation(self, operand: Operand) -> RoundingStep:
+        """Round an activation."""
+        exact = self._round(operand)
+        # the first states of a recurrent layer are zero
+        is_unchanged = self.call.kind == "rnn" and torch.equal(
+            self.leaves[operand.leaf], exact
+        )
+        if not is_unchanged:
+            self.result = self.call.again(self.leaves)
+        return RoundingStep("activation", operand, self.result)
+
+    def with_weight(self, operand: Operand) -> RoundingStep:
+        """Round a weight or a bias."""
+        exact = self._round(operand)
+        if operand.role == "bias" and adds_bias_last(self.call):
+            shift = self.leaves[operand.leaf] - exact
+            self.result = self.result + bias_shift(self.call, shift)
+        else:
+            self.result = self.call.again(self.leaves)
+        return RoundingStep("weight", operand, self.result)
+
+    def with_weights(self, operands: list[Operand]) -> RoundingStep:
+        """Round the weights of a recurrent layer: each by itself would run all of it."""
+        for operand in operands:
+            self._round(operand)
+        self.result = self.call.again(self.leaves)
+        sources = frozenset().union(*(operand.sources for operand in operands))
+        joined = replace(operands[0], sources=sources)
+        return RoundingStep("weight", joined, self.result)
+
+    def with_output(self) -> RoundingStep:
+        """Round the result."""
+        rule = self.fmt.execution
+        is_chosen = self.call.operator.name in _CHOOSES
+        is_in_format = rule is not None and rule.activation == "exact" and is_chosen
+        if not is_in_format:
+            self.result = round_output(self.result, self.fmt)
+        return RoundingStep("output", None, self.result)
+
+    def _round(self, operand: Operand) -> Tensor:
+        """Round an operand, and return it as it was."""
+        exact: Tensor = self.leaves[operand.leaf]
+        self.leaves[operand.leaf] = self.rounder(exact, operand, self.fmt)
+        return exact
 
 
 def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingStep]:
@@ -148,8 +180,8 @@ def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingS
 def adds_bias_last(call: Call) -> bool:
     """Return True for a product of input and weight that a bias is added to at the end.
 
-    The bias may be None, and its error needs no second run. Under autocast it is rounded on the
-    way.
+    The bias may be None, and its error needs no second run. Under autocast it is
+    rounded on the way.
     """
     is_added = call.operator.name == "linear" or call.operator.name in _CONVOLUTIONS
     return is_added and not call.autocast
@@ -173,8 +205,8 @@ def execute(
 ) -> Any:
     """Return the call's result when executed in ``fmt`` (an in-place operator writes, as it would).
 
-    ``through(exact, rounded)`` gives the tensor that is used for a rounded one: training passes
-    gradients through it.
+    ``through(exact, rounded)`` gives the tensor that is used for a rounded one:
+    training passes gradients through it.
     """
     rule = fmt.execution
     if rule is None:
@@ -195,7 +227,9 @@ def execute(
 def _rounded_leaves(
     call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor]
 ) -> list[Any]:
-    """The call's leaves with its operands rounded; what an in-place operator writes is rounded there."""
+    """The call's leaves with its operands rounded; what an in-place operator writes is
+    rounded there.
+    """
     rule = fmt.execution
     leaves = list(call.leaves)
     for operand in call.operands:
@@ -222,7 +256,9 @@ def _rounds_operand(rule: Execution, operand: Operand) -> bool:
 
 
 def _way(rule: Execution, operand: Operand) -> str | None:
-    """How an operand is rounded: exact, or with a scale for each tensor, channel, token or block."""
+    """How an operand is rounded: exact, or with a scale for each tensor, channel, token
+    or block.
+    """
     return rule.activation if operand.role == "activation" else rule.weight
 
 
@@ -239,8 +275,8 @@ def _looks_up(call: Call, fmt: Format) -> bool:
 def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
     """Round ``x`` the way ``fmt`` rounds this operand.
 
-    That is a plain cast, or with a scale for each tensor, channel, token or block. An empty tensor
-    and an operand that the format leaves alone are returned as they are.
+    That is a plain cast, or with a scale for each tensor, channel, token or block. An
+    empty tensor and an operand that the format leaves alone are returned as they are.
     """
     way = None if fmt.execution is None else _way(fmt.execution, operand)
     if way is None or x.numel() == 0:
@@ -278,17 +314,18 @@ def round_output(value: Any, fmt: Format) -> Any:
     return _map_rounded(lambda t: round_tensor(t.detach(), fmt), value)
 
 
-#: Exponents of fp8_e5m2, from the smallest normal one to the largest: the range that gradients need.
+#: Exponents of fp8_e5m2, from the smallest normal one to the largest: the range that
+#: gradients need.
 _GRADIENT_EXPONENTS = 30
 
 
 def gradient_format(fmt: Format) -> Format | None:
     """Return the format of gradients beside a format of values; None where they stay as they are.
 
-    That is the format's ``gradient_format`` (fp8_e4m3 names e5m2, which has the range that
-    gradients need: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, section
-    3), or the format itself where its exponents reach as far. Integers, formats with block scales
-    and formats of weights alone are for values.
+    That is the format's ``gradient_format`` (fp8_e4m3 names e5m2, which has the range
+    that gradients need: Micikevicius et al., FP8 Formats for Deep Learning,
+    arXiv:2209.05433, section 3), or the format itself where its exponents reach as far.
+    Integers, formats with block scales and formats of weights alone are for values.
     """
     if fmt.gradient_format is not None:
         return fmt.gradient_format
@@ -302,9 +339,10 @@ def gradient_format(fmt: Format) -> Format | None:
 def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
     """Round a gradient as an operator in ``fmt`` receives it (of its output), or writes it.
 
-    It is received in ``gradient_format``, scaled per tensor where that is scaled. ``written`` is
-    the gradient of an operand: it is rounded only where the format rounds outputs (bf16, not tf32
-    or fp8). Formats without one for gradients leave them alone: straight through.
+    It is received in ``gradient_format``, scaled per tensor where that is scaled.
+    ``written`` is the gradient of an operand: it is rounded only where the format
+    rounds outputs (bf16, not tf32 or fp8). Formats without one for gradients leave them
+    alone: straight through.
     """
     rule = fmt.execution
     target = gradient_format(fmt)
@@ -318,7 +356,9 @@ def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
 
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
-    """Round blocks along ``axis``; a last block that is not full gets zeros, which change no maximum."""
+    """Round blocks along ``axis``; a last block that is not full gets zeros, which
+    change no maximum.
+    """
     size = fmt.block_size if isinstance(fmt, BlockFormat) else fmt.group_size
     missing = -x.shape[axis] % size
     granularity = PerGroup(size, axis)

@@ -15,6 +15,8 @@ from roundoff.ops.execute import round_operand
 class RoundedOperands:
     """``round_operand`` that remembers: what several calls read is rounded once.
 
+    It takes tensors that do not change while it lives: those of one backward pass.
+
     Args:
         bytes_kept: the oldest results go when more than this is remembered.
     """
@@ -45,5 +47,5 @@ class RoundedOperands:
 
     def _key(self, x: Tensor, operand: Operand, fmt: Format) -> tuple[Any, ...]:
         role = "activation" if operand.role == "activation" else "weight"
-        place = (x.data_ptr(), x._version, tuple(x.shape), x.stride(), x.dtype)
+        place = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
         return (*place, role, operand.reduce, operand.channel, fmt.name)

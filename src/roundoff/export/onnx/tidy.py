@@ -27,9 +27,9 @@ from roundoff.export.onnx.editing import (
 )
 from roundoff.export.onnx.group_norm import split_group_norms
 from roundoff.export.onnx.operators import DOMAIN
-from roundoff.export.onnx.outer_scales import move_scales
 from roundoff.export.onnx.pixel_shuffle import shuffles_as_moves
 from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
+from roundoff.export.onnx.scales_after_products import move_scales
 from roundoff.export.onnx.transposed import as_convolutions
 
 #: Bounds of a Clip that has none.

@@ -72,8 +72,8 @@ def _move(graph: Any, source: Any, axis: int) -> None:
     column = scale.reshape([-1] + [1] * (codes.ndim - 1 - axis))
     outside = add_constant(graph, column, f"{name}_outside")
     products = [use.node for use in source.outputs[0].uses()]
-    one = add_constant(graph, np.ones((), scale.dtype), f"{name}_one")
-    source.replace_input_with(1, one)
+    unit = add_constant(graph, np.ones((), scale.dtype), f"{name}_unit")
+    source.replace_input_with(1, unit)
     if input_at(source, 2) is not None:
         zero = np.zeros((), constant_array(source.inputs[2]).dtype)
         source.replace_input_with(2, add_constant(graph, zero, f"{name}_zero"))

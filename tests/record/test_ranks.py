@@ -65,7 +65,7 @@ def launch(tmp_path, text, *options, steps="0-1", head=HEAD, code=0):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
         env=ENVIRONMENT,
     )
@@ -94,7 +94,7 @@ def start_both(tmp_path, text, *options, steps="0-1"):
         )
         for rank in ("0", "1")
     ]
-    printed = [process.communicate(timeout=150) for process in processes]
+    printed = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     return tuple("".join(texts) for texts in zip(*printed, strict=True))
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
@@ -35,6 +33,7 @@ from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.budget.trial_signs import DrawnSigns
+from roundoff.budget.written_over import Writes, saving
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import (
@@ -177,11 +176,15 @@ class _BudgetRun:
         self.probes = sampling.probes
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
-        # how probes go back, and if tensors that the model has written over since are kept
-        # (fine in inference, an error in training); what fails is done in the next way
+        # how probes go back, and what is done about tensors that the model writes over;
+        # what fails is done in the next way
         self.way = Way.TOGETHER
-        self.mutation = False
-        self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
+        self.writes = Writes.REFUSED
+        self.other_ways = [
+            (Way.TOGETHER, Writes.COPIED),
+            (Way.TOGETHER, Writes.FOLLOWED),
+            (Way.ALONE, Writes.FOLLOWED),
+        ]
         self.division: Division | None = None
         self.mixed_share = 1.0
         self.is_precise = False
@@ -212,7 +215,7 @@ class _BudgetRun:
             except RuntimeError as error:
                 if isinstance(error, CheckpointError) or not self.other_ways:
                     raise _no_backward(self.workload, index, error) from error
-                self.way, self.mutation = self.other_ways.pop(0)
+                self.way, self.writes = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
         powers = {
@@ -305,8 +308,7 @@ class _BudgetRun:
             axes=self.axes,
             limit=range_limit(self.formats),
         )
-        mutation = allow_mutation_on_saved_tensors()
-        with mutation if self.mutation else nullcontext():
+        with saving(self.writes, probe.keep):
             values, division = measure_batch(
                 mode,
                 probe,

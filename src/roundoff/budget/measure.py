@@ -257,7 +257,11 @@ class _BudgetRun:
     def fewest_batches(self) -> int:
         """Batches that are measured at least."""
         few = FEWEST_BATCHES if self.mixed_share <= FEW_MIXED else FEWEST_MIXED_BATCHES
-        return min(few, len(self.workload.batches))
+        return min(few, self._all_batches)
+
+    @property
+    def _all_batches(self) -> int:
+        return len(self.workload.batches)
 
     def _judge(self, mode: CallMode) -> None:
         """Stop measuring where the precision is reached by some of the batches.
@@ -315,7 +319,7 @@ class _BudgetRun:
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
                 divided=functools.partial(self._divisions, index),
-                probes=self._count,
+                probes=functools.partial(self._count, mode),
                 spread=self._spread,
                 generator=self.generator,
                 way=self.way,
@@ -336,17 +340,21 @@ class _BudgetRun:
         chosen = self.division
         return [divide(chosen.way, batch, targets, chosen.preferred)]
 
-    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
+    def _count(
+        self, mode: CallMode, samples: int, mixed_share: float, fitting: int
+    ) -> int:
         """Return K, which is chosen at the first batch.
 
-        Where batches are left to be measured, no more than ``fitting``.
+        Where batches are left to be measured, no more than ``fitting``. A model that
+        decides has all its batches measured, so each needs fewer.
         """
         self.mixed_share = mixed_share
         self.state = self.generator.get_state()  # the sign vectors are drawn next
         if self.probes is None:
             outputs = len(self.rows.names)
             most = MOST_ROWS // outputs if outputs > 1 else math.inf
-            batches = self.fewest_batches
+            decides = _decides(mode)
+            batches = self._all_batches if decides else self.fewest_batches
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)

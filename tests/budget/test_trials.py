@@ -480,3 +480,40 @@ def test_a_plan_lowers_a_site_that_only_a_trial_can_see(experts):
     plan = measured.plan("10dB")
     names = [site.site for site in measured.sites]
     assert "router/linear" in plan.formats(dict.fromkeys(names, "linear"))
+
+
+class _Sine(nn.Module):
+    """Nothing decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin()
+
+
+class _Chosen(_Sine):
+    """The largest element decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * (y.argmax(-1, keepdim=True) + 1)
+
+
+@pytest.mark.parametrize(("model", "followed"), [(_Sine, [1]), (_Chosen, [1, 3])])
+def test_further_batches_are_followed_where_the_first_shows_a_decision(
+    model, followed, monkeypatch
+):
+    asked = []
+
+    def counting(workload, target=None, batches=None):
+        asked.append(batches)
+        return record(workload, target, batches)
+
+    monkeypatch.setattr("roundoff.budget.refine.record", counting)
+    monkeypatch.setattr("roundoff.budget.refine.suspects", lambda *_: [])
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    budget(Workload(model(), batches), probes=4)
+    assert asked == followed

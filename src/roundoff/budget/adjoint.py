@@ -363,7 +363,7 @@ class Probe:
         That changes a projection by less than 0.4 %, a small part of its spread.
         """
         is_large = self.kept_bytes > _LARGE and gradient.dtype == torch.float32
-        return gradient.detach().to(torch.bfloat16 if is_large else gradient.dtype)
+        return gradient.detach().to(torch.bfloat16) if is_large else gradient.detach()
 
     def last(
         self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor

@@ -24,7 +24,7 @@ _JOINS = ("Concat", "DepthToSpace")
 #: Operators that move codes where a Q/DQ pair stands on both sides.
 _MOVES = ("DepthToSpace", "Split", "Slice")
 #: Operators through which it moves QuantizeLinear itself.
-_RESHAPES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
+RESHAPES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
 
 
 def raise_codes(graph: Any) -> None:
@@ -91,7 +91,7 @@ def _join_before(quantize: Any) -> Any:
             return None
         if node.op_type in _JOINS:
             return node
-        if node.op_type not in _RESHAPES:
+        if node.op_type not in RESHAPES:
             return None
 
 

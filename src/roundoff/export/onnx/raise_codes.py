@@ -71,9 +71,19 @@ def drop_repeated(graph: Any) -> None:
         for use in list(quantize.outputs[0].uses()):
             after = use.node
             if after.op_type == "DequantizeLinear" and _has_grid(after, quantize):
-                replace_node(graph, after, before.outputs[0])
+                _read_instead(graph, after, before.outputs[0])
         if not quantize.outputs[0].uses():
             graph.remove(quantize, safe=True)
+
+
+def _read_instead(graph: Any, node: Any, value: Any) -> None:
+    """Let what reads a node read a value, which takes the name of an output."""
+    result = node.outputs[0]
+    if result.is_graph_output():
+        if value.is_graph_output():
+            return
+        value.name = result.name
+    replace_node(graph, node, value)
 
 
 def _is_per_tensor(node: Any) -> bool:

@@ -53,6 +53,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     as_convolutions(graph)
     shuffles_as_moves(graph)
     lower_codes(graph)
+    drop_repeated(graph)
     drop_clips(graph)
     clips_as_extremes(graph)
     _pool(graph)

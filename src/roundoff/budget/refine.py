@@ -54,7 +54,8 @@ def refine(
             are no more than the probes; and every row where all are no more.
         report: called with the stage and how much of it is done.
     """
-    recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
+    last = max(drawn.index for drawn in signs) + 1
+    recording = _recording(workload, budget, of, last)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
@@ -64,9 +65,12 @@ def refine(
         return _first_noise(workload, recording, views, formats)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
+        if not chosen:
+            return {}
+        is_whole = len(recording.batches) >= last
         return measure_by_trial(
             workload,
-            recording,
+            recording if is_whole else record(workload, of, last),
             map(_pair, chosen),
             views,
             signs,
@@ -82,6 +86,23 @@ def refine(
     limit = _affordable(rows, budget.about.probes)
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
+
+
+def _recording(
+    workload: Workload, budget: Budget, of: str | None, last: int
+) -> Recording:
+    """Return the first batch followed, or all ``last`` where that does not show enough.
+
+    So it is where a decision is taken, which other batches may take otherwise, where a
+    site has no gradient, and where another batch calls sites that the first does not.
+    """
+    first = record(workload, of, 1)
+    [batch] = first.batches
+    decides = any(place.decides for place in batch.places.values())
+    is_seen = all(
+        site.site in batch.places and site.no_path is None for site in budget.sites
+    )
+    return first if is_seen and not decides else record(workload, of, last)
 
 
 def _first_noise(

@@ -11,7 +11,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
-from roundoff.budget.suspects import NO_EVIDENCE, SAMPLING, Suspect, every_row, suspects
+from roundoff.budget.suspects import DECIDES, NO_EVIDENCE, Suspect, every_row, suspects
 from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.trial_rows import Array, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
@@ -27,8 +27,9 @@ from roundoff.formats import parse_format
 from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
-#: Trials that are made whatever they cost: so many a format, or this share of the rows.
-FEWEST = 4
+#: Rows with strong evidence that are tried whatever it costs: so many a format, or this
+#: share of the rows.
+MOST_CERTAIN = 24
 SHARE = 0.1
 
 
@@ -49,9 +50,10 @@ def refine(
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
         of: what it measures, see ``roundoff.budget``.
-        trials: most rows to measure, strongest evidence first. None: a tenth of the
-            rows or four a format; more, down to some strength of evidence, while they
-            are no more than the probes; and every row where all are no more.
+        trials: most rows to measure, strongest evidence first. None: those with strong
+            evidence, a tenth of the rows or 24 a format at most; more, down to some
+            strength of evidence, while they are no more than the probes; and every row
+            where all are no more.
         report: called with the stage and how much of it is done.
     """
     recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
@@ -60,48 +62,67 @@ def refine(
         for output in budget.outputs
     ]
 
-    def noise_of(formats: dict[str, str]) -> float:
-        return _first_noise(workload, recording, views, formats)
+    indices = [drawn.index for drawn in signs]
+
+    def noise_of(formats: dict[str, str], on_all_batches: bool) -> float:
+        measured = indices if on_all_batches else indices[:1]
+        return _noise(workload, recording, views, formats, measured)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
+        pairs = [_pair(suspect) for suspect in chosen]
         return measure_by_trial(
             workload,
             recording,
-            map(_pair, chosen),
+            pairs,
             views,
             signs,
             lambda done, total: report("trials", done, total),
+            in_one={pair for pair in pairs if _is_divisible(budget, pair)},
         )
 
     doubtful = suspects(budget, recording, noise_of)
     if trials is not None:
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
-    fewest = max(FEWEST * len(budget.about.formats), math.ceil(SHARE * len(rows)))
-    certain = [s for s in doubtful if s.strength < SAMPLING][:fewest]
+    formats = len(budget.about.formats)
+    most = max(MOST_CERTAIN * formats, math.ceil(SHARE * len(rows)))
+    certain = [s for s in doubtful if s.strength < DECIDES][:most]
     limit = _affordable(rows, budget.about.probes)
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
 
 
-def _first_noise(
+def _noise(
     workload: Workload,
     recording: Recording,
     views: Sequence[OutputView],
     formats: dict[str, str],
+    batches: Sequence[int],
 ) -> float:
-    """Return the noise of a choice of formats on the first batch, at the worst output."""
-    exact = recording.batches[0].targets
-    try:
-        ran = run_batches(
-            workload, formats, target=recording.target, batches=slice(0, 1)
-        )
-    except WorkloadError:
-        return math.inf  # the model refuses rounded values
-    [targets] = ran.targets
-    if not same_shapes(exact, targets):
-        return math.inf
-    return max(view.noise(targets, exact) for view in views)
+    """Return the noise of a choice of formats on some batches, at the worst output."""
+    exact = []
+    rounded = []
+    for index in batches:
+        try:
+            ran = run_batches(
+                workload,
+                formats,
+                target=recording.target,
+                batches=slice(index, index + 1),
+            )
+        except WorkloadError:
+            return math.inf  # the model refuses rounded values
+        exact.append(recording.batches[index].targets)
+        rounded += ran.targets
+        if not same_shapes(exact[-1], rounded[-1]):
+            return math.inf
+    return max(view.noise(rounded, exact) for view in views)
+
+
+def _is_divisible(budget: Budget, pair: Pair) -> bool:
+    """Whether the adjoint says what share of a row each part of it has."""
+    site, fmt = pair
+    return 0 < power(budget.rows(site, fmt.name))[0] < math.inf
 
 
 def _affordable(rows: Sequence[Suspect], allowed: int) -> int:
@@ -172,35 +193,62 @@ def _term_rows(
         overflow = result.overflow[key]
         whole = Term(key.part, key.operand, key.sources, False, overflow, values, TRIAL)
         is_alone = key.part == "activation" and casts(fmt)
-        shares = [] if is_alone else budget.rows(site, fmt)
+        rows = [] if is_alone else budget.rows(site, fmt)
+        shares = [r for r in rows if result.in_one or r.part == key.part]
         for term in _divided(whole, shares):
             yield MeasuredTerm(site, fmt, term)
 
 
 def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
-    """Return a part that was measured as one, divided as the adjoint divides it.
+    """Return parts that were measured as one, divided as the adjoint divides them.
 
-    The shares of the adjoint are kept, and what is missing to the sum is added in
-    proportion to their powers. Undivided where the adjoint says nothing.
+    With ``w`` the share of the power that the adjoint ``a`` gives a part, and ``c`` the
+    ratio of the amplitudes of ``whole`` and of the sum of all ``a``, a part becomes
+    ``c a + w (whole - c sum a)``. The sum is ``whole``. Where the adjoint is right a
+    part is ``a``; and where the two have nothing to do with each other, parts that are
+    independent have their shares of the power and stay so.
+
+    Undivided where the adjoint says nothing.
     """
-    shares = [row for row in rows if row.part == whole.part]
-    powers = [power([row])[0] for row in shares]
-    if len(shares) < 2 or not 0 < sum(powers) < math.inf:
+    powers = [power([row])[0] for row in rows]
+    total = sum(powers)
+    if not rows or not 0 < total < math.inf or not np.isfinite(whole.values).all():
         return [whole]
-    is_alike = all(_has_columns_of(row, whole) for row in shares)
-    if not is_alike or not np.isfinite(whole.values).all():
+    parts = _of_shape(whole.values, rows, powers)
+    summed = np.sum(parts, axis=0)
+    squares = float(np.square(summed).sum())
+    if not squares:
         return [whole]
-    missing = whole.values - np.sum([row.values for row in shares], axis=0)
+    ratio = math.sqrt(float(np.square(whole.values).sum()) / squares)
+    missing = whole.values - ratio * summed
     return [
         replace(
-            row, values=row.values + missing * (noise / sum(powers)), measured=TRIAL
+            row,
+            values=ratio * part + (noise / total) * missing,
+            pooled=False,
+            overflow=whole.overflow,
+            measured=TRIAL,
         )
-        for row, noise in zip(shares, powers, strict=True)
+        for row, part, noise in zip(rows, parts, powers, strict=True)
     ]
 
 
-def _has_columns_of(row: Term, whole: Term) -> bool:
-    return not row.pooled and row.values.shape == whole.values.shape
+def _of_shape(
+    whole: Array, rows: Sequence[Term], powers: Sequence[float]
+) -> list[Array]:
+    """Return the values of rows in the shape of those of a trial.
+
+    Those that are summed over samples say nothing of single ones: in their place stand
+    values with their power and without any correlation.
+    """
+    if all(not row.pooled and row.values.shape == whole.shape for row in rows):
+        return [row.values for row in rows]
+    generator = np.random.default_rng(0)
+    signs = [generator.choice((-1.0, 1.0), whole.shape) for _ in rows]
+    return [
+        math.sqrt(noise) * sign * whole
+        for noise, sign in zip(powers, signs, strict=True)
+    ]
 
 
 def _columns(projections: Array | None, budget: Budget, samples: int) -> Array:

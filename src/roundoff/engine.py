@@ -20,8 +20,8 @@ CONNECT = 5.0
 #: Seconds until an address is given up: for the cluster behind it to answer.
 ANSWER = 15.0
 _ENGINES = "local, ray, ray://host:port or ray:host:port"
-# A process of its own asks if a cluster answers: ray.init waits for minutes where none does, cannot
-# be interrupted, and ends its process on some faults.
+# A process of its own asks if a cluster answers: ray.init waits for minutes where none
+# does, cannot be interrupted, and ends its process on some faults.
 _PROBE = (
     "import sys, ray; ray.init(sys.argv[1], include_dashboard=False, "
     "log_to_driver=False, logging_level='critical')"
@@ -39,22 +39,24 @@ def run_tasks(
     """Return ``[function(*task) for task in tasks]``, computed here or on many machines.
 
     Args:
-        function: for ``ray`` one that pickle finds by its name, at the top of an importable module.
-        tasks: the positional arguments of each call. Empty: the result is empty, and no cluster is
-            asked for.
-        engine: ``local``: this process. ``ray``: the cluster this process is connected to, that of
-            the environment variable ``RAY_ADDRESS``, or one started on this machine and ended with
-            the work. ``ray://host:port``: a cluster through its client server. ``ray:host:port``:
-            one that this machine is part of.
-        workers: threads of ``local`` (None: the tasks run one after another in this thread), CPUs
-            of a cluster that is started here (None: all). At least 1. A running cluster has its
-            own.
+        function: for ``ray`` one that pickle finds by its name, at the top of an
+            importable module.
+        tasks: the positional arguments of each call. Empty: the result is empty, and no
+            cluster is asked for.
+        engine: ``local``: this process. ``ray``: the cluster this process is connected
+            to, that of the environment variable ``RAY_ADDRESS``, or one started on this
+            machine and ended with the work. ``ray://host:port``: a cluster through its
+            client server. ``ray:host:port``: one that this machine is part of.
+        workers: threads of ``local`` (None: the tasks run one after another in this
+            thread), CPUs of a cluster that is started here (None: all). At least 1. A
+            running cluster has its own.
         progress: called with (tasks done, tasks) after each.
 
-    The error raised is that of the first task, in their order, that fails; tasks not begun by then
-    never run. It has the class and the message it had where it was raised. Raises ``RunError`` for
-    an unknown engine, where ray is missing, for a cluster that doesn't answer (within 20 s), and
-    for one that loses a task, as when its process is killed.
+    The error raised is that of the first task, in their order, that fails; tasks not
+    begun by then never run. It has the class and the message it had where it was
+    raised. Raises ``RunError`` for an unknown engine, where ray is missing, for a
+    cluster that doesn't answer (within 20 s), and for one that loses a task, as when
+    its process is killed.
 
     >>> run_tasks(divmod, [(7, 2), (9, 4)])
     [(3, 1), (2, 1)]
@@ -184,7 +186,9 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[Any]:
 
 @contextmanager
 def _no_reports() -> Iterator[None]:
-    """Keep a cluster that is started meanwhile from reporting its use, unless the user allows it."""
+    """Keep a cluster that is started meanwhile from reporting its use, unless the user
+    allows it.
+    """
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield

@@ -1,7 +1,8 @@
 """The errors that roundoff raises on purpose, and the words that they share.
 
-Each says where, what was expected, what came, and what to do. Catch :class:`RoundoffError` for all
-of them. Anything else that escapes is a bug in roundoff or in torch.
+Each says where, what was expected, what came, and what to do. Catch
+:class:`RoundoffError` for all of them. Anything else that escapes is a bug in roundoff
+or in torch.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ __all__ = [
 class RoundoffError(Exception):
     """Base class of all roundoff errors.
 
-    The message has one line for the fault and one for each part that is given; a part left out or
-    ``None`` has no line. Every part is kept as an attribute of the same name, so a caller can
-    branch on it without reading English.
+    The message has one line for the fault and one for each part that is given; a part
+    left out or ``None`` has no line. Every part is kept as an attribute of the same
+    name, so a caller can branch on it without reading English.
 
     Args:
         what: the fault, one sentence without a full stop.
@@ -72,9 +73,9 @@ class RoundoffError(Exception):
         self.do = do
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exception's own __reduce__ would pass the drawn message as `what` again and lose the
-        # keyword-only parts; errors cross process boundaries (pytest-xdist, multiprocessing), so
-        # rebuild from the attributes instead.
+        # Exception's own __reduce__ would pass the drawn message as `what` again and
+        # lose the keyword-only parts; errors cross process boundaries (pytest-xdist,
+        # multiprocessing), so rebuild from the attributes instead.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -107,8 +108,8 @@ class InfeasibleError(PlanError):
     """No plan meets the target.
 
     Attributes:
-        best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf`` if it has
-            no error at all.
+        best_db: SQNR of the best plan there is, in dB (20 log10 of norm ratio). ``inf``
+            if it has no error at all.
         short_db: by how many dB it misses the target; ``inf`` where that is not known.
         pinned: the sites whose format the user fixed, as strings; empty if none.
 
@@ -181,7 +182,9 @@ class StuckError(NonFiniteError):
 
 
 def warn(text: str) -> None:
-    """Warn with a ``RuntimeWarning``; where the user has made warnings errors, with a line on stderr."""
+    """Warn with a ``RuntimeWarning``; where the user has made warnings errors, with a
+    line on stderr.
+    """
     try:
         # at the caller of what stopped: of a run's writer, its caller
         warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -21,8 +21,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::[^/]+)?://")
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, renamed to it at the end and removed on an exception.
 
-    The folder is made if missing. Raises ``OutputError`` when the folder cannot be made or written
-    to.
+    The folder is made if missing. Raises ``OutputError`` when the folder cannot be made
+    or written to.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +72,9 @@ def check_folder(folder: str | Path) -> Path:
 def open_output(place: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an :func:`atomic_path`; for a URL that fsspec knows, one whose file is sent at the end.
 
-    Nothing is sent when the block raises. Raises ``OutputError`` naming the URL, without what is
-    secret in it, when its protocol is unknown or the file cannot be sent.
+    Nothing is sent when the block raises. Raises ``OutputError`` naming the URL,
+    without what is secret in it, when its protocol is unknown or the file cannot be
+    sent.
     """
     if not is_url(place):
         with atomic_path(local_path(place)) as temporary:
@@ -145,8 +146,8 @@ def masked(url: str | os.PathLike[str]) -> str:
 def toml_value(value: Any) -> str:
     """Write strings, numbers, booleans, lists and mappings as a TOML value that reads back exactly.
 
-    Mappings are inline tables. TOML has no null: what a mapping holds as ``None`` is left out;
-    anywhere else it raises ``TypeError``.
+    Mappings are inline tables. TOML has no null: what a mapping holds as ``None`` is
+    left out; anywhere else it raises ``TypeError``.
 
     >>> toml_value({"a": [1, 0.1, True], "b c": float("inf")})
     '{ "a" = [1, 0.1, true], "b c" = inf }'

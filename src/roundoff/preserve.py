@@ -23,21 +23,23 @@ _Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 def preserve(model: nn.Module) -> Iterator[None]:
     """Restore ``model`` and torch's global state at the end of the block, however it ends.
 
-    Restored are, for ``model`` and every submodule: the training flag and all other attributes, the
-    registered parameters, buffers, submodules and hooks; of parameters: ``requires_grad``,
-    ``.grad``, tensor hooks, and dtype and device (``model.half()`` inside the block is undone); of
-    buffers: the values, bit by bit. For the process: the random states of torch (CPU and every CUDA
-    device), numpy's global generator and ``random``; grad mode, default dtype, autocast,
-    deterministic mode, thread count; and the ``torch.backends`` flags that change numbers (TF32,
-    reduced-precision reductions, cuDNN, oneDNN, attention kernels).
+    Restored are, for ``model`` and every submodule: the training flag and all other
+    attributes, the registered parameters, buffers, submodules and hooks; of parameters:
+    ``requires_grad``, ``.grad``, tensor hooks, and dtype and device (``model.half()``
+    inside the block is undone); of buffers: the values, bit by bit. For the process:
+    the random states of torch (CPU and every CUDA device), numpy's global generator and
+    ``random``; grad mode, default dtype, autocast, deterministic mode, thread count;
+    and the ``torch.backends`` flags that change numbers (TF32, reduced-precision
+    reductions, cuDNN, oneDNN, attention kernels).
 
-    Inside the block every ``.grad`` starts as ``None``, so that a backward pass cannot add to the
-    user's gradients. Parameter *values* are not copied (they can be large): code in the block must
-    not write to them. Not restored, since torch cannot read it back: ``torch.set_flush_denormal``.
+    Inside the block every ``.grad`` starts as ``None``, so that a backward pass cannot
+    add to the user's gradients. Parameter *values* are not copied (they can be large):
+    code in the block must not write to them. Not restored, since torch cannot read it
+    back: ``torch.set_flush_denormal``.
 
     Args:
-        model: any module, of any dtype and device. NaN and Inf in buffers are kept like other
-            values.
+        model: any module, of any dtype and device. NaN and Inf in buffers are kept like
+            other values.
 
     Example:
         >>> model = torch.nn.BatchNorm1d(2)
@@ -58,8 +60,8 @@ def preserve(model: nn.Module) -> Iterator[None]:
             _preserve_module(stack, module)
         _preserve_global_hooks(stack)
         for buffer in model.buffers():
-            # Written through an alias, whatever happens to the buffer's own storage; a sparse
-            # tensor has several storages, and operators replace them.
+            # Written through an alias, whatever happens to the buffer's own storage; a
+            # sparse tensor has several storages, and operators replace them.
             alias = buffer.detach() if buffer.layout is torch.strided else buffer
             stack.callback(_restore_values, alias, buffer.detach().clone())
             _preserve_tensor(stack, buffer)
@@ -81,13 +83,14 @@ def process_kept() -> Iterator[None]:
 def _preserve_module(stack: ExitStack, module: nn.Module) -> None:
     attributes = vars(module)
     stack.callback(_restore_container, attributes, dict(attributes))
-    # A hook's handle points at the very dict it was put in, so these are restored in place, not
-    # replaced.
+    # A hook's handle points at the very dict it was put in, so these are restored in
+    # place, not replaced.
     for name, value in attributes.items():
         is_registry = name in _REGISTRIES or name.endswith("_hooks")
         if isinstance(value, (dict, set)) and is_registry:
             stack.callback(_restore_container, value, value.copy())
-    # Not in the attributes: the flag of a scripted module, and the class (parametrizing swaps it).
+    # Not in the attributes: the flag of a scripted module, and the class (parametrizing
+    # swaps it).
     stack.callback(_restore_attribute, module, "training", module.training)
     stack.callback(_restore_attribute, module, "__class__", type(module))
 
@@ -113,8 +116,8 @@ def _restore_container(container: Any, saved: Any) -> None:
 
 
 def _same_items(container: dict[Any, Any], saved: dict[Any, Any]) -> bool:
-    # By identity and in order: values may be tensors, and the order of hooks and submodules is the
-    # order of running.
+    # By identity and in order: values may be tensors, and the order of hooks and
+    # submodules is the order of running.
     if list(container) != list(saved):
         return False
     return all(container[key] is saved[key] for key in saved)
@@ -125,7 +128,8 @@ def _preserve_tensor(stack: ExitStack, tensor: Tensor) -> None:
 
 
 def _restore_tensor(tensor: Tensor, alias: Tensor, requires_grad: bool) -> None:
-    # model.half() and model.to(device) swap the storage under a parameter that stays the same.
+    # model.half() and model.to(device) swap the storage under a parameter that stays
+    # the same.
     if not _same_storage(tensor, alias):
         tensor.data = alias
     if tensor.grad_fn is not None and not tensor._is_view():
@@ -143,8 +147,8 @@ def _same_storage(tensor: Tensor, alias: Tensor) -> bool:
 
 
 def _restore_values(buffer: Tensor, saved: Tensor) -> None:
-    # Written only when changed, since a write would invalidate a graph that saved the buffer for
-    # its backward pass.
+    # Written only when changed, since a write would invalidate a graph that saved the
+    # buffer for its backward pass.
     if not _same_bits(buffer, saved):
         with torch.no_grad():
             buffer.copy_(saved)
@@ -190,8 +194,8 @@ def _preserve_random_states(stack: ExitStack) -> None:
 
 
 def _preserve_flags(stack: ExitStack) -> None:
-    # Callbacks run last in, first out, so push in reverse: the order of _flags() is the order of
-    # restoring.
+    # Callbacks run last in, first out, so push in reverse: the order of _flags() is the
+    # order of restoring.
     flags = [(read, write, _read(read)) for read, write in _flags()]
     for read, write, value in reversed(flags):
         stack.callback(_restore_flag, read, write, value)
@@ -201,8 +205,9 @@ def _read(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except RuntimeError:
-        # torch refuses to read the legacy TF32 flags once fp32_precision (torch >= 2.9) has been
-        # set. Then the legacy flag has no meaning, and the rows of fp32_precision hold the state.
+        # torch refuses to read the legacy TF32 flags once fp32_precision (torch >= 2.9)
+        # has been set. Then the legacy flag has no meaning, and the rows of
+        # fp32_precision hold the state.
         return None
 
 

@@ -1,9 +1,10 @@
 """Site: the identity of one observed call or parameter, and the patterns that name sites.
 
-A call is named by the path of the module whose ``forward`` made it, the operator, and which call
-of that operator in that module it is: ``encoder.layer.0.attention.self/matmul#1`` is the second
-``matmul``. ``#0`` is left out. Calls outside any submodule have an empty path: ``/mean``. A
-parameter is a site too, named by its fully qualified name, which never contains a slash.
+A call is named by the path of the module whose ``forward`` made it, the operator, and
+which call of that operator in that module it is:
+``encoder.layer.0.attention.self/matmul#1`` is the second ``matmul``. ``#0`` is left
+out. Calls outside any submodule have an empty path: ``/mean``. A parameter is a site
+too, named by its fully qualified name, which never contains a slash.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Site:
 
 
 def select(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a glob pattern matches, in their order (``*`` crosses dots and slashes).
+    """Return the names that a glob pattern matches, in their order (``*`` crosses dots
+    and slashes).
 
     Raises ``PatternError`` with the nearest names when nothing matches.
 
@@ -74,8 +76,8 @@ def select(pattern: str, names: Iterable[str]) -> list[str]:
 def matches(pattern: str, name: str) -> bool:
     """Return True if a glob pattern, or an exact name, names this site.
 
-    Exact names win over glob characters. ``op:NAME`` names every call of an operator, wherever it
-    is.
+    Exact names win over glob characters. ``op:NAME`` names every call of an operator,
+    wherever it is.
 
     >>> matches("*/softmax", "a/softmax"), matches("*/softmax", "a/softmax#1"), matches("op:softmax", "a/softmax#1")
     (True, False, True)

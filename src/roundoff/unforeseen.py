@@ -101,9 +101,9 @@ def _is_ours(file: str) -> bool:
 def save_report(error: BaseException, arguments: Sequence[str] = ()) -> Path | None:
     """Write traceback and versions into a new file of the temporary folder; None where that fails.
 
-    Frames have file, line and function; of the command line only the verb and the names of its
-    options stand there. So nothing of the user's code, data or credentials gets into it, but what the
-    exception says itself.
+    Frames have file, line and function; of the command line only the verb and the names
+    of its options stand there. So nothing of the user's code, data or credentials gets
+    into it, but what the exception says itself.
     """
     try:
         handle, name = tempfile.mkstemp(prefix="roundoff-error-", suffix=".txt")

@@ -1,9 +1,10 @@
 """Named outputs in a budget: each has probes of its own, in a block of rows of the projections.
 
-A sign vector that is zero on all outputs but one measures what reaches that one. With K probes a
-sample and M outputs, rows ``o K`` to ``(o + 1) K`` of the projections belong to output ``o``; they
-cost M times the backward passes of one output. The tensors of an output that has several count
-alike: their sign vectors are divided by their rms on the first batch.
+A sign vector that is zero on all outputs but one measures what reaches that one. With K
+probes a sample and M outputs, rows ``o K`` to ``(o + 1) K`` of the projections belong
+to output ``o``; they cost M times the backward passes of one output. The tensors of an
+output that has several count alike: their sign vectors are divided by their rms on the
+first batch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from roundoff.budget.sqnr_target import parse_db
 from roundoff.budget.terms import TermKey
 from roundoff.errors import WorkloadError
 
-#: Standard error of a site's SQNR in dB, when neither ``probes`` nor ``precision`` is given.
+#: Standard error of a site's SQNR in dB, when neither ``probes`` nor ``precision`` is
+#: given.
 PRECISION = 0.6
 #: Fewest and most probes of a sample, when ``probes`` is not given.
 FEWEST_PROBES = 2

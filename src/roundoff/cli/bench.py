@@ -44,11 +44,11 @@ def command(
     ] = Path("out/bench"),
     json: o.Json = False,
 ) -> int:
-    """Train in several configurations side by side: compare speed, memory, loss, metric and skipped steps, and judge each
-    difference against the noise between seeds.
+    """Train in several configurations side by side: compare speed, memory, loss, metric
+    and skipped steps, and judge each difference against the noise between seeds.
 
-    Writes report.html and summary.json into the output folder. The exit code is 1 when a configuration fails, or ends worse
-    than the first by more than the seeds explain.
+    Writes report.html and summary.json into the output folder. The exit code is 1 when
+    a configuration fails, or ends worse than the first by more than the seeds explain.
     """
     import roundoff
     from roundoff.files import check_folder

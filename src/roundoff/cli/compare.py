@@ -94,8 +94,9 @@ def command(
 ) -> int:
     """Compare two runs: find where they part, name the operator at fault, and say what to try.
 
-    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input or damaged files. Give the folder that
-    --save wrote in place of the two runs to judge that comparison again, without the runs.
+    The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input or
+    damaged files. Give the folder that --save wrote in place of the two runs to judge
+    that comparison again, without the runs.
     """
     if candidate is None:
         unused = {

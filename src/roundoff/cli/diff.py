@@ -40,7 +40,8 @@ def command(
     ] = 10,
     json: o.Json = False,
 ) -> int:
-    """Show one site of two runs: arguments, statistics, metrics, histogram of the error, first and worst elements.
+    """Show one site of two runs: arguments, statistics, metrics, histogram of the
+    error, first and worst elements.
 
     The exit code is 0, also where they differ; 2 for bad input.
     """

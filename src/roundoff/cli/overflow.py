@@ -1,4 +1,6 @@
-"""``roundoff overflow``: where NaN and Inf were born, how near values are to overflow, which loss scale fits."""
+"""``roundoff overflow``: where NaN and Inf were born, how near values are to overflow,
+which loss scale fits.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,12 @@ def command(
     ] = 20,
     json: o.Json = False,
 ) -> int:
-    """Say where NaN and Inf were born, what passed them on and what silently removed them; how near values are to
-    overflow; what each format would lose; and which loss scale fits.
+    """Say where NaN and Inf were born, what passed them on and what silently removed
+    them; how near values are to overflow; what each format would lose; and which loss
+    scale fits.
 
-    The exit code is 1 when a NaN or Inf that is not allowed was born or arrived, 0 when none was, 2 for bad input.
+    The exit code is 1 when a NaN or Inf that is not allowed was born or arrived, 0 when
+    none was, 2 for bad input.
     """
     import roundoff
     from roundoff.report import print_overflow

@@ -185,11 +185,13 @@ def command(
     top: o.Top = 10,
     json: o.Json = False,
 ) -> int:
-    """Quantize a model: choose formats for a target, calibrate, repair, export, and prove it in ONNX Runtime.
+    """Quantize a model: choose formats for a target, calibrate, repair, export, and
+    prove it in ONNX Runtime.
 
-    Writes model.onnx (Q/DQ), fake_quant.onnx, fp32.onnx, model.pt, plan.toml, record.toml, record.txt (AMCT's format),
-    report.html and summary.json; with --checkpoint a folder for compressed-tensors too.
-    The exit code is 1 when the target is missed or out of reach.
+    Writes model.onnx (Q/DQ), fake_quant.onnx, fp32.onnx, model.pt, plan.toml,
+    record.toml, record.txt (AMCT's format), report.html and summary.json; with
+    --checkpoint a folder for compressed-tensors too. The exit code is 1 when the target
+    is missed or out of reach.
     """
     import roundoff
     from roundoff.export import asked_formats, rounding

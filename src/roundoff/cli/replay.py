@@ -1,4 +1,6 @@
-"""``roundoff replay``: recorded operators once more from their stored inputs, in fp64 or on another device."""
+"""``roundoff replay``: recorded operators once more from their stored inputs, in fp64
+or on another device.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def command(
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
-    """Run recorded operators again on the inputs they had, and show the own error of each, worst first."""
+    """Run recorded operators again on the inputs they had, and show the own error of
+    each, worst first.
+    """
     import roundoff
     from roundoff.report import print_replay
 

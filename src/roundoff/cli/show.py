@@ -44,7 +44,9 @@ def command(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 50,
     json: o.Json = False,
 ) -> int:
-    """Show one row for each site of a run's step; or one site: statistics, histogram, source line, inputs, users."""
+    """Show one row for each site of a run's step; or one site: statistics, histogram,
+    source line, inputs, users.
+    """
     import roundoff
     from roundoff.report import print_show
 

@@ -1,4 +1,6 @@
-"""``roundoff tune``: the plan of formats for training that is more exact than built-in autocast, verified by real steps."""
+"""``roundoff tune``: the plan of formats for training that is more exact than built-in
+autocast, verified by real steps.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,11 @@ def command(
     top: o.Top = 20,
     json: o.Json = False,
 ) -> int:
-    """Find which operators must stay in high precision in training, and prove it over real steps, in at most five runs.
+    """Find which operators must stay in high precision in training, and prove it over
+    real steps, in at most five runs.
 
-    The exit code is 0 when the plan's measured gradients are better than those of built-in autocast, as --aim asks.
+    The exit code is 0 when the plan's measured gradients are better than those of
+    built-in autocast, as --aim asks.
     """
     import roundoff
     from roundoff.report import print_tuning

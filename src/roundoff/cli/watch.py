@@ -1,4 +1,6 @@
-"""``roundoff watch``: a training script with its loss scale, skipped steps and their reasons, while it runs."""
+"""``roundoff watch``: a training script with its loss scale, skipped steps and their
+reasons, while it runs.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,12 @@ def command(
         ),
     ] = False,
 ) -> int:
-    """Run a training script unchanged, and report its loss, loss scale and gradients, and why steps are skipped.
+    """Run a training script unchanged, and report its loss, loss scale and gradients,
+    and why steps are skipped.
 
-    The script's own output stays on standard output, ours goes to standard error (with --json the other way round). The exit
-    code is 1 where skips or NaN ended the training or the loss scale collapsed, 0 otherwise, 2 for a script that failed.
+    The script's own output stays on standard output, ours goes to standard error (with
+    --json the other way round). The exit code is 1 where skips or NaN ended the
+    training or the loss scale collapsed, 0 otherwise, 2 for a script that failed.
     """
     import roundoff
 

@@ -178,7 +178,7 @@ class _Alignment:
                 self._add(twin, row, MATCHED)
 
     def _upstream(self, reference: int, candidate: int) -> Iterator[tuple[int, int]]:
-        """The records to pair, from a use back; a cast or a view has one of its own."""
+        """Yield the records to pair, from a use back; a cast or a view has one of its own."""
         while self._can_pair(reference, candidate):
             yield reference, candidate
             twin = self._reference[reference]
@@ -216,7 +216,7 @@ _NO_RECORD = -1
 
 
 def _handed_on(row: RecordedRow) -> int:
-    """The record whose values a cast or a view hands on; ``_NO_RECORD`` for others."""
+    """Return the record whose values a cast or a view hands on; ``_NO_RECORD`` for others."""
     if row.operator not in TRANSPARENT or len(row.inputs) != 1:
         return _NO_RECORD
     return row.inputs[0]

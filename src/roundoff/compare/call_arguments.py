@@ -80,7 +80,7 @@ def _constant(value: Any) -> Any:
 
 
 def _same_constant(one: Any, other: Any) -> bool:
-    """True for equal constants, and for the ends of two formats, which fill masks."""
+    """Return True for equal constants, and for the ends of two formats, which fill masks."""
     if one == other:
         return True
     return any(one in ends and other in ends for ends in (_LOWEST, _LARGEST))

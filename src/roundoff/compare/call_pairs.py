@@ -94,7 +94,7 @@ def calls_of(
 def _parameters_shown(
     rows: Sequence[RecordedRow], rename: Callable[[str], str]
 ) -> dict[int, str]:
-    """Records that hold a parameter, or a view or a cast of one: its name."""
+    """Return records that hold a parameter, or a view or a cast of one: its name."""
     names: dict[int, str] = {}
     for row in rows:
         if row.name and not row.is_call:
@@ -185,7 +185,7 @@ def _grouped(calls: Iterable[RecordedCall]) -> dict[Group, list[RecordedCall]]:
 def _sequence(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
-    """The best-scoring places of two sequences of one module that keep their order."""
+    """Return the best-scoring places of two sequences of one module that keep their order."""
     if _same_program(reference, candidate):
         return [(i, i) for i in range(len(reference))]
     shortest = min(len(reference), len(candidate))
@@ -257,7 +257,7 @@ def _needleman_wunsch(
 def _best_scores(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> list[list[float]]:
-    """``[i][j]``: the best score of the calls from ``i`` and from ``j`` on."""
+    """Return ``[i][j]``: the best score of the calls from ``i`` and from ``j`` on."""
     width = len(candidate) + 1
     table = [[0.0] * width for _ in range(len(reference) + 1)]
     for i in range(len(reference) - 1, -1, -1):
@@ -302,7 +302,7 @@ def _interchangeable(one: RecordedCall, other: RecordedCall) -> bool:
 
 
 def _score(reference: RecordedCall, candidate: RecordedCall) -> float:
-    """How well two calls go together; 0 where they must not."""
+    """Return how well two calls go together; 0 where they must not."""
     if not _may_pair(reference, candidate):
         return 0.0
     score = 6.0 if reference.shapes == candidate.shapes else 4.0
@@ -385,7 +385,7 @@ def _renamed(
 
 
 def _computed(calls: Sequence[RecordedCall]) -> tuple[tuple[str, Shapes], ...]:
-    """Operators and shapes of the calls that do more than hand values on."""
+    """Return operators and shapes of the calls that do more than hand values on."""
     return tuple(
         (call.operator, call.shapes)
         for call in calls

@@ -71,7 +71,7 @@ class CulpritWithShare(Culprit):
 
 
 def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
-    """The operators behind rows that made an error themselves, the likeliest first.
+    """Return the operators behind rows that made an error themselves, the likeliest first.
 
     First come those of the first step that has any, those whose inputs agreed exactly
     before others, then by their contribution to the error at the end of the step. The
@@ -134,7 +134,7 @@ def _culprit(row: ComparedRow) -> Culprit:
 
 
 def _with_row(culprit: Culprit, row: ComparedRow) -> Culprit:
-    """The culprit with one more of its rows; a later output of its call may say more."""
+    """Return the culprit with one more of its rows; a later output of its call may say more."""
     blamed: Any = row
     culprit = replace(
         culprit,

@@ -50,7 +50,7 @@ class Distances:
         return self.full(reference, candidate)[0]
 
     def full(self, reference: int, candidate: int) -> tuple[Distance, Metrics | None]:
-        """The distance of two records, and all metrics where tensors were kept."""
+        """Return the distance of two records, and all metrics where tensors were kept."""
         measured = self._measured.get((reference, candidate))
         if measured is None:
             measured = self._measure(reference, candidate)
@@ -78,7 +78,7 @@ class Distances:
     def _of_tensors(
         self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int
     ) -> Metrics:
-        """The metrics; tensors that lie alike in memory share those of the memory."""
+        """Return the metrics; tensors that lie alike in memory share those of the memory."""
         layout = ours.dense(reference)
         if layout is None or layout != theirs.dense(candidate):
             key = (ours.key(reference), theirs.key(candidate))
@@ -195,7 +195,7 @@ def differently_masked(reference: RecordedRow, candidate: RecordedRow) -> bool:
 
 
 def _lowest_reached(row: RecordedRow) -> float | None:
-    """-Inf, or the lowest number of the format; None where the row reaches neither."""
+    """Return -Inf, or the lowest number of the format; None where the row reaches neither."""
     dtype = getattr(torch, row.dtype or "", None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None

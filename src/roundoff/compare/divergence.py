@@ -85,7 +85,7 @@ class StepMeasures(Protocol):
         """Run a call again on the inputs it had."""
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
-        """The error of a value from before this step, and whether it is a fault."""
+        """Return the error of a value from before this step, and whether it is a fault."""
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class Divergence:
         return wrong_input
 
     def _is_unseen_gradient(self, record: int) -> bool:
-        """True for a gradient of a compiled backward pass, whose calls nobody sees."""
+        """Return True for a gradient of a compiled backward pass, whose calls nobody sees."""
         row = self.candidate[record]
         return row.phase == "backward" and row.is_leaf
 
@@ -222,7 +222,7 @@ class Divergence:
     def _is_wrong_input(
         self, ours: int, theirs: int, error: float, tolerance: float
     ) -> bool:
-        """True for a value that is right in itself, and not the one to read here."""
+        """Return True for a value that is right in itself, and not the one to read here."""
         proper = self.counterpart.get(theirs)
         if proper is None or proper == ours or error <= tolerance:
             return False
@@ -239,7 +239,7 @@ class Divergence:
         finding.missing = self._left_out(expected)
 
     def _left_out(self, expected: int) -> int | None:
-        """The reference's call without counterpart that made an expected value."""
+        """Return the reference's call without counterpart that made an expected value."""
         paired = set(self.counterpart.values())
         record = expected
         while record in self.reference and record not in paired:
@@ -254,7 +254,7 @@ class Divergence:
     # -- judging -----------------------------------------------------------------
 
     def _is_suspect(self, finding: Finding, row: RecordedRow, error: float) -> bool:
-        """True where an error may have been made here, so that it has to be judged."""
+        """Return True where an error may have been made here, so that it has to be judged."""
         can_replay = self.measures.can_replay
         if finding.arguments:
             return True
@@ -271,12 +271,12 @@ class Divergence:
         return self._inputs_agree(finding) or self._exceeds_inputs(finding, error)
 
     def _inputs_agree(self, finding: Finding) -> bool:
-        """True where the inputs agree: by statistics exactly, for noise agrees nearly."""
+        """Return True where the inputs agree: by statistics exactly, for noise agrees nearly."""
         allowed = finding.tolerance / 8 if self.measures.can_replay else 0.0
         return not finding.unknown and finding.inputs <= allowed
 
     def _exceeds_inputs(self, finding: Finding, error: float) -> bool:
-        """True for an error larger than the inputs bring; unknown for inputs of noise."""
+        """Return True for an error larger than the inputs bring; unknown for inputs of noise."""
         inputs = finding.inputs
         if not self.measures.can_replay:
             inputs = max(inputs, self.measures.hidden_error)
@@ -334,7 +334,7 @@ class Divergence:
         return False
 
     def _maker(self, record: int) -> int:
-        """The reference record whose values a record holds, behind views and casts."""
+        """Return the reference record whose values a record holds, behind views and casts."""
         row = self.reference[record]
         while row.base_operator in HANDS_ON and len(row.inputs) == 1:
             source = self.reference.get(row.inputs[0])
@@ -387,7 +387,7 @@ class Divergence:
         return finding.read is not None or finding.record not in self.exact
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
-        """True where every value made of this one soon agrees with its counterpart."""
+        """Return True where every value made of this one soon agrees with its counterpart."""
         tainted = {record}
         waiting = sorted(readers.get(record, ()))
         while waiting:
@@ -401,7 +401,7 @@ class Divergence:
         return all(r in readers for r in tainted)
 
     def _agrees_despite(self, record: int, tainted: set[int]) -> bool:
-        """True where a row agrees as well as its inputs outside ``tainted`` do."""
+        """Return True where a row agrees as well as its inputs outside ``tainted`` do."""
         finding = self.findings.get(record)
         if finding is None or finding.error is None:
             return False
@@ -427,7 +427,7 @@ def _make_own(finding: Finding, own_error: float | None) -> None:
 
 
 def _is_cleared(replay: CallReplay, finding: Finding) -> bool:
-    """True where the same call gives the same: the difference came in with the inputs."""
+    """Return True where the same call gives the same: the difference came in with the inputs."""
     if replay.region_excess is not None:
         return True
     return replay.semantic is not None and not finding.region

@@ -212,7 +212,7 @@ class _WorstPlaces:
         self.places = places[order]
 
     def _enough(self, errors: Array) -> Array:
-        """As many as the limit, without sorting: many errors may be equal."""
+        """Return as many elements as the limit, without sorting: many errors may be equal."""
         at_limit = -np.partition(-errors, self._limit - 1)[self._limit - 1]
         (above,) = (errors > at_limit).nonzero()
         (equal,) = (errors == at_limit).nonzero()
@@ -247,7 +247,7 @@ def _largest_finite_error(x: Tensor, y: Tensor) -> float:
 
 
 def _decade(errors: Array) -> Array:
-    """floor(log10), right at the powers of ten where the logarithm is rounded."""
+    """Return floor(log10), right at the powers of ten where the logarithm is rounded."""
     low = np.floor(np.log10(errors))
     low -= errors < _power_of_ten(low)
     low += errors >= _power_of_ten(low + 1)
@@ -256,7 +256,7 @@ def _decade(errors: Array) -> Array:
 
 
 def _power_of_ten(exponents: Array) -> Array:
-    """10**k as a decimal literal is read: ``np.power`` may be an ulp away."""
+    """Return 10**k as a decimal literal is read: ``np.power`` may be an ulp away."""
     distinct, which = np.unique(exponents, return_inverse=True)
     powers: Array = np.array([float(f"1e{int(k)}") for k in distinct])[which]
     return powers

@@ -147,7 +147,7 @@ def _add_integers(totals: Totals, x: Array, y: Array, start: int) -> None:
 
 
 def absolute_difference(x: Array, y: Array) -> Array:
-    """|x - y| of integers in fp64; computed modulo 2**64, so that none overflows."""
+    """Return |x - y| of integers in fp64; computed modulo 2**64, so that none overflows."""
     larger = np.maximum(x, y).view(np.uint64)
     smaller = np.minimum(x, y).view(np.uint64)
     return (larger - smaller).astype(np.float64)
@@ -217,7 +217,7 @@ def _add_finite(
 
 
 def _difference_of_squares(x: Array, y: Array, norms: Iterable[float]) -> float:
-    """|x|² - |y|² as (x - y)(x + y); NaN where squares leave fp64's range."""
+    """Return |x|² - |y|² as (x - y)(x + y); NaN where squares leave fp64's range."""
     if not all(n == 0 or 1e-140 < n < 1e140 for n in norms):
         return math.nan
     difference = x - y
@@ -270,7 +270,7 @@ def _code(x: Array, grid: Grid) -> Array:
 
 
 def norm(x: Array) -> float:
-    """The l2 norm of a real array, also where squares would overflow or vanish."""
+    """Return the l2 norm of a real array, also where squares would overflow or vanish."""
     total = float((x * x).sum())
     if 1e-280 < total < 1e280:
         return math.sqrt(total)
@@ -281,7 +281,7 @@ def norm(x: Array) -> float:
 
 
 def wide(r: Tensor, c: Tensor) -> tuple[Array, Array]:
-    """Copies as numpy arrays of one type that holds both.
+    """Return copies as numpy arrays of one type that holds both.
 
     complex128, fp64, or int64 for integers and booleans (uint64 where one is).
     """
@@ -302,7 +302,7 @@ def _common_type(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Array:
-    """A copy: ``Tensor.numpy()`` of the memory itself would fix its storage's size."""
+    """Return a copy: ``Tensor.numpy()`` of the memory itself would fix its storage's size."""
     if (
         tensor.dtype.is_floating_point
         and tensor.element_size() == 1

@@ -29,7 +29,7 @@ class EarlierSteps:
     parted: bool = False
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
-        """The error of a value from before the step, and True for that of a fault."""
+        """Return the error of a value from before the step, and True for that of a fault."""
         return self.names.get(row.name or "", (self.worst, self.parted))
 
 
@@ -171,7 +171,7 @@ def _as_forward(missing: RecordedRow, divergence: Divergence) -> RecordedRow:
 
 
 def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None:
-    """A forward detach that only one side has, the candidate's first.
+    """Return a forward detach that only one side has, the candidate's first.
 
     The values agree, and in the backward pass a branch is missing or is too much.
     """
@@ -194,7 +194,7 @@ def _is_forward_detach(row: RecordedRow) -> bool:
 def _expected(
     reference: RecordedStep, finding: Finding, twin: RecordedRow, actual: Tensor | None
 ) -> Tensor | None:
-    """What the row should hold, given its inputs; None where that is not known."""
+    """Return what the row should hold, given its inputs; None where that is not known."""
     expected = None
     if finding.replayed is not None:
         expected = finding.replayed.expected

@@ -38,7 +38,7 @@ _SIGN = -0x80000000
 
 
 def pairs(r: Tensor, c: Tensor, scale: Tensor, one: Tensor) -> Tensor:
-    """Rows of ``SUMS`` and ``TOPS``, shape ``(15, rows)``.
+    """Return rows of ``SUMS`` and ``TOPS``, shape ``(15, rows)``.
 
     Args:
         r: fp32, shape ``(rows, pieces, n)``.
@@ -64,7 +64,7 @@ def pairs(r: Tensor, c: Tensor, scale: Tensor, one: Tensor) -> Tensor:
 
 
 def packed(r: Tensor, c: Tensor) -> Tensor:
-    """The same for bf16 tensors seen as int32, two elements in one.
+    """Return the same for bf16 tensors seen as int32, two elements in one.
 
     The upper half with zeros below is an fp32 number, and so is the lower half moved
     up. Distances are in bf16 codes.
@@ -120,7 +120,7 @@ def _piece(
 
 
 def _rows(pieces: list[_Piece], n: int) -> Tensor:
-    """Pieces of ``n`` elements in one row: added pair by pair, then along the row."""
+    """Return pieces of ``n`` elements in one row: added pair by pair, then along the row."""
     count = n * len(pieces)
     while len(pieces) > 1:
         halves = zip(pieces[::2], pieces[1::2], strict=True)

@@ -227,7 +227,7 @@ def _trusted(sums: Array, added: Array, y: Tensor, row: int) -> Array | None:
 
 
 def _rows(flat: Tensor, rows: int, form: _Pass, room: Tensor | None) -> Tensor:
-    """One tensor as the pass takes it, filled up with zeros."""
+    """Return one tensor as the pass takes it, filled up with zeros."""
     if len(flat) < rows * form.row:
         dtype = flat.dtype if form.halves else torch.float32
         padded = torch.zeros(rows * form.row, dtype=dtype)

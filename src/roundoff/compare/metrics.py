@@ -156,7 +156,7 @@ def comparable_pair(
 
 
 def readable(tensor: Tensor) -> tuple[Tensor | None, str | None]:
-    """The elements as a strided tensor in main memory, or the reason for none."""
+    """Return the elements as a strided tensor in main memory, or the reason for none."""
     layout = _unreadable_layout(tensor)
     if layout is not None:
         return None, f"a {layout} tensor is not compared"
@@ -254,7 +254,7 @@ def _index(place: int, shape: Sequence[int]) -> list[int]:
 
 
 def _rel_l2(r: float, d: float) -> float | None:
-    """|r - c| / |r| of norms; 0 where both are zero, None where only r is."""
+    """Return |r - c| / |r| of norms; 0 where both are zero, None where only r is."""
     if r:
         return _defined(d / r)
     return None if d else 0.0
@@ -292,6 +292,6 @@ def _defined(value: float) -> float | None:
 
 
 def number(element: Tensor) -> float | None:
-    """One element as a number; None for NaN."""
+    """Return one element as a number; None for NaN."""
     modulus = element.abs() if element.is_complex() else element
     return _defined(float(modulus))

@@ -105,7 +105,7 @@ def noise_floor(reference: Run, others: Sequence[Run]) -> pl.DataFrame:
 
 
 def measurable_rows(run: Run) -> pl.DataFrame:
-    """The columns that find and measure a row, in order of rank, step and record.
+    """Return the columns that find and measure a row, in order of rank, step and record.
 
     ``garbage`` marks memory that nothing was written to, and views of it.
     """
@@ -131,7 +131,7 @@ def measurable_rows(run: Run) -> pl.DataFrame:
 
 
 def paired(rows: pl.DataFrame, other: Run) -> pl.DataFrame:
-    """``rows`` beside the same rows of ``other``, whose columns end in ``_other``.
+    """Return ``rows`` beside the same rows of ``other``, whose columns end in ``_other``.
 
     They are null where ``other`` has no such row.
     """
@@ -146,7 +146,7 @@ def distances(
     rows: pl.DataFrame,
     pairs: Sequence[pl.DataFrame],
 ) -> pl.DataFrame:
-    """``floor``, ``rms``, ``runs``, ``measure`` and ``reason`` of each row.
+    """Return ``floor``, ``rms``, ``runs``, ``measure`` and ``reason`` of each row.
 
     ``pairs`` are the rows beside those of each of ``others``.
     """
@@ -186,7 +186,7 @@ def _floors(columns: pl.DataFrame, count: int, kept: str | None) -> pl.DataFrame
 
 
 def kept_by_both(one: Run, other: Run) -> str | None:
-    """What both keep of a tensor: ``tensors``, ``sample`` at the same places, or None."""
+    """Return what both keep of a tensor: ``tensors``, ``sample`` at the same places, or None."""
     keep = one.about.keep
     if keep != other.about.keep or keep not in ("tensors", "sample"):
         return None
@@ -196,7 +196,7 @@ def kept_by_both(one: Run, other: Run) -> str | None:
 
 
 def relative_distance(x: Tensor, y: Tensor) -> tuple[float | None, str | None]:
-    """``|x - y| / |x|``, or None and why not.
+    """Return ``|x - y| / |x|``, or None and why not.
 
     Zero for equal tensors, also for zeros and empty ones.
 
@@ -234,19 +234,19 @@ def _tensor_distance(
 
 
 def own_tensor(couple: dict[str, Any]) -> StoredTensor:
-    """Where the tensor of the first run's row of a pair is."""
+    """Return where the tensor of the first run's row of a pair is."""
     return StoredTensor(**{name: couple[name] for name in _PLACE})
 
 
 def other_tensor(couple: dict[str, Any]) -> StoredTensor:
-    """Where the tensor of the other run's row of a pair is."""
+    """Return where the tensor of the other run's row of a pair is."""
     return StoredTensor(
         **{name: couple.get(f"{name}_other", couple[name]) for name in _PLACE}
     )
 
 
 def _statistics_distance(pairs: pl.DataFrame) -> pl.DataFrame:
-    """``distance`` and ``reason`` of each pair, from statistics."""
+    """Return ``distance`` and ``reason`` of each pair, from statistics."""
     names = (*VALUES, *COUNTS, "numel")
     distance = largest_difference(
         StatisticColumns(**{name: pl.col(name) for name in names}),

@@ -85,7 +85,7 @@ def compare_rank(
     steps: Sequence[int],
     settings: Settings,
 ) -> tuple[pl.DataFrame, list[str]]:
-    """The table of these steps of one rank, and what was damaged in them, a line each.
+    """Return the table of these steps of one rank, and what was damaged in them, a line each.
 
     Steps in which every row of one run has its counterpart at the same place, and no
     distance is above the least that rounding explains, are compared as columns; the
@@ -117,7 +117,7 @@ class _RankComparison:
         self.damage: list[str] = []
 
     def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:
-        """The table of a step; ``agreeing`` is it where both sides seem to agree."""
+        """Return the table of a step; ``agreeing`` is it where both sides seem to agree."""
         if agreeing is not None and not self._memory.parted:
             largest = agreeing.select(pl.col("error").max()).item()
             self._memory.worst = max(self._memory.worst, largest or 0.0)
@@ -219,7 +219,7 @@ def _compared_as_columns(
 
 
 def _statistics_error(ours: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Array, Array]:
-    """The relative difference of the statistics of each row, and where it is none."""
+    """Return the relative difference of the statistics of each row, and where it is none."""
     our_columns = _statistic_columns(ours)
     their_columns = _statistic_columns(theirs)
 

@@ -93,14 +93,14 @@ def run_call(
 
 
 def copy_of(tensors: Tensors, record: int) -> Tensor:
-    """A copy of a kept tensor. Raises ``CannotRun`` where it was not kept."""
+    """Return a copy of a kept tensor. Raises ``CannotRun`` where it was not kept."""
     if record not in tensors:
         raise CannotRun("one of its inputs was not stored")
     return tensors[record].clone()
 
 
 def result_at(results: list[Tensor | None], place: int | None) -> Tensor:
-    """One result of a call. Raises ``CannotRun`` where it has none at this place."""
+    """Return one result of a call. Raises ``CannotRun`` where it has none at this place."""
     index = place or 0
     result = results[index] if index < len(results) else None
     if result is None:
@@ -170,7 +170,7 @@ class ReferenceCalls:
         return result_at(results, row.place)
 
     def _kept(self, record: int, judged: int) -> Tensor | None:
-        """The candidate's tensor for a reference record, where it may be believed."""
+        """Return the candidate's tensor for a reference record, where it may be believed."""
         holder = self._holders.get(record)
         if holder is None or holder == judged or holder not in self._tensors:
             return None

@@ -78,7 +78,7 @@ class RecordedRow:
         return (self.nan or 0) + (self.posinf or 0) + (self.neginf or 0)
 
     def values_read(self) -> list[int]:
-        """The records whose values the row depends on: not memory that it overwrites."""
+        """Return the records whose values the row depends on: not memory that it overwrites."""
         if not self.is_call:
             return list(self.inputs)
         return values_read(self.operator, self.overload, self.inputs)

@@ -34,7 +34,7 @@ class Siblings:
 
 
 def recorded_beside(run: Run) -> Siblings:
-    """The runs with noise and the repeats beside a run; none for one at a URL."""
+    """Return the runs with noise and the repeats beside a run; none for one at a URL."""
     if is_url(run.location):
         return Siblings()
     paths = siblings(run.path)
@@ -74,7 +74,7 @@ def same_program(reference: Run, candidate: Run) -> bool:
 def blamed_for_changing(
     table: pl.DataFrame, rows: Sequence[UnstableRow]
 ) -> pl.DataFrame:
-    """The table in which unstable operators are not called wrong, but not reproducible."""
+    """Return the table in which unstable operators are not called wrong, but not reproducible."""
     if not rows or "blamed" not in table.columns:
         return table
     notes = {(row.site, row.phase): row.note for row in rows}

@@ -180,7 +180,7 @@ class _Call(NamedTuple):
         return result_at(results, self.place)
 
     def counterpart(self, first: RecordedRow, fits: Fits) -> _Call | None:
-        """The reference's call on the tensors of this one; None where it cannot be."""
+        """Return the reference's call on the tensors of this one; None where it cannot be."""
         if first.arguments is None or first.overload is None:
             return None
         arguments = with_tensors_of(first.arguments, self.arguments, fits)
@@ -264,7 +264,7 @@ def _allowed_of_call(
 def _allowed(
     rounded: OwnError | None, exact: Tensor, unit: float, least: float
 ) -> _Allowed:
-    """The error that rounding explains; ``rounded`` is fp32's on the same inputs."""
+    """Return the error that rounding explains; ``rounded`` is fp32's on the same inputs."""
     scaled_l2 = 0.0
     scaled_largest = 0.0
     if rounded is not None and math.isfinite(rounded.l2):

@@ -85,7 +85,7 @@ def not_reproducible(side: str, run: Run, repeats: Sequence[Run]) -> list[Unstab
 
 
 def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
-    """The rows that differ in one of ``repeats`` although all their inputs are equal.
+    """Return the rows that differ in one of ``repeats`` although all their inputs are equal.
 
     Equal is bitwise, by hash or tensor where they were kept (of a sample the sample).
     Otherwise statistics must be the same: then a change that leaves them is not found,
@@ -134,7 +134,7 @@ def unstable(reference: Run, repeats: Sequence[Run]) -> pl.DataFrame:
 
 
 def _differing_places(reference: Run, repeat: Run, pairs: pl.DataFrame) -> list[int]:
-    """Places of the rows that differ while their inputs do not."""
+    """Return places of the rows that differ while their inputs do not."""
     same_statistics = pairs.select(
         pl.all_horizontal(
             pl.col(name).eq_missing(pl.col(f"{name}_other")) for name in _COMPARED
@@ -221,7 +221,7 @@ def _note(row: dict[str, Any]) -> str:
 
 
 def _tags(overload: str | None) -> Sequence[Any]:
-    """Torch's tags of an operator, ``aten.bernoulli_.float``; none of an unknown one."""
+    """Return torch's tags of an operator, ``aten.bernoulli_.float``; none of an unknown one."""
     operator: Any = torch.ops
     for part in (overload or "").split("."):
         operator = getattr(operator, part, None) if part else None

@@ -58,7 +58,7 @@ def unit(dtype: str | None) -> float:
 
 @lru_cache
 def smallest(dtype: str | None) -> float:
-    """The smallest positive number of a format by name; 0 for integers and booleans."""
+    """Return the smallest positive number of a format by name; 0 for integers and booleans."""
     spacing = _spacing(dtype)
     if not spacing:
         return 0.0
@@ -66,7 +66,7 @@ def smallest(dtype: str | None) -> float:
 
 
 def _spacing(name: str | None) -> float:
-    """The distance of 1 to the next number; 0 for what is no floating-point format."""
+    """Return the distance of 1 to the next number; 0 for what is no floating-point format."""
     dtype = getattr(torch, name or "", None)
     if not isinstance(dtype, torch.dtype):
         return 0.0
@@ -93,7 +93,7 @@ def working_formats(rows: Iterable[RecordedRow]) -> frozenset[str]:
 def format_of(
     reference: RecordedRow, candidate: RecordedRow, adopted: frozenset[str]
 ) -> str | None:
-    """The format by which a row is judged: the wider one, unless the other is adopted.
+    """Return the format by which a row is judged: the wider one, unless the other is adopted.
 
     ``adopted`` are the formats that the candidate works in and the reference does not.
     """
@@ -135,7 +135,7 @@ def _is_only_a_result(row: RecordedRow, other: RecordedRow) -> bool:
 
 
 def terms(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
-    """How many products or elements are added for one element of a result, at most.
+    """Return how many products or elements are added for one element of a result, at most.
 
     1 where none are.
     """
@@ -183,7 +183,7 @@ def _operands(inputs: Sequence[RecordedRow]) -> list[_Operand]:
 
 
 def condition(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
-    """How many times larger than the inputs' a relative error of the result may be.
+    """Return how many times larger than the inputs' a relative error of the result may be.
 
     From statistics; 1 or more, 1 where nothing is known.
 
@@ -214,7 +214,7 @@ def condition(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
 def _size_of_independent_terms(
     row: RecordedRow, operands: Sequence[_Operand]
 ) -> float | None:
-    """The size of a sum whose terms are independent; None for other operators."""
+    """Return the size of a sum whose terms are independent; None for other operators."""
     operator = row.base_operator
     root = math.sqrt(terms(row, [operand.row for operand in operands]))
     sizes = sorted((operand.rms for operand in operands), reverse=True)
@@ -232,7 +232,7 @@ def _size_of_independent_terms(
 
 
 def amplification(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
-    """How many times larger than the inputs' a relative error may be, at the worst.
+    """Return how many times larger than the inputs' a relative error may be, at the worst.
 
     From norms, whatever the errors are; 1 or more. A sum has at most the number of its
     terms times their size, a product of elements the largest of one factor times the
@@ -257,7 +257,7 @@ def amplification(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
 def _largest_size(
     row: RecordedRow, operator: str, operands: Sequence[_Operand]
 ) -> float | None:
-    """The largest size of a sum or product by norms; None for other operators."""
+    """Return the largest size of a sum or product by norms; None for other operators."""
     first = operands[0]
     if operator in PRODUCTS and len(operands) > 1:
         second = operands[1]

@@ -50,7 +50,7 @@ class Structure:
 
 
 def structure(expected: Tensor, actual: Tensor, unit: float) -> Structure | None:
-    """The first description that fits; neither tensor is changed.
+    """Return the first description that fits; neither tensor is changed.
 
     Args:
         expected: what it should be, of the shape of ``actual``, any format.
@@ -74,7 +74,7 @@ def structure(expected: Tensor, actual: Tensor, unit: float) -> Structure | None
 
 
 def usual_error(expected: Tensor, actual: Tensor) -> float | None:
-    """The median relative error of the elements that differ; None without any.
+    """Return the median relative error of the elements that differ; None without any.
 
     >>> usual_error(torch.tensor([2.0, 4.0, 8.0]), torch.tensor([2.0, 5.0, 10.0]))
     0.25
@@ -90,7 +90,7 @@ def usual_error(expected: Tensor, actual: Tensor) -> float | None:
 
 
 def fewer_digits(expected: Tensor, actual: Tensor, unit: float) -> str | None:
-    """The format whose numbers all values are, where those expected are not.
+    """Return the format whose numbers all values are, where those expected are not.
 
     ``bfloat16`` or ``float16``; None for others.
     """
@@ -162,7 +162,7 @@ class _Difference:
         return bool(self.steps)
 
     def index(self, flat: int) -> str:
-        """The place of an element, as the tensor is indexed."""
+        """Return the place of an element, as the tensor is indexed."""
         if self.expected.dim() == 0:
             return "[]"
         place = torch.unravel_index(torch.tensor(flat), self.expected.shape)
@@ -173,7 +173,7 @@ class _Difference:
         return "[" + ", ".join(str(by_axis[axis]) for axis in sorted(by_axis)) + "]"
 
     def axes(self) -> Iterator[_Axis]:
-        """The axes of several indexes, with several elements for each."""
+        """Yield the axes of several indexes, with several elements for each."""
         for place, axis in enumerate(self.order):
             length = self.expected.shape[place]
             if 1 < length <= self.expected.numel() // 4:
@@ -193,7 +193,7 @@ class _Difference:
 
 
 def _fp64(tensor: Tensor) -> Tensor | None:
-    """The values in fp64; None for formats without arithmetic."""
+    """Return the values in fp64; None for formats without arithmetic."""
     try:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
@@ -374,7 +374,7 @@ def _square(values: Tensor) -> float:
 
 
 def _fraction(factor: float, unit: float) -> str:
-    """`` (1/3)`` for a factor near a ratio of small numbers; empty for others."""
+    """Return `` (1/3)`` for a factor near a ratio of small numbers; empty for others."""
     near = Fraction(factor).limit_denominator(DENOMINATOR)
     off = abs(float(near) - factor)
     if near.denominator == 1 or abs(near.numerator) > DENOMINATOR:
@@ -428,7 +428,7 @@ def _wrong_slices(d: _Difference) -> Structure | None:
 
 
 def _holds_another_index(axis: _Axis, wrong: Tensor) -> int | None:
-    """The index whose values the first wrong index holds, where all hold another's."""
+    """Return the index whose values the first wrong index holds, where all hold another's."""
     held = axis.actual[wrong]
     if len(wrong) * axis.length > LOOKED_AT or not bool(held.any()):
         return None

@@ -240,7 +240,7 @@ def first_of(named: Sequence[Culprit]) -> Culprit | None:
 
 
 def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
-    """The ``n`` operators whose rounding makes most of the error at the step's end.
+    """Return the ``n`` operators whose rounding makes most of the error at the step's end.
 
     Of the first step that differs; those that make errors beyond rounding are left out.
     """
@@ -268,7 +268,7 @@ def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
 
 
 def coverage_of(table: pl.DataFrame) -> ComparisonCoverage:
-    """How many rows have a counterpart, were measured, and why others were not."""
+    """Return how many rows have a counterpart, were measured, and why others were not."""
     unmeasured = table.select("reason", "error").filter(pl.col("error").is_null())
     reason = pl.col("reason").fill_null("unknown")
     reasons = unmeasured.group_by(reason).len("count")
@@ -332,7 +332,7 @@ def _labelled(rows: pl.LazyFrame) -> LabelledValue | None:
 
 
 def rows_to_show(table: pl.DataFrame, limit: int) -> list[JudgedRow]:
-    """The first ``limit`` rows: those that fail, then the largest contributions."""
+    """Return the first ``limit`` rows: those that fail, then the largest contributions."""
     verdict_order = pl.col("verdict").replace_strict(
         {FAIL: 0, UNDECIDED: 2}, default=1, return_dtype=pl.Int8
     )

@@ -149,7 +149,7 @@ class Fault:
 
 
 def symptom(fault: Fault) -> Symptom:
-    """The first description that fits a row which made an error itself."""
+    """Return the first description that fits a row which made an error itself."""
     for describe in _DESCRIPTIONS:
         described = describe(fault)
         if described is not None:
@@ -191,7 +191,7 @@ def _another_input(fault: Fault) -> Symptom | None:
 
 
 def _is_overwritten(fault: Fault, proper: int, record: int) -> bool:
-    """True where a record was written in place over the proper one, or is older."""
+    """Return True where a record was written in place over the proper one, or is older."""
     visited: set[int] = set()
     while record in fault.candidate and record not in visited:
         visited.add(record)
@@ -380,7 +380,7 @@ def _replaced(fault: Fault) -> Symptom | None:
 
 
 def _works_on_result(fault: Fault) -> bool:
-    """True where the candidate reads what already is the reference's result."""
+    """Return True where the candidate reads what already is the reference's result."""
     same_values = {fault.twin.record}
     maker = fault.twin
     while maker.operator in HANDS_ON and len(maker.inputs) == 1:

@@ -155,7 +155,7 @@ LARGER_IS_BETTER = {
 
 
 def frame_of(rows: Sequence[ComparedRow]) -> pl.DataFrame:
-    """The rows as a frame; columns without a value are left out (see ``whole``)."""
+    """Return the rows as a frame; columns without a value are left out (see ``whole``)."""
     columns = {}
     for name, dtype in TABLE.items():
         values = [getattr(row, _FIELDS[name].name) for row in rows]
@@ -216,7 +216,7 @@ def received(table: pl.DataFrame) -> pl.DataFrame:
 def judged(
     table: pl.DataFrame, limits: Mapping[str, float], margin: float = 1.0
 ) -> pl.DataFrame:
-    """The table with the column ``verdict``: ``pass``, ``fail`` or ``undecided``.
+    """Return the table with the column ``verdict``: ``pass``, ``fail`` or ``undecided``.
 
     Without ``limits`` a row fails where an operator made an error that rounding does
     not explain, or inherited one, and the distance is above ``margin`` times its

@@ -124,7 +124,7 @@ def label_of(row: RecordedRow) -> ValueLabel:
 
 
 def side_of(row: RecordedRow | None) -> ValueSide | None:
-    """One side of a value; None where a run has no counterpart."""
+    """Return one side of a value; None where a run has no counterpart."""
     if row is None:
         return None
     return ValueSide(**{f.name: getattr(row, f.name) for f in fields(ValueSide)})

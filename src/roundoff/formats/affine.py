@@ -1,7 +1,8 @@
 """Scales and zero points: choose them, and quantize and dequantize with them.
 
-Convention of ONNX QuantizeLinear: ``code = saturate(round(x / scale) + zero_point)``, that is divide (not multiply by
-the reciprocal, which differs at ties), round, then add; and ``x ~ scale * (code - zero_point)``.
+Convention of ONNX QuantizeLinear: ``code = saturate(round(x / scale) + zero_point)``,
+that is divide (not multiply by the reciprocal, which differs at ties), round, then add;
+and ``x ~ scale * (code - zero_point)``.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class QParams:
     """Scale and zero point, in fp32 (fp64 for fp64 tensors).
 
     Attributes:
-        scale: broadcasts against the granularity's view of the tensor (see ``granularity.py``).
-            One number fits a tensor of any rank.
+        scale: broadcasts against the granularity's view of the tensor (see
+            ``granularity.py``). One number fits a tensor of any rank.
         zero_point: the code of real 0, of the scale's shape; ``None`` means 0.
-        granularity: which elements share them; ``None``: they broadcast against the tensor as it is.
+        granularity: which elements share them; ``None``: they broadcast against the
+            tensor as it is.
     """
 
     scale: Tensor
@@ -42,7 +44,9 @@ class QParams:
     granularity: Granularity | None = None
 
     def for_values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point in a dtype; one number without axes, so that it fits a value and its flattened view."""
+        """Scale and zero point in a dtype; one number without axes, so that it fits a
+        value and its flattened view.
+        """
         zero_point = self.zero_point
         return _fitting(self.scale, dtype), (
             None if zero_point is None else _fitting(zero_point, dtype)
@@ -65,14 +69,16 @@ def choose_qparams(
 ) -> QParams:
     """Choose the scale (and zero point) that bring ``x`` into the range of ``fmt``.
 
-    Symmetric formats: ``scale = amax / target``, target being the format's largest value (hif8: 15, see
-    ``named.py``), or the mean magnitude for ternary and binary. Asymmetric ones: ``scale = (max - min) / levels``
-    with 0 inside ``[min, max]``, and ``zero_point = round(lowest code - min / scale)``, so that 0 is exact.
+    Symmetric formats: ``scale = amax / target``, target being the format's largest
+    value (hif8: 15, see ``named.py``), or the mean magnitude for ternary and binary.
+    Asymmetric ones: ``scale = (max - min) / levels`` with 0 inside ``[min, max]``, and
+    ``zero_point = round(lowest code - min / scale)``, so that 0 is exact.
 
-    A symmetric scale times the target never overflows; with asymmetric formats, numbers within a step of the dtype's
-    largest may come back as Inf. NaN and Inf are left out of amax, min, max and mean. All-zero, empty and
-    all-non-finite sets have scale 1. A scale below the smallest normal number of its dtype becomes that number, since
-    a subnormal scale is inexact.
+    A symmetric scale times the target never overflows; with asymmetric formats, numbers
+    within a step of the dtype's largest may come back as Inf. NaN and Inf are left out
+    of amax, min, max and mean. All-zero, empty and all-non-finite sets have scale 1. A
+    scale below the smallest normal number of its dtype becomes that number, since a
+    subnormal scale is inexact.
 
     Args:
         x: floating point, any shape.
@@ -80,7 +86,8 @@ def choose_qparams(
         granularity: which elements share a scale; by default all.
 
     Raises:
-        FormatError: ``x`` is no floating-point tensor, the granularity does not fit its shape, or a block format.
+        FormatError: ``x`` is no floating-point tensor, the granularity does not fit its
+            shape, or a block format.
 
     Example:
         >>> from roundoff.formats import PerAxis, parse_format
@@ -115,7 +122,8 @@ def choose_qparams(
 def _symmetric_scale(low: Tensor, high: Tensor, fmt: Format) -> Tensor:
     largest = torch.finfo(low.dtype).max
     target = min(fmt.scale_target or fmt.max_finite, largest)
-    # Rounded up, the scale of the largest fp32 number would make it overflow on the way back.
+    # Rounded up, the scale of the largest fp32 number would make it overflow on the way
+    # back.
     limit = largest / target * (1 - 2.0**-23)
     return (torch.maximum(high, -low) / target).clamp_(max=limit)
 
@@ -138,7 +146,9 @@ def _usable(scale: Tensor) -> Tensor:
 
 
 def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Mean magnitude of the finite values over ``dims`` (kept with length 1); 0 where there is none."""
+    """Mean magnitude of the finite values over ``dims`` (kept with length 1); 0 where
+    there is none.
+    """
     total = view.abs().sum(dims, keepdim=True)
     count: int | Tensor = view.numel() // max(total.numel(), 1)
     if count == 0:
@@ -152,7 +162,9 @@ def mean_magnitude(view: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def extremes(view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Smallest and largest finite value over ``dims`` (kept with length 1); 0 where there is none."""
+    """Smallest and largest finite value over ``dims`` (kept with length 1); 0 where
+    there is none.
+    """
     if view.numel() == 0:
         shape = [1 if i in dims else n for i, n in enumerate(view.shape)]
         return view.new_zeros(shape), view.new_zeros(shape)
@@ -177,14 +189,17 @@ def fake_quantize(
     saturate: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Quantize to ``fmt`` with ``qparams`` and dequantize: a new tensor of x's shape and dtype, without gradient.
+    """Quantize to ``fmt`` with ``qparams`` and dequantize: a new tensor of x's shape
+    and dtype, without gradient.
 
-    NaN stays NaN, also in formats without one. Inf saturates, as everything out of range does unless ``saturate`` is
-    False (then Inf or NaN as the format has it). Computed in fp32 (fp64 for fp64 tensors). Zeros may have either sign.
+    NaN stays NaN, also in formats without one. Inf saturates, as everything out of
+    range does unless ``saturate`` is False (then Inf or NaN as the format has it).
+    Computed in fp32 (fp64 for fp64 tensors). Zeros may have either sign.
 
     Raises:
-        FormatError: ``x`` is no floating-point tensor, or qparams do not fit its shape, or a zero point is
-            given for a format that is not an integer, or ``saturate=False`` for a format without Inf and NaN.
+        FormatError: ``x`` is no floating-point tensor, or qparams do not fit its shape,
+            or a zero point is given for a format that is not an integer, or
+            ``saturate=False`` for a format without Inf and NaN.
 
     Example:
         >>> from roundoff.formats import parse_format
@@ -230,20 +245,23 @@ def _divided(view: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
-    """Return the codes of ``x``, in its shape: int32 for an integer format, the format's own torch dtype for others (fp8).
+    """Return the codes of ``x``, in its shape: int32 for an integer format, the
+    format's own torch dtype for others (fp8).
 
-    What :func:`fake_quantize` gives is ``scale * (code - zero_point)`` of these, so a tensor that lies on the grid has its
-    own codes. What is out of range saturates.
+    What :func:`fake_quantize` gives is ``scale * (code - zero_point)`` of these, so a
+    tensor that lies on the grid has its own codes. What is out of range saturates.
 
     Raises:
-        FormatError: as ``fake_quantize``; an integer format and a NaN, which has no code; a format without a torch dtype.
+        FormatError: as ``fake_quantize``; an integer format and a NaN, which has no
+            code; a format without a torch dtype.
 
     Example:
         >>> from roundoff.formats import parse_format
         >>> quantize(torch.tensor([0.04, 0.06, 9.0, -9.0]), QParams(torch.tensor(0.0625)), parse_format("int8"))
         tensor([   1,    1,  127, -127], dtype=torch.int32)
     """
-    # in fp64 the quotient of a value on the grid and its scale is its code but for a last bit
+    # in fp64 the quotient of a value on the grid and its scale is its code but for a
+    # last bit
     values = fake_quantize(x, qparams, fmt).double().reshape(qparams.view_shape(x))
     codes = values / qparams.scale.double()
     if fmt.one_quantum != 1.0:
@@ -266,7 +284,8 @@ def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:
 
 
 def dequantize(codes: Tensor, qparams: QParams) -> Tensor:
-    """Return the values of codes, ``scale * (code - zero_point)``, in the scale's dtype and the codes' shape.
+    """Return the values of codes, ``scale * (code - zero_point)``, in the scale's dtype
+    and the codes' shape.
 
     >>> dequantize(torch.tensor([1, -3]), QParams(torch.tensor(0.5), torch.tensor(1.0)))
     tensor([ 0., -2.])

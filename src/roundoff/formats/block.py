@@ -1,7 +1,8 @@
 """Block formats: elements along one axis that share a scale (OCP Microscaling Formats v1.0; NVFP4).
 
-The scale of an MX block is a power of two in e8m0, by ``fmt.scale_rule``. NVFP4: a tensor scale
-``amax(x) / (448 * 6)`` in fp32 times a block scale ``amax(block) / 6 / tensor scale`` in e4m3fn.
+The scale of an MX block is a power of two in e8m0, by ``fmt.scale_rule``. NVFP4: a
+tensor scale ``amax(x) / (448 * 6)`` in fp32 times a block scale
+``amax(block) / 6 / tensor scale`` in e4m3fn.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ def round_blocks(
     rounding: RoundingMode,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Round ``x`` to ``fmt`` with blocks along ``axis``, in x's shape and dtype. Elements saturate."""
+    """Round ``x`` to ``fmt`` with blocks along ``axis``, in x's shape and dtype.
+
+    Elements saturate.
+    """
     shape, dims = PerGroup(fmt.block_size, axis).split(x.shape)
     if x.numel() == 0:
         return x.clone()
     view = x.detach().to(working_dtype(x)).reshape(shape)
     low, high = extremes(view, dims)
     scale = block_scale(torch.maximum(high, -low), fmt)
-    # A block whose scale is 0 (NVFP4, tiny beside the tensor's largest) holds zeros: divide by 1, multiply by 0.
+    # A block whose scale is 0 (NVFP4, tiny beside the tensor's largest) holds zeros:
+    # divide by 1, multiply by 0.
     y = view / torch.where(scale == 0, 1.0, scale)
     return (
         round_values(y, fmt, rounding, True, generator, out=y)
@@ -44,7 +49,8 @@ def round_blocks(
 
 
 def block_scale(amax: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the scale of blocks with the given largest magnitudes (fp32 or fp64, finite), of amax's shape.
+    """Return the scale of blocks with the given largest magnitudes (fp32 or fp64,
+    finite), of amax's shape.
 
     Example:
         >>> from roundoff.formats import parse_format

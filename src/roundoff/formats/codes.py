@@ -15,12 +15,16 @@ _DOTS = (("11", 4), ("10", 3), ("01", 2), ("001", 1), ("0001", 0))
 
 
 def decode(code: int, fmt: Format) -> float:
-    """Return the value of a code: an element's, without any scale. NaN and Inf codes give nan and inf.
+    """Return the value of a code: an element's, without any scale.
 
-    Codes above the largest finite value are Inf (the first one, where the format has Inf) or NaN.
+    NaN and Inf codes give nan and inf.
+
+    Codes above the largest finite value are Inf (the first one, where the format has
+    Inf) or NaN.
 
     Raises:
-        FormatError: the code is not in ``[0, 2**width)``, or is the one that a narrow range leaves out.
+        FormatError: the code is not in ``[0, 2**width)``, or is the one that a narrow
+            range leaves out.
 
     Example:
         >>> from roundoff.formats import parse_format
@@ -64,7 +68,9 @@ def _twos_complement(code: int, fmt: Format) -> float:
 
 
 def _magnitude(code: int, fmt: Format) -> float:
-    """Exponent field and fraction field; inf where Python's float ends (fp64's highest exponent)."""
+    """Exponent field and fraction field; inf where Python's float ends (fp64's highest
+    exponent).
+    """
     if fmt.layout is Layout.HIF8:
         return _hif8(code)
     exponent = (code >> fmt.fraction_bits) - fmt.has_subnormals
@@ -79,7 +85,9 @@ def _magnitude(code: int, fmt: Format) -> float:
 
 
 def _hif8(code: int) -> float:
-    """Decode the seven bits below the sign: dot, exponent (sign, then the magnitude below its leading 1), fraction."""
+    """Decode the seven bits below the sign: dot, exponent (sign, then the magnitude
+    below its leading 1), fraction.
+    """
     text = f"{code:07b}"
     for dot, width in _DOTS:
         if text.startswith(dot):
@@ -95,7 +103,8 @@ def _hif8(code: int) -> float:
 
 @lru_cache(maxsize=64)
 def all_values(fmt: Format) -> list[float]:
-    """Return the value of every code, in the order of codes, for formats of at most 16 bits; treat it as read-only.
+    """Return the value of every code, in the order of codes, for formats of at most 16
+    bits; treat it as read-only.
 
     The code that a narrow range leaves out is left out here too.
 

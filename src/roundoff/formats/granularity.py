@@ -1,7 +1,7 @@
 """Granularity: which elements of a tensor share qparams (one scale and zero point).
 
-Each granularity gives the view in which the sharing elements lie along whole axes, and those axes. For ``x`` of shape
-``(6, 4)``:
+Each granularity gives the view in which the sharing elements lie along whole axes, and
+those axes. For ``x`` of shape ``(6, 4)``:
 
 ====================  ===============  ============  ==================
 granularity           view             reduced axes  shape of the scale
@@ -129,7 +129,9 @@ Granularity: TypeAlias = PerTensor | PerAxis | PerToken | PerGroup | PerBlock
 
 
 def _view(shape: Sequence[int], axes: tuple[int, ...]) -> Split:
-    """With an axis of length 1 to reduce where there is none, since torch takes no axes to mean all of them."""
+    """With an axis of length 1 to reduce where there is none, since torch takes no axes
+    to mean all of them.
+    """
     return (tuple(shape), axes) if axes else ((*shape, 1), (len(shape),))
 
 

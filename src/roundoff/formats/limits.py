@@ -1,4 +1,5 @@
-"""Where a number format ends: the magnitudes from which rounding gives Inf, a subnormal or zero, exactly.
+"""Where a number format ends: the magnitudes from which rounding gives Inf, a subnormal
+or zero, exactly.
 
 >>> limits("fp16")
 Limits(overflow=65520.0, overflow_tie=True, normal=6.1005353927612305e-05, zero=2.9802322387695312e-08, zero_tie=True)
@@ -21,11 +22,12 @@ from roundoff.formats.types import BlockFormat, Format, RoundingMode
 class Limits:
     """The bounds of one format for rounding to nearest; magnitudes, so both signs behave alike.
 
-    ``overflow``: what lies above rounds past the largest finite value (to Inf or NaN, or to the largest value where
-    the format saturates). It is the middle between the largest value and the one that would follow; ``overflow_tie``
-    says whether the middle itself goes up.
-    ``normal``: what lies below rounds to a subnormal or to zero; the middle itself rounds to the smallest normal.
-    ``zero``: what lies below rounds to zero: half the smallest positive value; ``zero_tie``: the half itself does too.
+    ``overflow``: what lies above rounds past the largest finite value (to Inf or NaN,
+    or to the largest value where the format saturates). It is the middle between the
+    largest value and the one that would follow; ``overflow_tie`` says whether the
+    middle itself goes up. ``normal``: what lies below rounds to a subnormal or to zero;
+    the middle itself rounds to the smallest normal. ``zero``: what lies below rounds to
+    zero: half the smallest positive value; ``zero_tie``: the half itself does too.
     """
 
     overflow: float
@@ -70,7 +72,9 @@ def _has_limits(fmt: Format) -> bool:
 
 
 def plain_formats() -> list[str]:
-    """Return the names of the formats that have bounds of their own, as values need no scale in them."""
+    """Return the names of the formats that have bounds of their own, as values need no
+    scale in them.
+    """
     return [name for name, fmt in FORMATS.items() if _has_limits(fmt)]
 
 

@@ -1,14 +1,16 @@
 """The formats by name. A new format is one entry here, and no code elsewhere.
 
-Sources: IEEE 754-2019 (fp16, fp32, fp64); the vendors' manuals (bf16, tf32); OCP 8-bit Floating Point Specification 1.0
-(e4m3fn, e5m2); arXiv 2206.02915 (fnuz); OCP Microscaling Formats v1.0 (fp6, fp4, e8m0, MX); NVIDIA's Transformer Engine
-and cuDNN documentation (NVFP4); arXiv 2409.16626 (HiFloat8); arXiv 2402.17764 and 1603.05279 (ternary and binary with a
-scale from the mean magnitude).
+Sources: IEEE 754-2019 (fp16, fp32, fp64); the vendors' manuals (bf16, tf32); OCP 8-bit
+Floating Point Specification 1.0 (e4m3fn, e5m2); arXiv 2206.02915 (fnuz); OCP
+Microscaling Formats v1.0 (fp6, fp4, e8m0, MX); NVIDIA's Transformer Engine and cuDNN
+documentation (NVFP4); arXiv 2409.16626 (HiFloat8); arXiv 2402.17764 and 1603.05279
+(ternary and binary with a scale from the mean magnitude).
 
-Formats of 8 bits and fewer saturate by default, as ONNX Cast does; HiFloat8, whose publication has Inf for overflow,
-does not. HiFloat8 is here as far as it is public. Its overflow follows IEEE (Inf from the midpoint above 32768 on), its
-scale in scaled use (amax onto 15, the largest value with all three fraction bits) is our choice, and its hybrid
-rounding for training is left out.
+Formats of 8 bits and fewer saturate by default, as ONNX Cast does; HiFloat8, whose
+publication has Inf for overflow, does not. HiFloat8 is here as far as it is public. Its
+overflow follows IEEE (Inf from the midpoint above 32768 on), its scale in scaled use
+(amax onto 15, the largest value with all three fraction bits) is our choice, and its
+hybrid rounding for training is left out.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def integer(
         width: bits of a code.
         symmetric: zero_point is 0; otherwise it is chosen with the scale.
         narrow_range: leave out the code ``-2**(width - 1)``; by default as ``symmetric``.
-        name: by default ``int8``, or ``int8_asym``, with ``_full`` or ``_narrow`` where the range is not the default.
+        name: by default ``int8``, or ``int8_asym``, with ``_full`` or ``_narrow`` where
+            the range is not the default.
 
     Example:
         >>> integer(8, narrow_range=False).name, integer(4).min_finite, integer(4, symmetric=False).min_finite
@@ -227,7 +230,8 @@ _BINARY = Format(
     scale_from="absmean",
     execution=_WEIGHT_ONLY,
 )
-# An int8 with the implied scale 2**-6. The code -128 is left out, as the specification allows.
+# An int8 with the implied scale 2**-6. The code -128 is left out, as the specification
+# allows.
 _MXINT8 = replace(
     integer(8), emin=0, fraction_bits=6, max_finite=127 / 64, min_finite=-127 / 64
 )

@@ -31,20 +31,26 @@ def round_tensor(
     axis: int = -1,
     scale_rule: ScaleRule | None = None,
 ) -> Tensor:
-    """Round ``x`` to the values of ``fmt``: a tensor of x's shape, dtype and device, without gradient.
+    """Round ``x`` to the values of ``fmt``: a tensor of x's shape, dtype and device,
+    without gradient.
 
-    * Without granularity and scale: a plain cast to the format's own values. Out of range as in
-      ``Format.saturates``: the largest finite value if ``saturate``, else Inf, else NaN. Integer formats, ternary
-      and binary need a scale.
-    * With a granularity: scales (and zero points) are chosen from ``x`` (``choose_qparams``), and values are divided by
-      them, rounded, and multiplied back (``fake_quantize``).
-    * With a scale: the same with that scale and zero point, which broadcast against the granularity's view of ``x``.
-    * A block format chooses its scales itself, with blocks along ``axis`` (or that of ``PerGroup``).
+    * Without granularity and scale: a plain cast to the format's own values. Out of
+      range as in ``Format.saturates``: the largest finite value if ``saturate``, else
+      Inf, else NaN. Integer formats, ternary and binary need a scale.
+    * With a granularity: scales (and zero points) are chosen from ``x``
+      (``choose_qparams``), and values are divided by them, rounded, and multiplied back
+      (``fake_quantize``).
+    * With a scale: the same with that scale and zero point, which broadcast against the
+      granularity's view of ``x``.
+    * A block format chooses its scales itself, with blocks along ``axis`` (or that of
+      ``PerGroup``).
 
-    NaN stays NaN in every format. With scales, Inf and all that is out of range saturate; scales are chosen from the
-    finite values, and are 1 where all are zero. Without a scale, -0 becomes +0 in formats that have no -0. An empty
-    tensor stays empty. bf16 and fp16 tensors are computed in fp32 and the result cast back, so values that their own
-    type cannot hold (fp16's 65504 in bf16) are rounded once more. Where nothing changes, ``x`` itself may come back.
+    NaN stays NaN in every format. With scales, Inf and all that is out of range
+    saturate; scales are chosen from the finite values, and are 1 where all are zero.
+    Without a scale, -0 becomes +0 in formats that have no -0. An empty tensor stays
+    empty. bf16 and fp16 tensors are computed in fp32 and the result cast back, so
+    values that their own type cannot hold (fp16's 65504 in bf16) are rounded once more.
+    Where nothing changes, ``x`` itself may come back.
 
     Args:
         x: floating point, any shape.
@@ -53,15 +59,18 @@ def round_tensor(
         rounding: by default the format's own.
         scale: positive; a tensor or a number.
         zero_point: the code of 0, for integer formats; needs a scale.
-        generator: the source of random bits for stochastic rounding (draws of 24 bits; fp64: 53; fp32 to bf16: the 16 that
-                are cut off, which is exact).
+        generator: the source of random bits for stochastic rounding (draws of 24 bits;
+                fp64: 53; fp32 to bf16: the 16 that are cut off, which is exact).
         saturate: without a scale, by default the format's own; with one, True.
-        axis: the axis of a block format's blocks; its length must be a multiple of the block size.
-        scale_rule: how MX scales are chosen, by default as the format says (floor, as in the specification).
+        axis: the axis of a block format's blocks; its length must be a multiple of the
+            block size.
+        scale_rule: how MX scales are chosen, by default as the format says (floor, as
+            in the specification).
 
     Raises:
-        FormatError: ``x`` is not floating point; the granularity does not fit the shape; an integer format without a
-            scale; a scale that does not fit; ``saturate=False`` for a format without Inf and NaN; a scale for a block
+        FormatError: ``x`` is not floating point; the granularity does not fit the
+            shape; an integer format without a scale; a scale that does not fit;
+            ``saturate=False`` for a format without Inf and NaN; a scale for a block
             format.
 
     Example:

@@ -56,7 +56,9 @@ def cast(
     saturate: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Round ``x`` to the values of ``fmt`` without a scale, in x's shape and dtype; may be ``x`` itself."""
+    """Round ``x`` to the values of ``fmt`` without a scale, in x's shape and dtype; may
+    be ``x`` itself.
+    """
     x = x.detach()
     if _holds(fmt, x.dtype):
         return x if not saturate else _clip(x)
@@ -74,9 +76,11 @@ def cast(
 
 
 def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """fp32 ``x`` rounded by its bits: a 16-bit draw added to the 16 bits that bf16 has not, which are cut off then.
+    """fp32 ``x`` rounded by its bits: a 16-bit draw added to the 16 bits that bf16 has
+    not, which are cut off then.
 
-    The carry has exactly the probability that it should, also among subnormals, and from the largest value to Inf.
+    The carry has exactly the probability that it should, also among subnormals, and
+    from the largest value to Inf.
     """
     count = x.numel()
     draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(
@@ -104,7 +108,9 @@ def _clip(x: Tensor) -> Tensor:
 
 
 def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
-    """Return the dtype whose cast gives the format's nearest-even values at speed, else ``None``."""
+    """Return the dtype whose cast gives the format's nearest-even values at speed, else
+    ``None``.
+    """
     dtype = fmt.torch_dtype
     if dtype is None or not dtype.is_floating_point or not fmt.has_subnormals:
         return None
@@ -147,7 +153,9 @@ def round_values(
     generator: torch.Generator | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run the general algorithm on fp32 or fp64 ``x``. ``out=x`` overwrites x, for formats with a zero that saturate.
+    """Run the general algorithm on fp32 or fp64 ``x``.
+
+    ``out=x`` overwrites x, for formats with a zero that saturate.
 
     The sign of a zero is not cleared for formats without -0: ``cast`` does that.
     """
@@ -211,7 +219,8 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
     # The exponent field alone is the power of two below |x|; subnormals of x give 0, Inf and NaN give Inf.
     power = field.view(x.dtype)
     smallest = math.ldexp(1.0, fmt.emin)
-    # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that the range is exceeded.
+    # The upper limit keeps Inf / quantum from being NaN; past it any quantum shows that
+    # the range is exceeded.
     largest = math.ldexp(1.0, fmt.emax)
     quantum = power.clamp_(smallest, largest).mul_(math.ldexp(1.0, -fmt.fraction_bits))
     if not fmt.has_subnormals and fmt.fraction_bits:
@@ -221,7 +230,9 @@ def _quantum(x: Tensor, fmt: Format) -> Tensor | float:
 
 @lru_cache(maxsize=64)
 def _quanta(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the quantum for each value of the exponent field of ``dtype``, for formats whose fraction bits vary."""
+    """Return the quantum for each value of the exponent field of ``dtype``, for formats
+    whose fraction bits vary.
+    """
     _, mask, bits = _EXPONENT[dtype]
     count = (mask >> bits) + 1
     exponents = [
@@ -248,7 +259,8 @@ def to_integer(
     if rounding is RoundingMode.TOWARD_ZERO:
         magnitude.floor_()
     elif rounding is RoundingMode.NEAREST_AWAY:
-        # The number below a half: a half itself would round the sum up to 1 from just below a half.
+        # The number below a half: a half itself would round the sum up to 1 from just
+        # below a half.
         below_half = 0.5 - torch.finfo(magnitude.dtype).eps / 4
         magnitude.add_(below_half).floor_()
     else:

@@ -27,8 +27,9 @@ __all__ = ["BlockFormat", "Execution", "Format", "Layout", "RoundingMode", "Scal
 class RoundingMode(Enum):
     """How a number between two neighbouring values is rounded."""
 
-    #: to the nearer one; a tie to the one whose significand ``v / quantum`` is even (IEEE 754 roundTiesToEven).
-    #: Without fraction bits (e8m0, powers of two) the lower significand is 1, so a tie goes up.
+    #: to the nearer one; a tie to the one whose significand ``v / quantum`` is even
+    #: (IEEE 754 roundTiesToEven). Without fraction bits (e8m0, powers of two) the lower
+    #: significand is 1, so a tie goes up.
     NEAREST_EVEN = "nearest_even"
     #: to the nearer one; a tie to the larger magnitude (IEEE 754 roundTiesToAway)
     NEAREST_AWAY = "nearest_away"
@@ -52,11 +53,13 @@ class Layout(Enum):
 class ScaleRule(Enum):
     """The power-of-two scale of a block whose largest magnitude is amax."""
 
-    #: 2**(floor(log2(amax)) - emax): OCP MX v1.0, section 6.3. The largest element may saturate.
+    #: 2**(floor(log2(amax)) - emax): OCP MX v1.0, section 6.3. The largest element may
+    #: saturate.
     FLOOR = "floor"
     #: 2**(ceil(log2(amax)) - emax): amax is always below the largest power of two
     CEIL = "ceil"
-    #: smallest power of two with amax / scale <= max_finite: nothing saturates, no range is wasted
+    #: smallest power of two with amax / scale <= max_finite: nothing saturates, no
+    #: range is wasted
     RCEIL = "rceil"
 
 
@@ -64,9 +67,11 @@ class ScaleRule(Enum):
 class Execution:
     """Which operators run in a format, and which parts of a call are rounded."""
 
-    #: every operator, or only matmul, linear, convolution, attention, recurrent and embedding operators
+    #: every operator, or only matmul, linear, convolution, attention, recurrent and
+    #: embedding operators
     operators: Literal["all", "matrix"]
-    #: how activation operands are rounded; ``exact`` is a plain cast without a scale, ``None`` leaves them alone
+    #: how activation operands are rounded; ``exact`` is a plain cast without a scale,
+    #: ``None`` leaves them alone
     activation: Literal["exact", "tensor", "token", "block"] | None
     #: how weights are rounded
     weight: Literal["exact", "tensor", "channel", "group", "block"] | None
@@ -92,7 +97,8 @@ class Format:
     name: str
     #: bits of one code
     width: int
-    #: fraction bits of every binade (the precision less one); where ``taper`` is given, only its largest entry
+    #: fraction bits of every binade (the precision less one); where ``taper`` is given,
+    #: only its largest entry
     fraction_bits: int
     #: exponent of the smallest normal binade
     emin: int
@@ -109,10 +115,12 @@ class Format:
     has_inf: bool = False
     #: the code of NaN; ``None``: the format has no NaN
     nan_code: int | None = None
-    #: default where the range is exceeded: True gives the nearest finite value, False gives Inf, or NaN without Inf
+    #: default where the range is exceeded: True gives the nearest finite value, False
+    #: gives Inf, or NaN without Inf
     saturate: bool = True
     rounding: RoundingMode = RoundingMode.NEAREST_EVEN
-    #: what the largest magnitude is scaled to when a scale is chosen; ``None``: ``max_finite``
+    #: what the largest magnitude is scaled to when a scale is chosen; ``None``:
+    #: ``max_finite``
     scale_target: float | None = None
     #: what a scale is chosen from: the largest magnitude (amax), or the mean magnitude
     scale_from: Literal["amax", "absmean"] = "amax"
@@ -123,10 +131,11 @@ class Format:
     #: torch's name of the same format
     torch_name: str | None = None
     execution: Execution | None = None
-    #: the format of activations where it is another than that of weights (w4a8); ``None``: this one
+    #: the format of activations where it is another than that of weights (w4a8);
+    #: ``None``: this one
     activation_format: Format | None = None
-    #: the format of gradients beside values in this one, where its own exponents are too few; ``None``: see
-    #: ``roundoff.ops.gradient_format``
+    #: the format of gradients beside values in this one, where its own exponents are
+    #: too few; ``None``: see ``roundoff.ops.gradient_format``
     gradient_format: Format | None = None
     #: weights that share a scale in a row, where the execution rule has groups
     group_size: int = 32
@@ -142,7 +151,9 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits in memory per element, including its share of a block's scale, or of a group's, which has 32 bits."""
+        """Bits in memory per element, including its share of a block's scale, or of a
+        group's, which has 32 bits.
+        """
         grouped = self.execution is not None and self.execution.weight == "group"
         width = float(self.width if self.storage_bits is None else self.storage_bits)
         return width + 32.0 / self.group_size if grouped else width
@@ -203,7 +214,8 @@ class Format:
         """Return True to saturate: as asked, or the format's own default.
 
         Raises:
-            FormatError: ``asked`` is False, and there is neither Inf nor NaN for what is out of range.
+            FormatError: ``asked`` is False, and there is neither Inf nor NaN for what
+                is out of range.
         """
         if asked is False and not self.has_inf and not self.has_nan:
             raise FormatError(
@@ -217,15 +229,18 @@ class Format:
     def contains(self, other: Format) -> bool:
         """Return True if every finite value of ``other``, without a scale, is one of this format.
 
-        Decided from the fields. Only block formats with the same fields contain each other, because their
-        values depend on the scale; the sign of zero does not count.
+        Decided from the fields. Only block formats with the same fields contain each
+        other, because their values depend on the scale; the sign of zero does not
+        count.
         """
         return _contains(self, other)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat(Format):
-    """Blocks of elements along one axis that share a scale. The inherited number fields are the element's.
+    """Blocks of elements along one axis that share a scale.
+
+    The inherited number fields are the element's.
 
     Example:
         >>> from dataclasses import replace
@@ -272,7 +287,9 @@ def _contains(outer: Format, inner: Format) -> bool:
 
 
 def _binade_contains(outer: Format, inner: Format, exponent: int) -> bool:
-    """Return True if ``outer`` has the values of ``inner`` from ``2**exponent`` up to the next power of two."""
+    """Return True if ``outer`` has the values of ``inner`` from ``2**exponent`` up to
+    the next power of two.
+    """
     step = inner.quantum_exponent(exponent)
     if step > exponent:
         return True  # no values here: without subnormals the binade is empty

@@ -1,8 +1,8 @@
 """The arguments of an operator call as text, and back: what a recorded call needs to run again.
 
-Tensors are written as the number of their record, so that ``restore(describe(args, kwargs, f),
-g)`` gives the same arguments with ``g(f(tensor))`` in place of each tensor. Lists stay lists and
-tuples tuples.
+Tensors are written as the number of their record, so that
+``restore(describe(args, kwargs, f), g)`` gives the same arguments with ``g(f(tensor))``
+in place of each tensor. Lists stay lists and tuples tuples.
 
 >>> import torch
 >>> x = torch.ones(3)
@@ -48,8 +48,9 @@ def describe(
 ) -> str | None:
     """Return the arguments as JSON, or None where one cannot be written.
 
-    That is a generator, an object, a tensor without a record. Numbers are written exactly, NaN and
-    infinities included; symbolic numbers by the value that they have now.
+    That is a generator, an object, a tensor without a record. Numbers are written
+    exactly, NaN and infinities included; symbolic numbers by the value that they have
+    now.
     """
     try:
         parts = (
@@ -64,7 +65,10 @@ def describe(
 def restore(
     text: str, tensor_of: Callable[[int], Any]
 ) -> tuple[tuple[Any, ...], Keywords]:
-    """Return the arguments that ``describe`` has written. Raises ``RunError`` for any other text."""
+    """Return the arguments that ``describe`` has written.
+
+    Raises ``RunError`` for any other text.
+    """
     try:
         args, kwargs = json.loads(text)
         for value in (*args, *kwargs.values()):
@@ -81,7 +85,8 @@ def restore(
 
 
 def overload_of(name: str) -> OpOverload:
-    """Return the operator that a recorded overload names: ``aten.add.Tensor``, ``mylib.scale.default``.
+    """Return the operator that a recorded overload names: ``aten.add.Tensor``,
+    ``mylib.scale.default``.
 
     Raises ``RunError`` when torch has no such operator now.
 

@@ -1,11 +1,11 @@
 """What torch.autocast does with each operator on each kind of device, asked from torch itself.
 
-The lists are compiled into torch, one set a device, and differ: on a CPU softmax, layer_norm, exp
-and sum are on no list and stay in half precision where their input is, on CUDA they run in fp32.
-Which operators have an autocast kernel is read from torch's dispatcher, so it is right for the
-version that runs; of which kind it is stands in the table of operators (torch's
-``ATen/autocast_mode.h``, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_PROMOTE, and the CPU's
-registrations).
+The lists are compiled into torch, one set a device, and differ: on a CPU softmax,
+layer_norm, exp and sum are on no list and stay in half precision where their input is,
+on CUDA they run in fp32. Which operators have an autocast kernel is read from torch's
+dispatcher, so it is right for the version that runs; of which kind it is stands in the
+table of operators (torch's ``ATen/autocast_mode.h``, AT_FORALL_LOWER_PRECISION_FP and
+AT_FORALL_PROMOTE, and the CPU's registrations).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def autocast_class(operator: str, device: str = "cpu") -> AutocastClass:
     """Return what torch.autocast does with an operator (out of place) on a device.
 
     It runs it in the ``lower`` format, in ``fp32``, in the widest format of its inputs
-    (``promote``), or leaves it alone (``follow``). ``operator`` is a site's operator or an aten
-    name. Raises ``PlanError`` for a device without autocast.
+    (``promote``), or leaves it alone (``follow``). ``operator`` is a site's operator or
+    an aten name. Raises ``PlanError`` for a device without autocast.
 
     >>> devices = ("cpu", "cuda")
     >>> [autocast_class("softmax", device) for device in devices]

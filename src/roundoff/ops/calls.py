@@ -1,10 +1,11 @@
 """See every torch-level call of a model: its site, its operands and where their values come from.
 
-``CallMode`` is a ``TorchFunctionMode``: it stands above autograd, so it sees ``F.linear``, ``x +
-y`` and ``x.softmax(-1)`` as the user's code calls them, in functional code as well as inside
-modules, and gradients reach what its handler returns. Functions of ``torch.nn.functional`` that
-are written in Python are entered, so that ``F.multi_head_attention_forward`` shows the operators
-it is made of, and ``F.softmax``, ``torch.softmax`` and ``Tensor.softmax`` are one operator.
+``CallMode`` is a ``TorchFunctionMode``: it stands above autograd, so it sees
+``F.linear``, ``x + y`` and ``x.softmax(-1)`` as the user's code calls them, in
+functional code as well as inside modules, and gradients reach what its handler returns.
+Functions of ``torch.nn.functional`` that are written in Python are entered, so that
+``F.multi_head_attention_forward`` shows the operators it is made of, and ``F.softmax``,
+``torch.softmax`` and ``Tensor.softmax`` are one operator.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Operand:
         role: ``activation``, ``weight`` or ``bias``.
         reduce: the axis that it is contracted over.
         channel: the axis that keeps a scale of its own.
-        sources: the sites or parameters that its values come from (through views and copies);
-            empty for model inputs and constants; ``""`` says that such values are mixed in.
+        sources: the sites or parameters that its values come from (through views and
+            copies); empty for model inputs and constants; ``""`` says that such values
+            are mixed in.
     """
 
     leaf: int
@@ -72,7 +74,8 @@ class Call:
         operator: what was called.
         func: the function of torch.
         leaves: the tensors and values in its arguments, in order.
-        layout: for each argument its position or name, its nesting, and how many leaves it has.
+        layout: for each argument its position or name, its nesting, and how many leaves
+            it has.
         operands: the tensors that a format may round.
         autocast: (device type, dtype) of the autocast region that the call was made in.
     """
@@ -111,7 +114,9 @@ class Call:
         return args, kwargs
 
     def run(self, leaves: list[Any] | None = None) -> Any:
-        """Run the operator on ``leaves`` (None: the call's own, which an in-place operator writes)."""
+        """Run the operator on ``leaves`` (None: the call's own, which an in-place
+        operator writes).
+        """
         args, kwargs = self.arguments(leaves)
         if self.autocast is None or torch.is_autocast_enabled(self.autocast[0]):
             return self.func(*args, **kwargs)
@@ -311,7 +316,9 @@ class CallMode(TorchFunctionMode):
         args: Any,
         kwargs: Any,
     ) -> None:
-        """Note where a result's values come from; ``func`` has run and is no site, for ``reason``."""
+        """Note where a result's values come from; ``func`` has run and is no site, for
+        ``reason``.
+        """
         sources: frozenset[str] = frozenset()
         if reason == "random" or operator.name in _CREATES - _EXACT:
             sources = frozenset(("",))
@@ -422,7 +429,8 @@ def watch(
 ) -> Iterator[CallMode]:
     """Follow the modules of ``model`` and give each call to ``handler`` while the mode is entered.
 
-    Hooks are removed on exit, also after an exception. Compiled regions run uncompiled meanwhile.
+    Hooks are removed on exit, also after an exception. Compiled regions run uncompiled
+    meanwhile.
 
     Args:
         model: its modules give the sites their paths.
@@ -542,9 +550,9 @@ def _dropout(args: Any, kwargs: Any) -> str:
 def function_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The body of a Python function of ``torch.nn.functional``, without its own override check.
 
-    Each such function first asks whether an override wants the whole call, which here would be
-    asked for ever. The twin has the same code over globals in which the answer is no; the calls
-    that it makes are seen by the mode. None for other functions.
+    Each such function first asks whether an override wants the whole call, which here
+    would be asked for ever. The twin has the same code over globals in which the answer
+    is no; the calls that it makes are seen by the mode. None for other functions.
     """
     if not isinstance(func, types.FunctionType):
         return None

@@ -1,8 +1,8 @@
 """Two-dimensional convolutions in fp64 on the CPU as one matrix product for the whole batch.
 
-torch's own fp64 kernel multiplies sample by sample, which reads all weights again for each: with
-few output positions that takes several times as long. The results are the same sums, added in
-another order.
+torch's own fp64 kernel multiplies sample by sample, which reads all weights again for
+each: with few output positions that takes several times as long. The results are the
+same sums, added in another order.
 """
 
 from __future__ import annotations

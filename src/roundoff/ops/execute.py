@@ -1,10 +1,11 @@
 """Run one operator call in a number format: what "executed in bf16" means.
 
-A format's execution rule (``Format.execution``) names the parts that are rounded: activation
-operands, weights (with biases where the format rounds them), and the output. A bf16 matmul rounds
-operands and output and accumulates in fp32; an int8 matmul quantizes operands and weights with
-scales, accumulates exactly and leaves an fp32 output. Rounding is simulated in the reference's own
-dtype, so any format runs on any device.
+A format's execution rule (``Format.execution``) names the parts that are rounded:
+activation operands, weights (with biases where the format rounds them), and the output.
+A bf16 matmul rounds operands and output and accumulates in fp32; an int8 matmul
+quantizes operands and weights with scales, accumulates exactly and leaves an fp32
+output. Rounding is simulated in the reference's own dtype, so any format runs on any
+device.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def rounding_steps(
 
     The weights of a recurrent layer are rounded together.
 
-    Each step keeps the roundings of the steps before it, so the differences between consecutive
-    results add up to the whole error exactly: nothing is counted twice (the output part of a ReLU
-    whose operand is already rounded is zero). ``reference`` is the result with nothing rounded;
-    parts that do not apply are left out. ``rounder`` rounds the operands, ``round_operand`` by
-    default.
+    Each step keeps the roundings of the steps before it, so the differences between
+    consecutive results add up to the whole error exactly: nothing is counted twice (the
+    output part of a ReLU whose operand is already rounded is zero). ``reference`` is
+    the result with nothing rounded; parts that do not apply are left out. ``rounder``
+    rounds the operands, ``round_operand`` by default.
     """
     rule = fmt.execution
     if rule is None:
@@ -179,8 +180,8 @@ def _rounded_rows(call: Call, fmt: Format, reference: Any) -> Iterator[RoundingS
 def adds_bias_last(call: Call) -> bool:
     """Return True for a product of input and weight that a bias is added to at the end.
 
-    The bias may be None, and its error needs no second run. Under autocast it is rounded on the
-    way.
+    The bias may be None, and its error needs no second run. Under autocast it is
+    rounded on the way.
     """
     is_added = call.operator.name == "linear" or call.operator.name in _CONVOLUTIONS
     return is_added and not call.autocast
@@ -204,8 +205,8 @@ def execute(
 ) -> Any:
     """Return the call's result when executed in ``fmt`` (an in-place operator writes, as it would).
 
-    ``through(exact, rounded)`` gives the tensor that is used for a rounded one: training passes
-    gradients through it.
+    ``through(exact, rounded)`` gives the tensor that is used for a rounded one:
+    training passes gradients through it.
     """
     rule = fmt.execution
     if rule is None:
@@ -226,7 +227,9 @@ def execute(
 def _rounded_leaves(
     call: Call, fmt: Format, through: Callable[[Tensor, Tensor], Tensor]
 ) -> list[Any]:
-    """The call's leaves with its operands rounded; what an in-place operator writes is rounded there."""
+    """The call's leaves with its operands rounded; what an in-place operator writes is
+    rounded there.
+    """
     rule = fmt.execution
     leaves = list(call.leaves)
     for operand in call.operands:
@@ -253,7 +256,9 @@ def _rounds_operand(rule: Execution, operand: Operand) -> bool:
 
 
 def _way(rule: Execution, operand: Operand) -> str | None:
-    """How an operand is rounded: exact, or with a scale for each tensor, channel, token or block."""
+    """How an operand is rounded: exact, or with a scale for each tensor, channel, token
+    or block.
+    """
     return rule.activation if operand.role == "activation" else rule.weight
 
 
@@ -270,8 +275,8 @@ def _looks_up(call: Call, fmt: Format) -> bool:
 def round_operand(x: Tensor, operand: Operand, fmt: Format) -> Tensor:
     """Round ``x`` the way ``fmt`` rounds this operand.
 
-    That is a plain cast, or with a scale for each tensor, channel, token or block. An empty tensor
-    and an operand that the format leaves alone are returned as they are.
+    That is a plain cast, or with a scale for each tensor, channel, token or block. An
+    empty tensor and an operand that the format leaves alone are returned as they are.
     """
     way = None if fmt.execution is None else _way(fmt.execution, operand)
     if way is None or x.numel() == 0:
@@ -309,17 +314,18 @@ def round_output(value: Any, fmt: Format) -> Any:
     return _map_rounded(lambda t: round_tensor(t.detach(), fmt), value)
 
 
-#: Exponents of fp8_e5m2, from the smallest normal one to the largest: the range that gradients need.
+#: Exponents of fp8_e5m2, from the smallest normal one to the largest: the range that
+#: gradients need.
 _GRADIENT_EXPONENTS = 30
 
 
 def gradient_format(fmt: Format) -> Format | None:
     """Return the format of gradients beside a format of values; None where they stay as they are.
 
-    That is the format's ``gradient_format`` (fp8_e4m3 names e5m2, which has the range that
-    gradients need: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433, section
-    3), or the format itself where its exponents reach as far. Integers, formats with block scales
-    and formats of weights alone are for values.
+    That is the format's ``gradient_format`` (fp8_e4m3 names e5m2, which has the range
+    that gradients need: Micikevicius et al., FP8 Formats for Deep Learning,
+    arXiv:2209.05433, section 3), or the format itself where its exponents reach as far.
+    Integers, formats with block scales and formats of weights alone are for values.
     """
     if fmt.gradient_format is not None:
         return fmt.gradient_format
@@ -333,9 +339,10 @@ def gradient_format(fmt: Format) -> Format | None:
 def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
     """Round a gradient as an operator in ``fmt`` receives it (of its output), or writes it.
 
-    It is received in ``gradient_format``, scaled per tensor where that is scaled. ``written`` is
-    the gradient of an operand: it is rounded only where the format rounds outputs (bf16, not tf32
-    or fp8). Formats without one for gradients leave them alone: straight through.
+    It is received in ``gradient_format``, scaled per tensor where that is scaled.
+    ``written`` is the gradient of an operand: it is rounded only where the format
+    rounds outputs (bf16, not tf32 or fp8). Formats without one for gradients leave them
+    alone: straight through.
     """
     rule = fmt.execution
     target = gradient_format(fmt)
@@ -349,7 +356,9 @@ def round_gradient(gradient: Tensor, fmt: Format, *, written: bool) -> Tensor:
 
 
 def _round_blocks(x: Tensor, fmt: Format, axis: int) -> Tensor:
-    """Round blocks along ``axis``; a last block that is not full gets zeros, which change no maximum."""
+    """Round blocks along ``axis``; a last block that is not full gets zeros, which
+    change no maximum.
+    """
     size = fmt.block_size if isinstance(fmt, BlockFormat) else fmt.group_size
     missing = -x.shape[axis] % size
     granularity = PerGroup(size, axis)

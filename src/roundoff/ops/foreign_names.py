@@ -1,4 +1,6 @@
-"""The operator names of other systems: torch's site operators, aten, TensorFlow, Paddle, CANN and ONNX."""
+"""The operator names of other systems: torch's site operators, aten, TensorFlow,
+Paddle, CANN and ONNX.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ _ALSO = {"ascend": "cann", "tf": "tensorflow", "site": "torch"}
 def translate(name: str, source: str, target: str) -> tuple[str, ...]:
     """Return an operator's names in another system; empty where that system has none of its own.
 
-    Systems: torch (operators of sites), aten, tensorflow, paddle, cann, onnx. As a source, an aten
-    name may have its namespace and overload; as a target it is every functional overload, as
-    ``torch.library`` writes them. Raises ``PlanError`` with the nearest names for a name that the
-    source does not have.
+    Systems: torch (operators of sites), aten, tensorflow, paddle, cann, onnx. As a
+    source, an aten name may have its namespace and overload; as a target it is every
+    functional overload, as ``torch.library`` writes them. Raises ``PlanError`` with the
+    nearest names for a name that the source does not have.
 
     >>> translate("softmax", "torch", "cann"), translate("BiasAdd", "tensorflow", "torch")
     (('SoftmaxV2',), ('add',))
@@ -152,7 +154,9 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def _overloads(name: str) -> tuple[str, ...]:
-    """The overloads of an aten operator that return new tensors; without those over named dimensions."""
+    """The overloads of an aten operator that return new tensors; without those over
+    named dimensions.
+    """
     import torch
 
     packet: Any = getattr(torch.ops.aten, name)

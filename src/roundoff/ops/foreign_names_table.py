@@ -1,12 +1,14 @@
 """The names of one operator in six systems, as a table; ``foreign_names.py`` reads it.
 
-A row: sites of this package (what a ``TorchFunctionMode`` sees) | aten | TensorFlow | Paddle | CANN | ONNX. All names of a
-cell are the same operator to the other systems; ``-``: the system has none, or builds it from others. A name may stand in
-several rows: CANN's MatMul is what linear, mm and addmm all run. Indented lines continue a row.
+A row: sites of this package (what a ``TorchFunctionMode`` sees) | aten | TensorFlow |
+Paddle | CANN | ONNX. All names of a cell are the same operator to the other systems;
+``-``: the system has none, or builds it from others. A name may stand in several rows:
+CANN's MatMul is what linear, mm and addmm all run. Indented lines continue a row.
 
-The names are those that torch 2.13, TensorFlow 2.21, Paddle 3.3 and onnx 1.23 register (tests compare them with what is
-installed), and for CANN those of the REG_OP prototypes in its public headers. TensorFlow's Gelu comes with Intel's
-extension; Paddle's pnorm and triplet_margin_loss stand only in its AMP lists.
+The names are those that torch 2.13, TensorFlow 2.21, Paddle 3.3 and onnx 1.23 register
+(tests compare them with what is installed), and for CANN those of the REG_OP prototypes
+in its public headers. TensorFlow's Gelu comes with Intel's extension; Paddle's pnorm
+and triplet_margin_loss stand only in its AMP lists.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kernels that exist in low precision alone, or are slow in fp64, written out to run in fp64.
 
-The attention kernels of CUDA and the LSTM of oneDNN have no fp64 form. Each function here takes
-the arguments of an operator by name (tensors already in fp64) and gives its results in order, None
-for those that only its own backward kernel can read; None altogether leaves the call to torch.
-Dropout never comes here.
+The attention kernels of CUDA and the LSTM of oneDNN have no fp64 form. Each function
+here takes the arguments of an operator by name (tensors already in fp64) and gives its
+results in order, None for those that only its own backward kernel can read; None
+altogether leaves the call to torch. Dropout never comes here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def attention(
     scale: float | None = None,
     **_: Any,
 ) -> Results:
-    """Return softmax(scale q kᵀ + bias) v over the last two axes, and the log of each softmax's sum.
+    """Return softmax(scale q kᵀ + bias) v over the last two axes, and the log of each
+    softmax's sum.
 
-    A row that attends to nothing is 0. Fewer key heads than query heads are repeated, causal
-    counts from the first position.
+    A row that attends to nothing is 0. Fewer key heads than query heads are repeated,
+    causal counts from the first position.
     """
     scores = _scores(query, _heads(key, query), attn_bias, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
@@ -132,7 +133,8 @@ def lstm_backward(
 ) -> Results:
     """Return the gradients of input, both weights, both biases and both states.
 
-    The gates are computed again, since the forward kernel's are in bytes that only oneDNN can read.
+    The gates are computed again, since the forward kernel's are in bytes that only
+    oneDNN can read.
     """
     _only_lstm(mode, batch_sizes)
     bias = weight3 + weight4 if has_biases else None
@@ -249,8 +251,8 @@ def _forward(missing: int) -> Callable[..., Results]:
     return run
 
 
-#: By the name of the operator's schema; the numbers count the tensors after output and logarithms
-#: (fewer in some cases).
+#: By the name of the operator's schema; the numbers count the tensors after output and
+#: logarithms (fewer in some cases).
 STAND_INS: dict[str, Callable[..., Results | None]] = {
     "aten::convolution": convolution,
     "aten::convolution_backward": convolution_backward,

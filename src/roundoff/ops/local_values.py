@@ -17,7 +17,9 @@ _META = "a meta tensor has no values"
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor without what ``torch.func`` wraps it in: of a batched one, the whole batch."""
+    """Return the tensor without what ``torch.func`` wraps it in: of a batched one, the
+    whole batch.
+    """
     while _wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -88,9 +88,9 @@ class Operator:
 def einsum_axes(equation: str, operand: int) -> tuple[int, int]:
     """Return the contracted axis of one einsum operand, and the axis that keeps a scale of its own.
 
-    The first is the last of those that are contracted, or the last axis where none is. The second
-    is an axis of the result that the other operands lack. Axes count from the back unless an
-    ellipsis follows.
+    The first is the last of those that are contracted, or the last axis where none is.
+    The second is an axis of the result that the other operands lack. Axes count from
+    the back unless an ellipsis follows.
 
     >>> einsum_axes("bij,bkj->bik", 1), einsum_axes("...ij,jk", 1)
     ((-1, -2), (-2, -1))

@@ -17,12 +17,12 @@ class Place:
 class Position:
     """The stack of modules whose ``forward`` runs, and how often each has called each operator.
 
-    It names sites: ``module/operator#number``. Hooks call ``enter`` and ``leave``; torch.compile
-    traces both, so they are plain Python on plain containers.
+    It names sites: ``module/operator#number``. Hooks call ``enter`` and ``leave``;
+    torch.compile traces both, so they are plain Python on plain containers.
 
     Args:
-        period: forward passes of the whole model until call numbers start again; 0: they start
-            again at ``begin`` alone.
+        period: forward passes of the whole model until call numbers start again; 0:
+            they start again at ``begin`` alone.
 
     >>> position = Position()
     >>> position.enter("block.0")

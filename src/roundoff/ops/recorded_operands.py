@@ -50,7 +50,8 @@ def written_input(
 ) -> int | None:
     """Return the record whose memory an in-place call wrote; None without inputs.
 
-    ``place`` is that of the result among the call's results; the rest as for ``values_read``.
+    ``place`` is that of the result among the call's results; the rest as for
+    ``values_read``.
     """
     records = list(inputs or ())
     if not records:

@@ -53,7 +53,8 @@ class Refusal(Exception):  # noqa: N818 - caught where it is raised, and given b
 
 
 def refuse(func: OpOverload, values: Keywords) -> None:
-    """Raise ``Refusal`` for a call that draws random numbers, rounds nothing, or acts on the program.
+    """Raise ``Refusal`` for a call that draws random numbers, rounds nothing, or acts
+    on the program.
 
     ``values`` are its arguments by name.
     """
@@ -110,7 +111,8 @@ def _is_view(func: OpOverload) -> bool:
 def _draws(func: OpOverload, name: str, values: Keywords) -> bool:
     """Return True for a call that draws random numbers.
 
-    Dropout with probability zero, or outside training, draws nothing although its operator may.
+    Dropout with probability zero, or outside training, draws nothing although its
+    operator may.
     """
     if values.get("dropout_p"):
         return True

@@ -1,14 +1,14 @@
 """An operator call once more, in another format or on another device: fp64 shadow and replay.
 
-``run_again`` takes a call as ``__torch_dispatch__`` sees it, below autograd, and runs it on
-copies: nothing the caller holds is written, and random states, grad mode, autocast and dispatch
-modes are as before. ``tensors_made`` lists what a call makes; ``roundoff.record.own_error``
-measures the distance between the two.
+``run_again`` takes a call as ``__torch_dispatch__`` sees it, below autograd, and runs
+it on copies: nothing the caller holds is written, and random states, grad mode,
+autocast and dispatch modes are as before. ``tensors_made`` lists what a call makes;
+``roundoff.record.own_error`` measures the distance between the two.
 
-The own error of an operator is that of its result on the inputs it received. Numbers in the
-program (``x * 0.1``) are taken as written, so that rounding them to the tensor's format counts. A
-cast to a narrower format has the cast's rounding as its own error: the same operator in fp64 hands
-its input on.
+The own error of an operator is that of its result on the inputs it received. Numbers in
+the program (``x * 0.1``) are taken as written, so that rounding them to the tensor's
+format counts. A cast to a narrower format has the cast's rounding as its own error: the
+same operator in fp64 hands its input on.
 
 >>> import torch
 >>> from roundoff.record.own_error import own_error
@@ -39,8 +39,8 @@ from roundoff.ops.arguments import Keywords
 from roundoff.ops.high_precision import STAND_INS
 from roundoff.ops.refusals import Reason, Refusal, holds, refuse
 
-#: Read by kernels as fp32 whatever the format of the other tensors; step counts and loss scales
-#: are exact in it.
+#: Read by kernels as fp32 whatever the format of the other tensors; step counts and
+#: loss scales are exact in it.
 EXACT_ARGUMENTS = frozenset(
     ("state_steps", "found_inf", "grad_scale", "inv_scale", "lr")
 )
@@ -73,15 +73,16 @@ def run_again(
 ) -> list[Result] | Reason:
     """Return what the call makes when run in ``dtype`` and on ``device``, or why it cannot be.
 
-    Floating-point tensors and ``dtype`` arguments become ``dtype``, complex ones the complex
-    format of that width; integers and booleans stay, except where the operator makes
-    floating-point values of them alone. ``None`` leaves all formats, or the device, as they are.
-    Call it *before* the operator itself when that writes its arguments. NaN and Inf are computed
-    like other values. Never raises, whatever the operator does.
+    Floating-point tensors and ``dtype`` arguments become ``dtype``, complex ones the
+    complex format of that width; integers and booleans stay, except where the operator
+    makes floating-point values of them alone. ``None`` leaves all formats, or the
+    device, as they are. Call it *before* the operator itself when that writes its
+    arguments. NaN and Inf are computed like other values. Never raises, whatever the
+    operator does.
 
     Returns:
-        The results in the order of ``tensors_made``; None for a tensor that has no counterpart (a
-        kernel's workspace).
+        The results in the order of ``tensors_made``; None for a tensor that has no
+        counterpart (a kernel's workspace).
     """
     if not isinstance(func, OpOverload):
         return Reason("not an operator with a schema")
@@ -106,8 +107,8 @@ def tensors_made(
 ) -> list[Tensor]:
     """Return the tensors a call makes: the arguments it writes, then the new ones it returns.
 
-    They are in the order of its schema. Running statistics that batch normalisation writes without
-    saying so in its schema are not among them.
+    They are in the order of its schema. Running statistics that batch normalisation
+    writes without saying so in its schema are not among them.
 
     >>> import torch
     >>> x = torch.ones(2)
@@ -235,7 +236,8 @@ def _stand_in(func: OpOverload, bound: Bound) -> list[Result] | None:
 
 
 class _Copies:
-    """Copies of a call's arguments in the target format; a tensor that is given twice is copied once.
+    """Copies of a call's arguments in the target format; a tensor that is given twice
+    is copied once.
 
     Attributes:
         changed: some format was.
@@ -281,8 +283,8 @@ class _Copies:
             dtype = self.target.of(dtype)
         self.changed |= dtype is not tensor.dtype
         self.moved |= device.type != tensor.device.type
-        # floating-point tensors are always copied: kernels such as batch normalisation write
-        # arguments without declaring it
+        # floating-point tensors are always copied: kernels such as batch normalisation
+        # write arguments without declaring it
         return tensor.to(device, dtype, copy=is_floating or is_written)
 
 

@@ -4,14 +4,15 @@
     facts("mm").multiplies                 one question about one operator
     operators_that("move values")          all operators with a trait
 
-An operator has up to two names, and both stand here. Its *site* name is torch's, as the user's
-code calls it (``getitem``, ``layer_norm``); its *kernel* names are aten's packets, as
-``__torch_dispatch__`` sees them (``slice``, ``native_layer_norm``). Where the two are spelled
-alike, they are one operator. Names have no underscore of an in-place form, no overload and no
-``_foreach_`` (see ``base``). ``gradient`` is the name that a recording gives to a gradient.
+An operator has up to two names, and both stand here. Its *site* name is torch's, as the
+user's code calls it (``getitem``, ``layer_norm``); its *kernel* names are aten's
+packets, as ``__torch_dispatch__`` sees them (``slice``, ``native_layer_norm``). Where
+the two are spelled alike, they are one operator. Names have no underscore of an
+in-place form, no overload and no ``_foreach_`` (see ``base``). ``gradient`` is the name
+that a recording gives to a gradient.
 
-What torch.autocast does with an operator is read from torch (``listed``); the names in other
-tools stand beside this table (``foreign_names``). This module imports no torch.
+What torch.autocast does with an operator is read from torch (``listed``); the names in
+other tools stand beside this table (``foreign_names``). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Kind = Literal[
 
 #: The kinds that multiply and accumulate: most of the work of a network.
 MULTIPLYING_KINDS: tuple[Kind, ...] = ("conv", "linear", "matmul", "attention", "rnn")
-#: The kinds that a format limited to "matrix" operators can run: an embedding looks up rows of
-#: such a format, without multiplying.
+#: The kinds that a format limited to "matrix" operators can run: an embedding looks up
+#: rows of such a format, without multiplying.
 MATRIX_KINDS: frozenset[Kind] = frozenset((*MULTIPLYING_KINDS, "embedding"))
 #: The kinds whose result is linear in each operand.
 LINEAR_KINDS: frozenset[Kind] = frozenset(("linear", "conv", "matmul"))
@@ -255,8 +256,8 @@ _TRAITS: dict[Trait, str] = {
     "multiply two matrices": "matmul mm bmm addmm",
     # whole recurrent layers, not their cells
     "run along a sequence": "lstm gru rnn_tanh rnn_relu",
-    # what lists for Ascend's cube unit and Transformer Engine's linear layers are about: the
-    # sites that multiply, without recurrent layers and products of vectors
+    # what lists for Ascend's cube unit and Transformer Engine's linear layers are
+    # about: the sites that multiply, without recurrent layers and products of vectors
     "run on matrix units": """
         linear matmul mm bmm addmm baddbmm addbmm mv addmv einsum bilinear conv1d conv2d
         conv3d conv_transpose1d conv_transpose2d conv_transpose3d
@@ -509,8 +510,9 @@ _RNN_CELL = _spec(
     (5, "b_hh", 0, 0, True),
 )
 
-#: Operators that contract: which axis is summed over (blocks lie along it), and which axis of a
-#: weight keeps its own scale. Any other operator takes all its floating-point tensors as operands.
+#: Operators that contract: which axis is summed over (blocks lie along it), and which
+#: axis of a weight keeps its own scale. Any other operator takes all its floating-point
+#: tensors as operands.
 CONTRACTING: dict[str, OperatorSpec] = {
     "linear": _spec(
         "linear", (0, "input", -1), (1, "weight", 1, 0), (2, "bias", 0, 0, True)
@@ -645,10 +647,10 @@ class OperatorFacts:
 
     Attributes:
         name: of a site or a kernel.
-        kind: linear, matmul, conv, attention, rnn, embedding, normalization, softmax, reduction or
-            elementwise.
-        operands: of a contracting operator, which tensors it contracts and along which axes; empty
-            where every floating-point tensor is an operand.
+        kind: linear, matmul, conv, attention, rnn, embedding, normalization, softmax,
+            reduction or elementwise.
+        operands: of a contracting operator, which tensors it contracts and along which
+            axes; empty where every floating-point tensor is an operand.
         arguments: the names of its first arguments, where rooms ask for them.
         multiplies: it multiplies and accumulates, so that it takes most of the time.
         domain: the numbers that it takes, as an interval; None for all.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["measure_seconds"]
 
-# Shapes: linear (tokens, in, out), matmul (batch, rows, inner, columns), conv (channels in and out,
-# side; kernel 3), elementwise (elements). Sizes by BOUNDS; all are multiples of 32, as matrix units
-# ask for.
+# Shapes: linear (tokens, in, out), matmul (batch, rows, inner, columns), conv (channels
+# in and out, side; kernel 3), elementwise (elements). Sizes by BOUNDS; all are
+# multiples of 32, as matrix units ask for.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "linear": {
         "small": (32, 128, 128),
@@ -51,14 +51,15 @@ def measure_seconds(
 ) -> SecondsTable:
     """Measure kernels of this machine in each format: linear, matmul, conv, elementwise addition.
 
-    All cases take turns, at least once after a warm-up and until each has had its share of the
-    time, so that a change of the clock or of the load meets all formats; each row is the median,
-    at the current number of threads. Floating point formats of
-    torch run the plain operator in that type, also where the device emulates it slowly; int8 runs
-    ``torch._int_mm`` and fp8 ``torch._scaled_mm``, both for linear only (torch's other int8 kernels
-    are deprecated); tf32 is native on CUDA devices alone. A case without a kernel gets fp32's time
-    and a note, so that a plan gains nothing from it. Formats that run only matrix operators have no
-    elementwise row, since such work stays in fp32. The global random state is not touched.
+    All cases take turns, at least once after a warm-up and until each has had its share
+    of the time, so that a change of the clock or of the load meets all formats; each
+    row is the median, at the current number of threads. Floating point formats of torch
+    run the plain operator in that type, also where the device emulates it slowly; int8
+    runs ``torch._int_mm`` and fp8 ``torch._scaled_mm``, both for linear only (torch's
+    other int8 kernels are deprecated); tf32 is native on CUDA devices alone. A case
+    without a kernel gets fp32's time and a note, so that a plan gains nothing from it.
+    Formats that run only matrix operators have no elementwise row, since such work
+    stays in fp32. The global random state is not touched.
 
     Args:
         formats: names or formats; fp32 is measured in any case.
@@ -142,7 +143,8 @@ class _Kernels:
         turn = list(self.calls)
         while turn:
             for case in turn:
-                # At least 0.2 ms a sample, large against the clock and the launch of a kernel.
+                # At least 0.2 ms a sample, large against the clock and the launch of a
+                # kernel.
                 repeats = max(1, min(100, round(2e-4 / self._first[case])))
                 sample = self.seconds(self.calls[case], repeats)
                 samples[case].append(sample)

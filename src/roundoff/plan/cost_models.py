@@ -1,8 +1,8 @@
 """What one call costs in a number format: bytes moved, bit operations, or seconds.
 
-Which parts of a call run in the format is the format's execution rule; the rest (weight-only
-formats leave activations alone, int8 leaves the output, matrix formats leave elementwise work) is
-counted in the reference format, fp32.
+Which parts of a call run in the format is the format's execution rule; the rest
+(weight-only formats leave activations alone, int8 leaves the output, matrix formats
+leave elementwise work) is counted in the reference format, fp32.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Work:
     """How much one call does in one forward pass, averaged over the batches.
 
     Attributes:
-        kind: linear, matmul, conv, attention, rnn, embedding, elementwise, normalization, reduction
-            or softmax.
+        kind: linear, matmul, conv, attention, rnn, embedding, elementwise,
+            normalization, reduction or softmax.
         macs: multiply-accumulates; 0 for kinds that contract nothing.
         activation_elements: elements read that depend on the input.
         weight_elements: elements of parameters read.
@@ -63,23 +63,26 @@ def cost(
 ) -> float:
     """Cost of one call in a format, in ``UNITS[model]``.
 
-    * "bytes" (MB = 1e6 bytes): operands read and output written once, at the storage bits of their
-      formats.
-    * "bitops" (Gbitops = 1e9): ``macs * activation bits * weight bits``, the product term of the
-      BOPs of Baskin et al. (*UNIQ*, ACM TOCS 37, 2021, arXiv:1804.10969) as van Baalen et al. count
-      it (*Bayesian Bits*, NeurIPS 2020, appendix, ``BOPs = MACs * b_w * b_a``). Both papers are
-      about integers; here a floating point number counts with its storage bits, shared scales
-      included. The second operand of a product without weights (matmul, attention) has the
-      activation's bits. Work without a contraction counts one addition for each element read or
-      written, whichever is more, at one bit operation for each storage bit, as UNIQ counts an
-      accumulation; an embedding, which only copies, counts 0.
-    * "seconds" (ms): the table's seconds per multiply-accumulate or element, times their number.
+    * "bytes" (MB = 1e6 bytes): operands read and output written once, at the storage
+      bits of their formats.
+    * "bitops" (Gbitops = 1e9): ``macs * activation bits * weight bits``, the product
+      term of the BOPs of Baskin et al. (*UNIQ*, ACM TOCS 37, 2021, arXiv:1804.10969) as
+      van Baalen et al. count it (*Bayesian Bits*, NeurIPS 2020, appendix,
+      ``BOPs = MACs * b_w * b_a``). Both papers are about integers; here a floating
+      point number counts with its storage bits, shared scales included. The second
+      operand of a product without weights (matmul, attention) has the activation's
+      bits. Work without a contraction counts one addition for each element read or
+      written, whichever is more, at one bit operation for each storage bit, as UNIQ
+      counts an accumulation; an embedding, which only copies, counts 0.
+    * "seconds" (ms): the table's seconds per multiply-accumulate or element, times
+      their number.
 
-    * "storage" (MB of parameters = 1e6 bytes): ``weight_elements`` at the storage bits of their
-      format (scales of groups and blocks included, those of channels and tensors not): what the
-      file of a quantized model holds. A plan counts each parameter once, biases too.
-    * "operators": 1 for a call that runs in the reference format, else 0: how many operators stay in
-      high precision.
+    * "storage" (MB of parameters = 1e6 bytes): ``weight_elements`` at the storage bits
+      of their format (scales of groups and blocks included, those of channels and
+      tensors not): what the file of a quantized model holds. A plan counts each
+      parameter once, biases too.
+    * "operators": 1 for a call that runs in the reference format, else 0: how many
+      operators stay in high precision.
 
     Args:
         work: of the call.
@@ -93,8 +96,8 @@ def cost(
         A number of at least 0; 0 for a call on empty tensors.
 
     Raises:
-        PlanError: unknown model or kind, a format that can't run operators (a scale format), or no
-            table or no row of it for "seconds".
+        PlanError: unknown model or kind, a format that can't run operators (a scale
+            format), or no table or no row of it for "seconds".
 
     Example:
         >>> linear = Work("linear", 1e6, 1e4, weight_elements=1e6, output_elements=1e4)

@@ -28,9 +28,10 @@ _FOLLOWED = "the format of its inputs"
 class SiteDecision:
     """What a plan says about one site.
 
-    ``rule`` counts from 1; None where no rule names the site. ``place`` is the line of the file that the rule's pattern
-    stands in, as far as known. ``listed``: what torch.autocast's own lists say on each device (lower, fp32, promote,
-    follow), for plans over them.
+    ``rule`` counts from 1; None where no rule names the site. ``place`` is the line of
+    the file that the rule's pattern stands in, as far as known. ``listed``: what
+    torch.autocast's own lists say on each device (lower, fp32, promote, follow), for
+    plans over them.
     """
 
     site: str
@@ -65,9 +66,11 @@ def explain(
 ) -> list[SiteDecision]:
     """Say what decides the format of each site (``module/operator``, or ``op:NAME`` anywhere).
 
-    ``model`` is needed for plans with ``class:`` patterns, and then a module that it does not have is an error. ``device``
-    is the one whose lists decide where no rule does. ``file`` is the plan's, for the lines. Raises ``PatternError`` for
-    a module that the model lacks, ``PlanError`` for a ``class:`` pattern without a model and for a device without autocast.
+    ``model`` is needed for plans with ``class:`` patterns, and then a module that it
+    does not have is an error. ``device`` is the one whose lists decide where no rule
+    does. ``file`` is the plan's, for the lines. Raises ``PatternError`` for a module
+    that the model lacks, ``PlanError`` for a ``class:`` pattern without a model and for
+    a device without autocast.
 
     >>> plan = Plan((Rule("fp32", ("op:softmax",)),), autocast="bf16")
     >>> [(d.format, d.why) for d in explain(plan, ["a/softmax", "a/linear"])]
@@ -88,7 +91,9 @@ def explain(
 
 
 def lines(file: str | Path) -> dict[tuple[int, str], int]:
-    """(rule number, pattern) → the line of a plan's file that the pattern stands in; empty for other files."""
+    """(rule number, pattern) → the line of a plan's file that the pattern stands in;
+    empty for other files.
+    """
     text = Path(file).read_text(encoding="utf-8")
     json_file = str(file).endswith(".json")
     start_of_rule = r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]"
@@ -200,7 +205,9 @@ def _format_without_rule(plan: Plan, operator: str, device: str) -> str:
 
 
 def _check(site: str, model: nn.Module) -> None:
-    """Raise ``PatternError`` where the model has no such module, or, for a name without a slash, no such parameter."""
+    """Raise ``PatternError`` where the model has no such module, or, for a name without
+    a slash, no such parameter.
+    """
     module, slash, _ = site.rpartition("/")
     if slash:
         kind = "module"

@@ -1,10 +1,11 @@
 """Decisions and edges, and the multiple-choice knapsack they make.
 
-The multiple-choice knapsack problem (Sinha and Zoltners, Operations Research 27, 1979; Kellerer,
-Pferschy and Pisinger, *Knapsack Problems*, 2004, chapter 11) picks one choice of each class, here
-one format of each site. Noise powers add (independent roundings), so the noise row is linear.
-Absorption makes it a little more: rounding an operand that already is representable in the
-consumer's format costs nothing, which takes one continuous column for each edge,
+The multiple-choice knapsack problem (Sinha and Zoltners, Operations Research 27, 1979;
+Kellerer, Pferschy and Pisinger, *Knapsack Problems*, 2004, chapter 11) picks one choice
+of each class, here one format of each site. Noise powers add (independent roundings),
+so the noise row is linear. Absorption makes it a little more: rounding an operand that
+already is representable in the consumer's format costs nothing, which takes one
+continuous column for each edge,
 ``paid >= consumer in format - producer in an absorbing format``.
 """
 
@@ -32,8 +33,8 @@ class Choice:
 
     Attributes:
         format: name of the format.
-        noise: noise power this choice adds to the output relative to the signal's, 1, or to each
-            of several outputs; not finite = forbidden (overflow).
+        noise: noise power this choice adds to the output relative to the signal's, 1,
+            or to each of several outputs; not finite = forbidden (overflow).
         cost: finite and at least 0, in the cost model's unit.
     """
 
@@ -58,13 +59,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Edge:
-    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, a number or one for each
-    output, unless its values fit already.
+    """Rounding one operand of ``consumer`` to ``format`` costs ``noise``, a number or
+    one for each output, unless its values fit already.
 
-    They fit if every producer takes a format in ``absorbed_by``. An edge without producers (an
-    input of the model) is always paid. Noise that is not finite (overflow) lets the consumer take
-    ``format`` only where the operand is absorbed. An edge whose consumer doesn't offer ``format``
-    has no effect.
+    They fit if every producer takes a format in ``absorbed_by``. An edge without
+    producers (an input of the model) is always paid. Noise that is not finite
+    (overflow) lets the consumer take ``format`` only where the operand is absorbed. An
+    edge whose consumer doesn't offer ``format`` has no effect.
     """
 
     consumer: str
@@ -76,8 +77,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class Knapsack:
-    """Decisions and edges as columns: all choices in order, then the edges that may have to be
-    paid. ``noises`` has one row for each output."""
+    """Decisions and edges as columns: all choices in order, then the edges that may
+    have to be paid. ``noises`` has one row for each output.
+    """
 
     decisions: tuple[Decision, ...]
     program: Program

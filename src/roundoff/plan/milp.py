@@ -1,11 +1,12 @@
-"""Exact 0/1 programs for planning: one column of each group is chosen, and every limit holds in
-float64.
+"""Exact 0/1 programs for planning: one column of each group is chosen, and every limit
+holds in float64.
 
-HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018), reached through :func:`scipy.optimize.milp`,
-works with absolute tolerances of 1e-6 and drops coefficients below 1e-9, while noise powers span
-fifteen decades. :func:`minimise` therefore scales rows and objective to a common size, sums every
-answer again with :func:`math.fsum`, and where an answer breaks a limit by rounding, cuts it off
-with a cover inequality (Balas, Math. Prog. 8, 1975, eq. 1) and asks again.
+HiGHS (Huangfu and Hall, Math. Prog. Comp. 10, 2018), reached through
+:func:`scipy.optimize.milp`, works with absolute tolerances of 1e-6 and drops
+coefficients below 1e-9, while noise powers span fifteen decades. :func:`minimise`
+therefore scales rows and objective to a common size, sums every answer again with
+:func:`math.fsum`, and where an answer breaks a limit by rounding, cuts it off with a
+cover inequality (Balas, Math. Prog. 8, 1975, eq. 1) and asks again.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ __all__ = ["Limit", "Link", "MilpResult", "Program", "minimise", "total"]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Size of a scaled limit and of a scaled objective at the incumbent. Measured on instances of 400
-# groups: from 1e6 on, HiGHS 1.12 has returned "optimal, gap 0" at three times the optimum; at 1e3
-# its absolute gap of 1e-6 is 1e-9 relative.
+# Size of a scaled limit and of a scaled objective at the incumbent. Measured on
+# instances of 400 groups: from 1e6 on, HiGHS 1.12 has returned "optimal, gap 0" at
+# three times the optimum; at 1e3 its absolute gap of 1e-6 is 1e-9 relative.
 SCALE = 1e3
 FEASIBILITY = 1e-6  # HiGHS: mip_feasibility_tolerance, absolute
 COVER_CUTS = 16
@@ -42,8 +43,9 @@ INFEASIBLE = 2  # scipy.optimize.milp status
 
 @dataclass(frozen=True)
 class Link:
-    """An edge column that is 1 when column ``payer`` is chosen and some set in ``absorbing`` has no
-    chosen column."""
+    """An edge column that is 1 when column ``payer`` is chosen and some set in
+    ``absorbing`` has no chosen column.
+    """
 
     payer: int
     absorbing: tuple[npt.NDArray[np.int64], ...]
@@ -54,8 +56,8 @@ class Program:
     """Columns are the choices, group by group, followed by one column for each link.
 
     Attributes:
-        groups: shape (choices,), the group of each choice, ascending from 0; exactly one choice of
-            a group is 1.
+        groups: shape (choices,), the group of each choice, ascending from 0; exactly
+            one choice of a group is 1.
         allowed: shape (choices,), false for a choice that is excluded from the start.
         links: one for each edge column.
     """
@@ -65,8 +67,9 @@ class Program:
     links: tuple[Link, ...] = ()
 
     def complete(self, chosen: Bools) -> Bools:
-        """Extend the choice columns, shape (choices,), by the edge columns they cause: shape
-        (choices + links,)."""
+        """Extend the choice columns, shape (choices,), by the edge columns they cause:
+        shape (choices + links,).
+        """
         paid = [
             bool(chosen[link.payer])
             and not all(chosen[columns].any() for columns in link.absorbing)
@@ -77,8 +80,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Limit:
-    """``sum(coefficients[columns]) <= bound``; a coefficient that is not finite, or above the
-    bound, forbids a column."""
+    """``sum(coefficients[columns]) <= bound``; a coefficient that is not finite, or
+    above the bound, forbids a column.
+    """
 
     coefficients: Floats
     bound: float
@@ -86,8 +90,8 @@ class Limit:
 
 @dataclass(frozen=True)
 class MilpResult:
-    """Result of :func:`minimise`: the columns (``None``: nothing found), and a proven lower bound
-    of the objective.
+    """Result of :func:`minimise`: the columns (``None``: nothing found), and a proven
+    lower bound of the objective.
 
     ``complete`` is false if the time ran out or float64 rounding at a limit left the search
     unfinished; then the bound is weaker, or nothing was found although something exists.
@@ -99,8 +103,9 @@ class MilpResult:
 
 
 def total(coefficients: Floats, columns: Bools) -> float:
-    """Sum of the coefficients of the chosen columns, correctly rounded; 0 for none, ``inf`` if one
-    of them is not finite."""
+    """Sum of the coefficients of the chosen columns, correctly rounded; 0 for none,
+    ``inf`` if one of them is not finite.
+    """
     values = coefficients[columns]
     return math.fsum(values) if np.isfinite(values).all() else math.inf
 
@@ -118,16 +123,18 @@ def minimise(
 
     Args:
         program: groups, exclusions and links.
-        objective: shape (choices + links,), non-negative; a value that is not finite forbids the
-            column.
+        objective: shape (choices + links,), non-negative; a value that is not finite
+            forbids the column.
         limits: each with coefficients of the same shape, non-negative.
-        incumbent: columns that are known to meet the limits, shape (choices + links,), or ``None``.
-        relative_gap: the search may stop when (objective - bound) / objective is at most this.
+        incumbent: columns that are known to meet the limits, shape (choices + links,),
+            or ``None``.
+        relative_gap: the search may stop when (objective - bound) / objective is at
+            most this.
         deadline: on the clock of :func:`time.monotonic`, seconds.
 
     Returns:
-        The best columns found (at worst the incumbent) and a lower bound. All zero objective and no
-        group are fine.
+        The best columns found (at worst the incumbent) and a lower bound. All zero
+        objective and no group are fine.
     """
     best = incumbent
     value = math.inf if best is None else total(objective, best)
@@ -146,8 +153,8 @@ def minimise(
                 # tolerances were relative to a value far above the optimum: look closer
                 scale = value
                 continue
-        # Columns dearer than the scale were left out, which is right only below it: the bound can't
-        # pass the value.
+        # Columns dearer than the scale were left out, which is right only below it: the
+        # bound can't pass the value.
         return MilpResult(best, min(answer.bound, value), answer.complete)
 
 
@@ -159,8 +166,10 @@ def _search(
     relative_gap: float,
     deadline: float,
 ) -> MilpResult:
-    """Call HiGHS until its answer meets the limits in float64. The bound is ``inf`` if nothing
-    meets them."""
+    """Call HiGHS until its answer meets the limits in float64.
+
+    The bound is ``inf`` if nothing meets them.
+    """
     allowed = _allowed(program, [Limit(objective, scale), *limits])
     open_groups = program.groups[allowed[: len(program.groups)]]
     if set(open_groups) != set(program.groups):
@@ -237,8 +246,8 @@ class _Feasible:
             coefficients = self.limits[broken[0]].coefficients
             self._cuts.append(_cover(self.program, columns, coefficients))
         else:
-            # Too many ties at the limit to cut one by one: give up a sliver of the feasible set,
-            # and with it the proof.
+            # Too many ties at the limit to cut one by one: give up a sliver of the
+            # feasible set, and with it the proof.
             self.complete = False
             for at in broken:
                 self._tightened[at] -= _sliver(self.limits[at], columns)
@@ -273,8 +282,9 @@ def _rows(
     tightened: Sequence[float],
     cuts: Sequence[tuple[Bools, float]],
 ) -> LinearConstraint:
-    """Matrix rows: one choice of each group, links (edge >= payer - absorbing columns), limits,
-    cuts."""
+    """Matrix rows: one choice of each group, links (edge >= payer - absorbing columns),
+    limits, cuts.
+    """
     choices = len(program.groups)
     entries: list[tuple[int, int, float]] = []
     lower: list[float] = []
@@ -295,8 +305,8 @@ def _rows(
     for at, link in enumerate(program.links):
         for absorbing in link.absorbing:
             columns = np.concatenate([[link.payer, choices + at], absorbing])
-            # Duplicate entries are summed: a payer that absorbs its own error needs no case of its
-            # own.
+            # Duplicate entries are summed: a payer that absorbs its own error needs no
+            # case of its own.
             add(
                 columns,
                 np.concatenate([[1.0, -1.0], -np.ones(len(absorbing))]),
@@ -327,8 +337,9 @@ def _largest(groups: npt.NDArray[np.int64], values: Floats) -> Bools:
 def _cover(
     program: Program, columns: Bools, coefficients: Floats | None
 ) -> tuple[Bools, float]:
-    """Inequality that excludes ``columns``, and with coefficients every answer that is no smaller
-    in any term."""
+    """Inequality that excludes ``columns``, and with coefficients every answer that is
+    no smaller in any term.
+    """
     members = columns.copy()
     if coefficients is None:
         members[len(program.groups) :] = False
@@ -344,12 +355,12 @@ def _cover(
 
 @contextmanager
 def _stdout_closed() -> Iterator[None]:
-    """Send file descriptor 1 to the null device: HiGHS prints a debugging line there even when told
-    to be silent.
+    """Send file descriptor 1 to the null device: HiGHS prints a debugging line there
+    even when told to be silent.
 
-    The line ("HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();", HiGHS.jl
-    issue 312) would break machine-readable output. The C library's buffer is flushed before the
-    descriptor is restored.
+    The line ("HighsMipSolverData::transformNewIntegerFeasibleSolution
+    tmpSolver.run();", HiGHS.jl issue 312) would break machine-readable output. The C
+    library's buffer is flushed before the descriptor is restored.
     """
     if os.name != "posix":
         yield

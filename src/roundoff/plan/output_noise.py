@@ -17,9 +17,9 @@ class OutputNoise:
 
     Attributes:
         output: name; a glob for an output of several tensors.
-        noise: ``sum |z' - z|^2 / sum |z|^2`` over all batches, of several tensors their mean; the
-            SQNR is ``-10 log10(noise)`` dB. Infinite for NaN or Inf, None for an output that is
-            zero everywhere, to which no ratio exists.
+        noise: ``sum |z' - z|^2 / sum |z|^2`` over all batches, of several tensors their
+            mean; the SQNR is ``-10 log10(noise)`` dB. Infinite for NaN or Inf, None for
+            an output that is zero everywhere, to which no ratio exists.
         worst: the tensor with the most noise.
         worst_noise: its noise.
     """
@@ -42,8 +42,8 @@ class OutputPower:
     ) -> None:
         """Add one batch; the names of ``reference`` are those that count.
 
-        Compared are tensors of one shape (the data may decide how many rows there are), where
-        the reference is finite (masked logits are -inf).
+        Compared are tensors of one shape (the data may decide how many rows there are),
+        where the reference is finite (masked logits are -inf).
         """
         for name, exact in reference.items():
             error = signal = 0.0
@@ -108,7 +108,8 @@ def worst_noise(
 ) -> float:
     """Return the noise of the output that has most.
 
-    Infinite for NaN or Inf in the candidate, and where every output is zero or none is there.
+    Infinite for NaN or Inf in the candidate, and where every output is zero or none is
+    there.
     """
     noises = [row.noise for row in output_noises(candidate, reference)]
     return max((noise for noise in noises if noise is not None), default=math.inf)

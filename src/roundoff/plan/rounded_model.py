@@ -1,4 +1,6 @@
-"""Run a workload with a plan applied: every site in its format, simulated or native, and measure what comes out."""
+"""Run a workload with a plan applied: every site in its format, simulated or native,
+and measure what comes out.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Plain:
 
 
 class Rounded(Plain):
-    """The handler that runs each site in its format; ``native`` uses real casts where the device has the format."""
+    """The handler that runs each site in its format; ``native`` uses real casts where
+    the device has the format.
+    """
 
     def __init__(self, formats: Mapping[str, Format], native: bool = False) -> None:
         super().__init__()
@@ -72,7 +76,9 @@ class Rounded(Plain):
 
 
 def _native(call: Call, fmt: Format) -> Any:
-    """The call with its operands really cast, None where this device or operator has no such arithmetic."""
+    """The call with its operands really cast, None where this device or operator has no
+    such arithmetic.
+    """
     dtype = _native_dtype(call, fmt)
     if dtype is None:
         return None
@@ -108,7 +114,9 @@ def _float_to(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Ran:
-    """One evaluation of a workload: the output of each batch, the target tensors in it, and the handler used."""
+    """One evaluation of a workload: the output of each batch, the target tensors in it,
+    and the handler used.
+    """
 
     outputs: list[Any]
     targets: list[dict[str, Tensor]]
@@ -124,8 +132,10 @@ def run_batches(
     progress: Callable[[int, int], None] | None = None,
     batches: slice = slice(None),
 ) -> Ran:
-    """Evaluate every batch without gradients, in evaluation mode, with ``formats`` applied (site to format; the
-    plain model when None). ``target`` is a part of the output, ``"loss"`` or a site. The model is left as it was."""
+    """Evaluate every batch without gradients, in evaluation mode, with ``formats``
+    applied (site to format; the plain model when None). ``target`` is a part of the
+    output, ``"loss"`` or a site. The model is left as it was.
+    """
     parsed = {site: parse_format(name) for site, name in (formats or {}).items()}
     handler = Plain() if formats is None else Rounded(formats=parsed, native=native)
     handler.wanted = target if target is not None and "/" in target else None
@@ -156,10 +166,11 @@ def named_targets(
     target: str | None,
     site_output: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The target tensors of one batch: the output or a part of it, the loss, or what a site returned.
+    """The target tensors of one batch: the output or a part of it, the loss, or what a
+    site returned.
 
-    ``loss`` is the workload's own, or else the part of the output of that name. No target is what the
-    workload is judged by.
+    ``loss`` is the workload's own, or else the part of the output of that name. No
+    target is what the workload is judged by.
 
     Raises ``WorkloadError`` when there is no such part or site.
     """
@@ -190,9 +201,9 @@ def noise(
 ) -> float:
     """Relative noise power ``sum |z' - z|^2 / sum |z|^2`` over all batches, accumulated in float64.
 
-    Compared is where both have an output of one shape, and where the reference is finite (masked logits are -inf).
-    Infinite when the candidate holds NaN or Inf there; NaN when nothing can be compared, since the data decide how many
-    rows an output has.
+    Compared is where both have an output of one shape, and where the reference is
+    finite (masked logits are -inf). Infinite when the candidate holds NaN or Inf there;
+    NaN when nothing can be compared, since the data decide how many rows an output has.
     """
     error = signal = 0.0
     compared = False
@@ -210,7 +221,9 @@ def noise(
 
 
 def detached(output: Any) -> Any:
-    """The output with every floating-point tensor detached from the graph, in a container of the same kind."""
+    """The output with every floating-point tensor detached from the graph, in a
+    container of the same kind.
+    """
     return replaced(output, lambda t: t.detach())
 
 
@@ -252,7 +265,9 @@ def _holds_nan(result: Any) -> bool:
 
 
 def check_finite(workload: Workload, index: int, targets: Mapping[str, Tensor]) -> None:
-    """Raise ``NonFiniteError`` naming the first site that made a NaN, when a target tensor is not finite."""
+    """Raise ``NonFiniteError`` naming the first site that made a NaN, when a target
+    tensor is not finite.
+    """
     bad = {name: t for name, t in targets.items() if not bool(t.isfinite().all())}
     if not bad:
         return

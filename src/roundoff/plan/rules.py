@@ -1,4 +1,6 @@
-"""Plan: ordered rules, site pattern to format, that verify, training, quantization and export obey."""
+"""Plan: ordered rules, site pattern to format, that verify, training, quantization and
+export obey.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA = 1
-#: What a rule of a plan with ``autocast`` may ask for beside a format: run in the widest format of the inputs.
+#: What a rule of a plan with ``autocast`` may ask for beside a format: run in the
+#: widest format of the inputs.
 FOLLOW = "follow"
 
 
@@ -29,10 +32,11 @@ FOLLOW = "follow"
 class Rule:
     """The sites that these patterns name run in ``format``.
 
-    A pattern is a glob over site names: ``encoder.*`` everything below a module, ``encoder.0/matmul#1`` one call. The path
-    of a module, ``encoder.0``, stands for its own sites and those below it (see ``Plan.for_model``), ``op:softmax`` for
-    every call of an operator, ``class:LayerNorm`` for the sites of every module of that class and below it,
-    ``class:Attention/softmax`` for every call of one operator there.
+    A pattern is a glob over site names: ``encoder.*`` everything below a module,
+    ``encoder.0/matmul#1`` one call. The path of a module, ``encoder.0``, stands for its
+    own sites and those below it (see ``Plan.for_model``), ``op:softmax`` for every call
+    of an operator, ``class:LayerNorm`` for the sites of every module of that class and
+    below it, ``class:Attention/softmax`` for every call of one operator there.
     """
 
     format: str
@@ -43,9 +47,10 @@ class Rule:
 class Plan:
     """Which site runs in which format: the first rule that names a site decides, else ``default``.
 
-    ``about`` says where the plan comes from: target and predicted SQNR in dB, cost, constraints. With ``autocast`` (a
-    format, bf16 or fp16) the sites that no rule names run as the device's own autocast lists for it say, not in
-    ``default``; then a rule's format may also be ``follow``: neither list, the widest format of the inputs.
+    ``about`` says where the plan comes from: target and predicted SQNR in dB, cost,
+    constraints. With ``autocast`` (a format, bf16 or fp16) the sites that no rule names
+    run as the device's own autocast lists for it say, not in ``default``; then a rule's
+    format may also be ``follow``: neither list, the widest format of the inputs.
 
     >>> plan = Plan((Rule("fp32", ("*/softmax",)), Rule("bf16", ("encoder.*",))))
     >>> plan.format_of("encoder.0/softmax"), plan.format_of("encoder.0/linear"), plan.format_of("head/linear")
@@ -84,7 +89,11 @@ class Plan:
         return PlanFigures.from_dict(self.about)
 
     def format_of(self, site: str) -> str:
-        """The format of one site. Raises ``PlanError`` for a plan over autocast's lists, which know operators, not sites."""
+        """The format of one site.
+
+        Raises ``PlanError`` for a plan over autocast's lists, which know operators, not
+        sites.
+        """
         if self.autocast:
             raise PlanError(
                 f"this plan changes autocast's lists for {self.autocast}, which know operators, no sites",
@@ -98,7 +107,8 @@ class Plan:
     def formats(self, sites: Iterable[str]) -> dict[str, str]:
         """The format of each of ``sites``; those that stay in fp32 are left out.
 
-        Raises ``PlanError`` listing the rules that name none of them: the plan belongs to another model.
+        Raises ``PlanError`` listing the rules that name none of them: the plan belongs
+        to another model.
         """
         sites = list(sites)
         if self.autocast:
@@ -121,9 +131,11 @@ class Plan:
         return {site: parse_format(name).name for site, name in named.items()}
 
     def for_model(self, model: nn.Module) -> Plan:
-        """The same plan with every module path and ``class:`` pattern written out as patterns of site names.
+        """The same plan with every module path and ``class:`` pattern written out as
+        patterns of site names.
 
-        Raises ``PlanError`` naming the nearest classes where the model has none of that name.
+        Raises ``PlanError`` naming the nearest classes where the model has none of that
+        name.
         """
         paths: dict[str, list[str]] = {}
         for path, module in model.named_modules():

@@ -1,7 +1,8 @@
 """Seconds per multiply-accumulate or per element, by operator, format and size, as a file.
 
-A table is data, so that the speed of a device that isn't at hand can be given. Times are of kernels
-alone: casts and quantization between neighbours in different formats aren't in them.
+A table is data, so that the speed of a device that isn't at hand can be given. Times
+are of kernels alone: casts and quantization between neighbours in different formats
+aren't in them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from roundoff.formats import parse_format
 
 __all__ = ["KINDS", "SecondsRow", "SecondsTable", "read_seconds"]
 
-# Kind of work -> the kind that is measured in its place, and what its seconds are divided by.
+# Kind of work -> the kind that is measured in its place, and what its seconds are
+# divided by.
 KINDS: Mapping[str, tuple[str, str]] = {
     "linear": ("linear", "mac"),
     "matmul": ("matmul", "mac"),
@@ -52,12 +54,12 @@ class SecondsRow:
 
 
 class SecondsTable:
-    """Rows by kind, format and size ("small", "medium", "large", or "any" where the size makes no
-    difference).
+    """Rows by kind, format and size ("small", "medium", "large", or "any" where the
+    size makes no difference).
 
     Raises:
-        PlanError: unknown kind or size, seconds that are not finite and positive, or two rows for
-            one case.
+        PlanError: unknown kind or size, seconds that are not finite and positive, or
+            two rows for one case.
         FormatError: unknown format.
 
     Example:
@@ -82,11 +84,11 @@ class SecondsTable:
             self._seconds[key] = row.seconds
 
     def seconds(self, kind: str, fmt: str, amount: float) -> float:
-        """Seconds of one call with ``amount`` multiply-accumulates (matrix kinds) or elements (the
-        others).
+        """Seconds of one call with ``amount`` multiply-accumulates (matrix kinds) or
+        elements (the others).
 
-        The row of the kind itself counts before that of the measured kind standing for it, its own
-        size before "any".
+        The row of the kind itself counts before that of the measured kind standing for
+        it, its own size before "any".
 
         Raises:
             PlanError: the table has no row for it.
@@ -116,8 +118,8 @@ class SecondsTable:
         ]
         for row in self.rows:
             lines += ["", "[[seconds]]"]
-            # A JSON string is a TOML basic string (TOML 1.0, "String") once non-ASCII is escaped,
-            # which json does.
+            # A JSON string is a TOML basic string (TOML 1.0, "String") once non-ASCII
+            # is escaped, which json does.
             for field in ("kind", "format", "size", "note"):
                 lines.append(f"{field} = {json.dumps(getattr(row, field))}")
             lines.append(f"seconds = {row.seconds!r}")
@@ -145,14 +147,14 @@ def _check(row: SecondsRow, where: str) -> None:
 
 
 def read_seconds(path: str | Path) -> SecondsTable:
-    """Read a table from a TOML or JSON file (an array ``seconds`` of tables) or a CSV file with a
-    header.
+    """Read a table from a TOML or JSON file (an array ``seconds`` of tables) or a CSV
+    file with a header.
 
     Fields of a row: kind, format, size, seconds, and note if wanted.
 
     Raises:
-        PlanError: the file can't be read or parsed, has another ending, no rows, or a row that is
-            no row.
+        PlanError: the file can't be read or parsed, has another ending, no rows, or a
+            row that is no row.
         FormatError: unknown format.
     """
     path = Path(path)

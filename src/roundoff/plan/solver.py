@@ -21,13 +21,13 @@ class Solution:
     """The chosen format of each decision.
 
     Attributes:
-        noise: relative noise power with edges, summed in float64: SQNR = -10 log10(noise) dB; of
-            several outputs that of the worst.
+        noise: relative noise power with edges, summed in float64: SQNR = -10
+            log10(noise) dB; of several outputs that of the worst.
         noises: that of each output.
         cost: sum of the chosen costs.
         optimal: whether ``gap`` is within the asked one; false after the time limit.
-        gap: (objective - proven lower bound) / objective, of the cost with ``max_noise``, of the
-            noise with ``max_cost``.
+        gap: (objective - proven lower bound) / objective, of the cost with
+            ``max_noise``, of the noise with ``max_cost``.
     """
 
     formats: dict[str, str]
@@ -51,17 +51,18 @@ def solve(
     """Find the least cost with ``noise <= max_noise``, or the least noise with ``cost <=
     max_cost``.
 
-    The bound holds in float64 for the returned solution (sums by :func:`math.fsum`). Among plans of
-    equal least cost (within 1e-9, relative) the one with less noise is taken; likewise less cost
-    among plans of equal noise.
+    The bound holds in float64 for the returned solution (sums by :func:`math.fsum`).
+    Among plans of equal least cost (within 1e-9, relative) the one with less noise is
+    taken; likewise less cost among plans of equal noise.
 
     Args:
         decisions: each name once.
         edges: operands whose rounding may be absorbed.
-        max_noise: at least 0; ``inf`` for no bound. ``10 ** (-db / 10)`` for a target in dB. One
-            number for all outputs, or one for each.
-        max_cost: at least 0; ``inf`` for no bound. Of several outputs the sum of their noise is
-            made least: it is at most as many times the least worst as there are outputs.
+        max_noise: at least 0; ``inf`` for no bound. ``10 ** (-db / 10)`` for a target
+            in dB. One number for all outputs, or one for each.
+        max_cost: at least 0; ``inf`` for no bound. Of several outputs the sum of their
+            noise is made least: it is at most as many times the least worst as there
+            are outputs.
         outputs: names of several outputs, for messages.
         time_limit: seconds for all searches together. When it ends, the best plan so far is
             returned with its gap.
@@ -71,16 +72,16 @@ def solve(
         The solution; with no decisions, an empty one without noise or cost.
 
     Raises:
-        PlanError: a name is unknown or used twice, a pinned format isn't offered, a cost isn't
-            finite, noise is negative, not exactly one of the two bounds is given, or not even one
-            plan was found in time.
-        InfeasibleError: no plan meets the bound. ``best_db`` is the best reachable SQNR (``-inf``
-            if every plan overflows; ``nan`` if ``max_cost`` excludes every plan); of several outputs
-            that of the one furthest from its bound, in a plan with little noise at all of them.
-            ``short_db`` is by how much it is too low. ``pinned`` names
-            the pinned decisions any one of which, unpinned, makes the target reachable; if no
-            single one does, a smallest set that does together; empty if the pins are not what
-            stands in the way.
+        PlanError: a name is unknown or used twice, a pinned format isn't offered, a
+            cost isn't finite, noise is negative, not exactly one of the two bounds is
+            given, or not even one plan was found in time.
+        InfeasibleError: no plan meets the bound. ``best_db`` is the best reachable SQNR
+            (``-inf`` if every plan overflows; ``nan`` if ``max_cost`` excludes every
+            plan); of several outputs that of the one furthest from its bound, in a plan
+            with little noise at all of them. ``short_db`` is by how much it is too low.
+            ``pinned`` names the pinned decisions any one of which, unpinned, makes the
+            target reachable; if no single one does, a smallest set that does together;
+            empty if the pins are not what stands in the way.
 
     Example:
         >>> query = Decision("query", (Choice("fp32", 1e-14, 4.0), Choice("int8", 1e-4, 1.0)))
@@ -96,8 +97,8 @@ def solve(
     question = _question(table, max_noise, max_cost)
     deadline = time.monotonic() + time_limit
 
-    # The plan with the least of the bounded quantity: shows whether any plan meets the bound, and
-    # is one if so.
+    # The plan with the least of the bounded quantity: shows whether any plan meets the
+    # bound, and is one if so.
     least = question.least_of_bounded(relative_gap, deadline)
     best = question.best(least, relative_gap, deadline)
     if best.columns is None:
@@ -181,8 +182,9 @@ def _check_bounds(
 
 @dataclass(frozen=True)
 class _Question:
-    """Minimise one quantity of the knapsack under limits on another: the cost, or the noise at each
-    output."""
+    """Minimise one quantity of the knapsack under limits on another: the cost, or the
+    noise at each output.
+    """
 
     table: Knapsack
     minimised: Floats
@@ -345,11 +347,12 @@ def _too_dear(bound: float, reachable: float) -> tuple[float, str, str, str]:
 def _blame(
     table: Knapsack, limits: list[Limit], deadline: float
 ) -> tuple[list[str], list[str], bool]:
-    """Pinned decisions that alone make the bound reachable when unpinned; else a smallest set that
-    does together.
+    """Pinned decisions that alone make the bound reachable when unpinned; else a
+    smallest set that does together.
 
-    Each round asks for a plan that leaves the fewest pins; a single pin found is held and the
-    question put again. The last value is false if the time ran out before the answer was complete.
+    Each round asks for a plan that leaves the fewest pins; a single pin found is held
+    and the question put again. The last value is false if the time ran out before the
+    answer was complete.
     """
     choices = [
         (decision, choice)

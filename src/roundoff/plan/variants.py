@@ -1,4 +1,6 @@
-"""The candidates of ``roundoff diagnose --candidate``: what each changes in the way a workload runs."""
+"""The candidates of ``roundoff diagnose --candidate``: what each changes in the way a
+workload runs.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,13 @@ class Variant:
     Attributes:
         name: as the user calls it.
         workload: what runs; that of the reference, or the candidate's own.
-        change: gets the workload and gives what runs in its place; called where everything is restored afterwards.
-        around: entered for the forward pass and the loss, not for the backward pass; left out in fp64.
+        change: gets the workload and gives what runs in its place; called where
+            everything is restored afterwards.
+        around: entered for the forward pass and the loss, not for the backward pass;
+            left out in fp64.
         format: the number format that a plan is for; None where the candidate is no format.
-        unit: unit roundoff of the format it computes in, where that is not the model's own; else None.
+        unit: unit roundoff of the format it computes in, where that is not the model's
+            own; else None.
         notes: what a reader has to know of it.
     """
 
@@ -68,8 +73,9 @@ def variant(
 ) -> Variant:
     """The variant of ``workload`` that ``candidate`` names.
 
-    Raises ``FormatError`` for a format that torch cannot run a model in, and ``WorkloadError`` for what is unknown or not
-    possible on this machine, and for a workload file that takes other batches.
+    Raises ``FormatError`` for a format that torch cannot run a model in, and
+    ``WorkloadError`` for what is unknown or not possible on this machine, and for a
+    workload file that takes other batches.
     """
     name = str(candidate)
     setting, mark, value = name.partition("=")
@@ -133,7 +139,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def double(workload: Workload) -> Workload:
-    """The workload in fp64: parameters, buffers, batches, and what the program makes without naming a format."""
+    """The workload in fp64: parameters, buffers, batches, and what the program makes
+    without naming a format.
+    """
     torch.set_default_dtype(torch.float64)
     workload.model.double()
     return with_batches(workload, lambda t: t.double() if t.is_floating_point() else t)
@@ -144,7 +152,9 @@ def with_batches(
     change: Callable[[Tensor], Tensor],
     model: nn.Module | None = None,
 ) -> Workload:
-    """The same workload with the tensors of its batches changed, and with another model where one is given."""
+    """The same workload with the tensors of its batches changed, and with another model
+    where one is given.
+    """
 
     def changed(batches: list[Any]) -> list[Any]:
         return [
@@ -179,7 +189,9 @@ def moved(workload: Workload, device: torch.device) -> Workload:
 
 
 def channels_last(workload: Workload) -> Workload:
-    """The workload with images and weights of convolutions in the order of memory that is called channels last."""
+    """The workload with images and weights of convolutions in the order of memory that
+    is called channels last.
+    """
     form = torch.channels_last
     workload.model.to(memory_format=form)  # type: ignore[call-overload]
     return with_batches(
@@ -217,7 +229,9 @@ def compile_backend(workload: Workload, backend: str | None) -> str:
 
 
 def setting_of(name: str, setting: str, value: str) -> Callable[[], None]:
-    """What makes a setting of torch as ``threads=N`` or ``mkldnn=off`` says; ``WorkloadError`` for others."""
+    """What makes a setting of torch as ``threads=N`` or ``mkldnn=off`` says;
+    ``WorkloadError`` for others.
+    """
     if setting == "threads" and value.isdigit() and int(value):
         return partial(torch.set_num_threads, int(value))
     if setting == "mkldnn" and value in ("on", "off"):

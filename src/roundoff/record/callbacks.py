@@ -14,7 +14,7 @@ from roundoff.record.session import Capture
 
 
 def transformers_callback(path: str | os.PathLike[str], **options: Any) -> Any:
-    """A ``transformers.TrainerCallback`` for ``Trainer(callbacks=[...])``.
+    """Return a ``transformers.TrainerCallback`` for ``Trainer(callbacks=[...])``.
 
     ``options`` are those of ``roundoff.capture``. A step is one of the optimizer's,
     gradient accumulation included. A run that an exception ended is closed when the
@@ -38,7 +38,7 @@ def transformers_callback(path: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def lightning_callback(path: str | os.PathLike[str], **options: Any) -> Any:
-    """A Lightning ``Callback`` for ``Trainer(callbacks=[...])``.
+    """Return a Lightning ``Callback`` for ``Trainer(callbacks=[...])``.
 
     ``options`` are those of ``roundoff.capture``. A step ends with the batch after which
     the optimizer has stepped, gradient accumulation included.

@@ -47,7 +47,7 @@ def _completes(work: Any, deadline: float) -> bool:
 
 
 def group_of(args: Any, kwargs: Any) -> str | None:
-    """The ranks of a collective, ``"0,1"``; None where its group cannot be asked."""
+    """Return the ranks of a collective, ``"0,1"``; None where its group cannot be asked."""
     import torch.distributed as dist
 
     for value in tree_leaves((args, kwargs)):

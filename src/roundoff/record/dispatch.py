@@ -107,11 +107,11 @@ class _RunningCall:
         self.compare: Compare | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
+        """Return the tensors among the arguments."""
         return tensors_in(self.args, self.kwargs.values())
 
     def written(self) -> list[Tensor]:
-        """The tensors that it writes."""
+        """Return the tensors that it writes."""
         tensors = _received_in_place(self) if self.schema.collective else []
         for place in self.schema.written:
             tensors += tensors_in((self._argument(place),))
@@ -409,7 +409,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _without(tensors: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
-    """The tensors that are none of the excluded objects."""
+    """Return the tensors that are none of the excluded objects."""
     if not tensors or not excluded:
         return tensors
     excluded_ids = {id(tensor) for tensor in excluded}
@@ -417,7 +417,7 @@ def _without(tensors: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
 
 
 def _received_in_place(call: _RunningCall) -> list[Tensor]:
-    """What a collective of c10d writes although its schema does not say so."""
+    """Return what a collective of c10d writes although its schema does not say so."""
     name = call.schema.name
     if name.startswith("c10d::") and name.endswith("_") and call.args:
         return tensors_in((call.args[0],))
@@ -425,8 +425,9 @@ def _received_in_place(call: _RunningCall) -> list[Tensor]:
 
 
 def _inputs_of_place(call: _RunningCall, inputs: list[int]) -> list[list[int]]:
-    """The inputs of each place of a call on lists: the tensors at this place, and those
-    that stand alone."""
+    """Return the inputs of each place of a call on lists: the tensors at this place,
+    and those that stand alone.
+    """
     lists: list[list[int]] = []
     alone: list[int] = []
     position = 0

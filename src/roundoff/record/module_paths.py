@@ -46,11 +46,13 @@ class Paths:
             self._add(model)
 
     def current(self) -> str:
-        """The path of the innermost module that runs, "" outside of all and for the model itself."""
+        """Return the path of the innermost module that runs, "" outside of all and for the
+        model itself.
+        """
         return self.position.module
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The name of a parameter or buffer, None of any other tensor."""
+        """Return the name of a parameter or buffer, None of any other tensor."""
         entry = self._names.get(id(tensor))
         if entry is None:
             return None
@@ -58,7 +60,7 @@ class Paths:
         return name if reference() is tensor else None
 
     def modules(self) -> list[nn.Module]:
-        """The models that were called and still exist."""
+        """Return the models that were called and still exist."""
         modules = [reference() for reference in self.roots]
         return [module for module in modules if module is not None]
 
@@ -91,7 +93,7 @@ class Paths:
         self.position.enter(path)
 
     def _new_path(self, module: nn.Module) -> str:
-        """The path of a module that is called for the first time."""
+        """Return the path of a module that is called for the first time."""
         inner: nn.Module = getattr(module, "_orig_mod", module)  # of torch.compile
         if inner in self._paths:
             return self._paths[inner]
@@ -128,7 +130,7 @@ class Paths:
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:
-    """A path of ``root.named_modules()`` without what wraps modules, below ``prefix``."""
+    """Return a path of ``root.named_modules()`` without what wraps modules, below ``prefix``."""
     return _joined(prefix, _clean(path, type(root).__name__ in _PARALLEL))
 
 

@@ -60,7 +60,7 @@ class ModuleRecording:
         self.recorder = None
 
     def listen(self, module: nn.Module, path: str, inputs: Any, output: Any) -> None:
-        """The hook of every module's forward."""
+        """Return the hook of every module's forward."""
         if self.recorder is None or torch._C._is_tracing():
             return
         kind = type(module).__name__

@@ -76,8 +76,9 @@ class Noise:
     def of(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Perturb | None:
-        """What to call with the result of a call that is about to run; None for a call
-        that rounds nothing."""
+        """Return what to call with the result of a call that is about to run; None for
+        a call that rounds nothing.
+        """
         if not isinstance(func, OpOverload):
             return None
         values = _named_arguments(func, args, kwargs)
@@ -252,7 +253,7 @@ def _operator(func: OpOverload) -> str:
 
 
 def _flat(value: Any) -> list[Tensor]:
-    """The tensors in a value, lists in it opened."""
+    """Return the tensors in a value, lists in it opened."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []

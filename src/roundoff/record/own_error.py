@@ -67,7 +67,7 @@ def _columns(error: OwnError | None) -> OwnColumns:
 
 
 def own_error(actual: Any, again: Any) -> list[OwnError | None]:
-    """The own error of each tensor of ``actual`` (tensors, lists of them), in fp64.
+    """Return the own error of each tensor of ``actual`` (tensors, lists of them), in fp64.
 
     ``again`` has the same tensors in the same order, as from ``run_again``; None in
     ``actual`` is left out. A result is None where the shapes differ or there is nothing
@@ -124,7 +124,7 @@ def _wide_error(x: Tensor, y: Tensor) -> OwnError:
 
 
 def _error_in_one_pass(actual: Tensor, reference: Tensor) -> OwnError | None:
-    """The error by the compiled pass over both.
+    """Return the error by the compiled pass over both.
 
     None where they are small, lie apart, or hold what it cannot add up.
     """
@@ -158,7 +158,7 @@ def _fits_the_pass(actual: Tensor, reference: Tensor) -> bool:
 
 
 def _remaining_sums(x: Tensor, y: Tensor) -> list[float]:
-    """What the compiled pass gives, of the elements after its last whole row."""
+    """Return what the compiled pass gives, of the elements after its last whole row."""
     difference = x - y
     sums: list[float] = torch.stack(
         [
@@ -178,7 +178,7 @@ def _can_be_squared(value: float) -> bool:
 
 
 def _norm(values: Tensor, largest: float) -> float:
-    """The l2 norm; scaled where squares would overflow or vanish in fp64."""
+    """Return the l2 norm; scaled where squares would overflow or vanish in fp64."""
     if largest in (0.0, math.inf):
         return largest
     if _can_be_squared(largest):
@@ -198,7 +198,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _flat(value: Any) -> list[Tensor | None]:
-    """The tensors in a value, lists in it opened; None stays None inside of lists."""
+    """Return the tensors in a value, lists in it opened; None stays None inside of lists."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor | None] = []

@@ -25,7 +25,7 @@ class StopScript(BaseException):
 
 
 def words_of(command: Sequence[str], verb: str) -> list[str]:
-    """``command`` without a leading ``python``.
+    """Return ``command`` without a leading ``python``.
 
     ``verb`` is what an error shows behind ``roundoff``. Raises ``RunError`` where it is
     no script, or a launcher of several processes.
@@ -53,7 +53,7 @@ def words_of(command: Sequence[str], verb: str) -> list[str]:
 
 
 def _module(words: Sequence[str]) -> str:
-    """The module behind a leading ``-m``, "" where there is none."""
+    """Return the module behind a leading ``-m``, "" where there is none."""
     return words[1] if words[:1] == ["-m"] and len(words) > 1 else ""
 
 
@@ -123,8 +123,9 @@ def _as_main(words: list[str]) -> Iterator[None]:
 
 
 def _below(error: BaseException) -> Any:
-    """The traceback from the script's first frame on; None for a script that does not
-    parse."""
+    """Return the traceback from the script's first frame on; None for a script that
+    does not parse.
+    """
     trace = error.__traceback__
     while trace is not None and (
         trace.tb_frame.f_code.co_filename == __file__

@@ -205,13 +205,14 @@ class Recorder:
         return any(row.head.phase == "backward" for row in self.rows)
 
     def record_of(self, tensor: Tensor, source: Source) -> int:
-        """The record of this value; a value that no recorded call has made gets a row,
-        as it stands."""
+        """Return the record of this value; a value that no recorded call has made gets
+        a row, as it stands.
+        """
         record = self.recorded(tensor)
         return self._add_leaf(tensor, source) if record is None else record
 
     def recorded(self, tensor: Tensor) -> int | None:
-        """The record of this value, None where there is none yet."""
+        """Return the record of this value, None where there is none yet."""
         value, _ = plain(tensor)
         if value is None:
             return self._unread.get(id(tensor), (None, None))[0]
@@ -297,7 +298,7 @@ class Recorder:
         return records
 
     def table(self) -> dict[str, list[Any]]:
-        """All columns of the step, statistics included."""
+        """Return all columns of the step, statistics included."""
         return {
             "record": list(range(len(self.rows))),
             **self._call_columns(),
@@ -308,14 +309,14 @@ class Recorder:
         }
 
     def _count(self, phase: str, module: str, operator: str) -> int:
-        """How often this was called before."""
+        """Return how often this was called before."""
         key = (phase, module, operator)
         index = self._counts[key]
         self._counts[key] = index + 1
         return index
 
     def _latest(self, tensor: Tensor) -> int | None:
-        """The last record that was written to a tensor's memory."""
+        """Return the last record that was written to a tensor's memory."""
         value, _ = plain(tensor)
         if value is None:
             return None
@@ -491,7 +492,7 @@ class Recorder:
         return {name: [e[i] for e in errors] for i, name in enumerate(names)}
 
     def _measured_record(self, record: int) -> int:
-        """The record that was measured for this one."""
+        """Return the record that was measured for this one."""
         while record in self._twins:
             record = self._twins[record]
         return record
@@ -519,7 +520,7 @@ def _listed(sizes: tuple[int, ...] | None) -> list[int] | None:
 
 
 def _end(value: Tensor) -> int:
-    """One past the last element of the storage that this is a view of."""
+    """Return one past the last element of the storage that this is a view of."""
     start = int(value.storage_offset())
     if value.is_contiguous():
         return start + value.numel()
@@ -532,7 +533,7 @@ def _end(value: Tensor) -> int:
 def _elements(
     offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> tuple[Any, ...] | None:
-    """Which elements of the storage these are, in whatever order; None where one
+    """Return which elements of the storage these are, in whatever order; None where one
     appears twice."""
     axes = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1)
     merged: list[tuple[int, int]] = []

@@ -96,7 +96,7 @@ def replay_run(
 
 
 def sqnr_db(error: OwnError) -> float:
-    """The reference's l2 against that of the error, in decibels.
+    """Return the reference's l2 against that of the error, in decibels.
 
     Infinite where there is no error.
 
@@ -193,7 +193,7 @@ def _replayed(
 def _error(
     row: TensorRecord, again: list[Any] | Reason, tensor_of: Callable[[int], Tensor]
 ) -> OwnError | str:
-    """The error of a recorded output, or the reason why there is none."""
+    """Return the error of a recorded output, or the reason why there is none."""
     if isinstance(again, Reason):
         return again.text
     try:
@@ -208,7 +208,7 @@ def _error(
 def _selected(
     run: Run, site: str | None, phase: str | None, rank: int, step: int | None
 ) -> pl.DataFrame:
-    """The calls to run again, with their ``site``."""
+    """Return the calls to run again, with their ``site``."""
     _check_number(run, "rank", rank, run.ranks)
     _check_number(run, "step", step, run.steps)
     rows = run.ops.filter(pl.col("rank") == rank)

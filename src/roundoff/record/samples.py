@@ -102,7 +102,7 @@ class ExponentHistogram(NamedTuple):
 def histograms_of(
     values: np.ndarray, entries: Sequence[SampleEntry]
 ) -> dict[int, ExponentHistogram]:
-    """The histogram of each entry's sample; the samples stand one after the other.
+    """Return the histogram of each entry's sample; the samples stand one after the other.
 
     The biased exponent is in bits 52 to 62 of an fp64 number: 0 is zero (fp64
     subnormals with it), 2047 not finite.

@@ -1,4 +1,6 @@
-"""Run an unmodified training script under ``roundoff.capture``: a step ends with the optimizer's step."""
+"""Run an unmodified training script under ``roundoff.capture``: a step ends with the
+optimizer's step.
+"""
 
 from __future__ import annotations
 

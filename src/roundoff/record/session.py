@@ -171,7 +171,7 @@ class Capture:
         self._begin()
 
     def _description(self) -> dict[str, Any]:
-        """The fields of ``run.json`` at the start of a recording."""
+        """Return the fields of ``run.json`` at the start of a recording."""
         return {
             "ranks": _world_size(),
             "level": self.level,
@@ -454,7 +454,7 @@ _LAUNCH_VARIABLES = (
 
 
 def _launch_identity() -> dict[str, str]:
-    """An id that the processes of one launch have in common, so that they write into
+    """Return an id that the processes of one launch have in common, so that they write into
     one folder and another launch does not."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}

@@ -38,7 +38,8 @@ from roundoff.record.statistics_kernel import (
     compiled,
 )
 
-#: fp32 sums of squares lose precision below this magnitude, and overflow to infinity above 2**64.
+#: fp32 sums of squares lose precision below this magnitude, and overflow to infinity
+#: above 2**64.
 _TINY = 2.0**-50
 
 
@@ -102,7 +103,7 @@ class Statistics:
     def finish(
         self,
     ) -> tuple[dict[int, TensorStatistics], dict[int, ExponentHistogram]]:
-        """Statistics and histograms of exponents, by number."""
+        """Return statistics and histograms of exponents, by number."""
         for number, sums in self._unfetched:
             self._rows[number] = _combined([sums.tolist()])
         histograms: dict[int, ExponentHistogram] = {}
@@ -134,7 +135,7 @@ class Statistics:
 def _small_rows(
     values: np.ndarray, entries: Sequence[SampleEntry]
 ) -> dict[int, TensorStatistics]:
-    """Statistics of tensors that were kept whole, one after the other in ``values``."""
+    """Return statistics of tensors that were kept whole, one after the other in ``values``."""
     sizes = np.array([entry.size for entry in entries])
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     tiny = np.repeat(np.array([entry.tiny for entry in entries]), sizes)
@@ -177,8 +178,9 @@ def _small_rows(
 
 
 def in_memory_order(tensor: Tensor) -> Tensor | None:
-    """The elements as a flat view in the order of memory, or None where they do not lie
-    densely in it."""
+    """Return the elements as a flat view in the order of memory, or None where they do
+    not lie densely in it.
+    """
     if tensor.is_contiguous():
         return tensor.view(-1)
     dense, outer = _dense(tensor)
@@ -186,7 +188,7 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 
 
 def _dense(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """How many elements lie beside each other, and stride and size of the axes that
+    """Return how many elements lie beside each other, and stride and size of the axes that
     repeat such a block."""
     expected = 1
     axes = sorted(
@@ -215,7 +217,7 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
 
 
 def measure(pieces: Sequence[Tensor]) -> TensorStatistics:
-    """The statistics of flat CPU tensors, taken together, now; none of them is empty."""
+    """Return the statistics of flat CPU tensors, taken together, now; none of them is empty."""
     dtype = pieces[0].dtype
     if dtype in COMPILED:
         row = _quick(pieces)
@@ -230,8 +232,9 @@ def measure(pieces: Sequence[Tensor]) -> TensorStatistics:
 
 
 def _parts(name: str, pieces: Sequence[Tensor], *numbers: Tensor) -> list[list[float]]:
-    """A function of the kernel over whole rows, compiled where it can be, and over the
-    elements after them."""
+    """Return a function of the kernel over whole rows, compiled where it can be, and
+    over the elements after them.
+    """
     parts: list[list[float]] = []
     for piece in pieces:
         if piece.numel() <= LARGEST:
@@ -266,7 +269,7 @@ def _parts_of(name: str, flat: Tensor, *numbers: Tensor) -> list[list[float]]:
 
 
 def _tail_sums(tail: Tensor) -> list[float]:
-    """``sums`` of a few elements, in fp64."""
+    """Return ``sums`` of a few elements, in fp64."""
     # also of the cast: memory not written yet may hold a signalling NaN
     with np.errstate(invalid="ignore"):
         if tail.dtype in NUMPY:
@@ -385,7 +388,7 @@ def _exact_sums(flat: Tensor) -> list[float]:
 
 
 def _integer_sums(flat: Tensor) -> list[float]:
-    """What ``_exact`` gives, of integers and booleans, all of which are finite."""
+    """Return what ``_exact`` gives, of integers and booleans, all of which are finite."""
     numbers = np.asarray(ArrayView(flat, 1, flat.numel()))
     wide = numbers.astype(np.float64)
     mean = wide.mean()
@@ -399,8 +402,9 @@ def _integer_sums(flat: Tensor) -> list[float]:
 
 
 def _combined(parts: list[list[Any]]) -> TensorStatistics:
-    """Chunks put together (Chan, Golub and LeVeque, COMPSTAT 1982, eq. 2.1 for mean and
-    spread)."""
+    """Return chunks put together (Chan, Golub and LeVeque, COMPSTAT 1982, eq. 2.1 for
+    mean and spread).
+    """
     low = math.inf
     high = -math.inf
     squares = 0.0

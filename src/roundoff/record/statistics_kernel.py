@@ -32,7 +32,8 @@ from torch import Tensor
 
 log = logging.getLogger("roundoff")
 
-#: Elements of one call: counts are summed in fp32, which holds every whole number up to 2**24.
+#: Elements of one call: counts are summed in fp32, which holds every whole number up to
+#: 2**24.
 LARGEST = 2**24
 #: Elements of one eager chunk: 1 MiB of fp32, half of a core's second-level cache.
 CHUNK = 2**18
@@ -44,9 +45,12 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sums(x: Tensor) -> Tensor:
-    """``[min, max, sum, sum of squares, min of the magnitudes]`` of a tensor of shape ``(rows, n)``, n a multiple of 4, in
-    fp32; NaN in it shows in all of them, an infinity in min or max."""
-    # quarters of a row side by side: one accumulator alone would wait for its own last addition
+    """Return ``[min, max, sum, sum of squares, min of the magnitudes]`` of a tensor of
+    shape ``(rows, n)``, n a multiple of 4, in fp32; NaN in it shows in all of them, an
+    infinity in min or max.
+    """
+    # quarters of a row side by side: one accumulator alone would wait for its own last
+    # addition
     a, b, c, d = x.to(torch.float32).view(x.shape[0], 4, -1).unbind(1)
     low = torch.minimum(torch.minimum(a, b), torch.minimum(c, d))
     high = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
@@ -65,7 +69,7 @@ def sums(x: Tensor) -> Tensor:
 
 
 def counts(x: Tensor) -> Tensor:
-    """``[zeros, zeros and subnormals]`` of a tensor of shape ``(rows, n)``, in fp32."""
+    """Return ``[zeros, zeros and subnormals]`` of a tensor of shape ``(rows, n)``, in fp32."""
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     zeros = (wide == 0).to(torch.float32).sum(1)
@@ -75,8 +79,11 @@ def counts(x: Tensor) -> Tensor:
 
 
 def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``, all but
-    the counts over the finite elements of ``x``, shape ``(rows, n)``; where ``sums`` overflows or loses its digits."""
+    """Return
+    ``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``,
+    all but the counts over the finite elements of ``x``, shape ``(rows, n)``; where
+    ``sums`` overflows or loses its digits.
+    """
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     size = wide.abs()
@@ -104,8 +111,11 @@ def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def errors(x: Tensor, reference: Tensor) -> Tensor:
-    """``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]`` of two tensors of shape
-    ``(rows, n)``, n a multiple of 4, in fp64; not finite where one of them is not."""
+    """Return
+    ``[max of |x - reference|, sum of its squares, max of |reference|, sum of its squares]``
+    of two tensors of shape ``(rows, n)``, n a multiple of 4, in fp64; not finite where
+    one of them is not.
+    """
     quarters = x.to(torch.float64).view(x.shape[0], 4, -1)
     true = reference.view(x.shape[0], 4, -1)
     a, b, c, d = (quarters - true).abs().unbind(1)
@@ -173,7 +183,7 @@ class Kernel(NamedTuple):
 
 
 def _package(name: str, dtype: torch.dtype) -> Path:
-    """The file for this torch, processor and version of the function, in the user's
+    """Return the file for this torch, processor and version of the function, in the user's
     cache folder."""
     kernel = KERNELS[name]
     functions = (kernel.function, *kernel.helpers)

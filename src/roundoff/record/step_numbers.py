@@ -20,7 +20,7 @@ class StepNumbers:
 
     @staticmethod
     def parse(text: str | Sequence[int] | None) -> StepNumbers:
-        """``"3:5,100"`` or ``"3-5,100"``, a list of numbers, or None for every step.
+        """Read ``"3:5,100"`` or ``"3-5,100"``, a list of numbers, or None for every step.
 
         Raises ``RunError`` for any other text.
         """

@@ -54,8 +54,9 @@ class Keeper:
         return keep_value
 
     def _sampled(self, count: int) -> Tensor:
-        """Positions in memory order, the same for every tensor of this size and every
-        run with this seed."""
+        """Return positions in memory order, the same for every tensor of this size and
+        every run with this seed.
+        """
         positions = self._positions.get(count)
         if positions is None:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + count)

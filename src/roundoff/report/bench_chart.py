@@ -1,4 +1,6 @@
-"""Loss curves of training configurations with the noise between seeds, as inline SVG coloured by its page."""
+"""Loss curves of training configurations with the noise between seeds, as inline SVG
+coloured by its page.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def curves(summary: BenchSummary) -> Markup:
 
 
 def differences(summary: BenchSummary) -> Markup:
-    """Draw the loss minus that of the first configuration under the same seed, in the band of its noise."""
+    """Draw the loss minus that of the first configuration under the same seed, in the
+    band of its noise.
+    """
     smooth = _smoothed(summary)
     reference = smooth[summary.reference]
     noise = noise_of(reference)

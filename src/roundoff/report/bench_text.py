@@ -1,4 +1,6 @@
-"""What ``roundoff bench`` prints: the answer, one table, then the details of single configurations."""
+"""What ``roundoff bench`` prints: the answer, one table, then the details of single
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ DISPENSABLE = ("by CPU time", "quartiles", "memory")
 
 
 def print_bench(summary: BenchSummary, console: Console) -> None:
-    """Print a bench. Columns for which the console is too narrow are left out, and a line says so."""
+    """Print a bench.
+
+    Columns for which the console is too narrow are left out, and a line says so.
+    """
     _print_header(summary, console)
     columns = _columns(summary)
     left_out = _fit(columns, console.width)

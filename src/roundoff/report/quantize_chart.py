@@ -22,7 +22,8 @@ from roundoff.report.svg import (
 
 #: Left, upper, right and lower edge.
 Box = tuple[float, float, float, float]
-#: Points that lose more than this share of the metric stand at the lower edge, with their value.
+#: Points that lose more than this share of the metric stand at the lower edge, with
+#: their value.
 FLOOR = 0.03
 WIDTH = 560
 HEIGHT = 380
@@ -47,7 +48,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Halvings:
-    """Percent on a scale on which each halving takes the same room, from ``number`` halvings of 100 at ``start``.
+    """Percent on a scale on which each halving takes the same room, from ``number``
+    halvings of 100 at ``start``.
 
     >>> Halvings(2, 0.0, 100.0)(50.0)
     50.0

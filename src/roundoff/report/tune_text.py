@@ -1,4 +1,6 @@
-"""What ``roundoff tune`` prints: the answer, the runs beside each other, the Pareto curve, and what costs most."""
+"""What ``roundoff tune`` prints: the answer, the runs beside each other, the Pareto
+curve, and what costs most.
+"""
 
 from __future__ import annotations
 

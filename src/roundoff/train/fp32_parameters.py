@@ -1,7 +1,9 @@
-"""fp32 stand-ins for low-precision parameters, in their optimizer's groups and state, while it steps.
+"""fp32 stand-ins for low-precision parameters, in their optimizer's groups and state,
+while it steps.
 
-The parameters themselves are not touched: a parameter whose ``data`` changes its dtype loses
-its gradient accumulator, and with it what ``DistributedDataParallel`` has hooked there.
+The parameters themselves are not touched: a parameter whose ``data`` changes its dtype
+loses its gradient accumulator, and with it what ``DistributedDataParallel`` has hooked
+there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from roundoff.errors import OptimizerError
 
 #: The formats that have a stand-in.
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-#: The key of what Kahan's summation keeps in ``optimizer.state[parameter]``: the weight less its true value.
+#: The key of what Kahan's summation keeps in ``optimizer.state[parameter]``: the weight
+#: less its true value.
 COMPENSATION = "compensation"
 
 
@@ -114,7 +117,9 @@ class StandIn:
 def run_on_weights(
     optimizer: Any, stand_ins: list[StandIn], closure: Callable[[], Any]
 ) -> Any:
-    """Run a closure, which computes with the weights in their own format, as they would be rounded to nearest now."""
+    """Run a closure, which computes with the weights in their own format, as they would
+    be rounded to nearest now.
+    """
     with torch.no_grad():
         for each in stand_ins:
             each.show()

@@ -1,10 +1,11 @@
-"""Weights in bfloat16 or float16 without fp32 copies: rounding that keeps the small updates, and a measure of those lost.
+"""Weights in bfloat16 or float16 without fp32 copies: rounding that keeps the small
+updates, and a measure of those lost.
 
-A weight rounds to nearest, so an update below half the distance to its neighbour is lost,
-every time. Stochastic rounding keeps it on average (Gupta et al., Deep Learning with Limited
-Numerical Precision, ICML 2015, section 3); Kahan summation keeps what rounding took in a
-second number of the same format (Zamirai et al., Revisiting BFloat16 Training, 2020, arXiv
-2010.06192, algorithm 1 and section 4).
+A weight rounds to nearest, so an update below half the distance to its neighbour is
+lost, every time. Stochastic rounding keeps it on average (Gupta et al., Deep Learning
+with Limited Numerical Precision, ICML 2015, section 3); Kahan summation keeps what
+rounding took in a second number of the same format (Zamirai et al., Revisiting BFloat16
+Training, 2020, arXiv 2010.06192, algorithm 1 and section 4).
 """
 
 from __future__ import annotations
@@ -45,28 +46,29 @@ def round_updates_(
     threshold: float = 0.5,
     patience: int = 10,
 ) -> Updates:
-    """Let ``optimizer`` step its bfloat16 and float16 parameters in fp32, and round the new weights by ``method``.
+    """Let ``optimizer`` step its bfloat16 and float16 parameters in fp32, and round the
+    new weights by ``method``.
 
     In each ``step`` fp32 copies stand for these parameters and their gradients, and the
-    optimizer's state is fp32 from then on; afterwards they hold the new values, in the same
-    storage. Other parameters are not touched. It costs 8 bytes a weight while the step runs,
-    and 2 more between steps for Kahan.
+    optimizer's state is fp32 from then on; afterwards they hold the new values, in the
+    same storage. Other parameters are not touched. It costs 8 bytes a weight while the
+    step runs, and 2 more between steps for Kahan.
 
-    * ``"stochastic"``: to one of the two neighbours, at random, so that the mean is the fp32
-      value. Behind the largest finite value Inf counts as the next neighbour. The draws of a
-      step follow from ``seed`` and the number of the step, which is kept in ``param_groups``
-      under ``rounded_steps``: a checkpoint goes on with the same ones, the program's own
-      generators are not touched, and the replicas of a distributed training draw alike. A
-      ``generator``, on the parameters' device, replaces this.
-    * ``"kahan"``: to the nearest, and what that lost is taken into the next step. It lies in
-      ``optimizer.state`` under ``compensation``, so it is in checkpoints. In float16 it
-      cannot be smaller than 2**-24.
+    * ``"stochastic"``: to one of the two neighbours, at random, so that the mean is the
+      fp32 value. Behind the largest finite value Inf counts as the next neighbour. The
+      draws of a step follow from ``seed`` and the number of the step, which is kept in
+      ``param_groups`` under ``rounded_steps``: a checkpoint goes on with the same ones,
+      the program's own generators are not touched, and the replicas of a distributed
+      training draw alike. A ``generator``, on the parameters' device, replaces this.
+    * ``"kahan"``: to the nearest, and what that lost is taken into the next step. It
+      lies in ``optimizer.state`` under ``compensation``, so it is in checkpoints. In
+      float16 it cannot be smaller than 2**-24.
     * ``"nearest"``: to the nearest, as the optimizer alone would do, but with its state in
       fp32.
 
     NaN and Inf pass. An exception in ``step`` leaves the weights as before it.
-    ``state_dict`` holds the fp32 state, and ``load_state_dict`` keeps it; a plain checkpoint
-    can be loaded too. A closure runs on the low-precision weights.
+    ``state_dict`` holds the fp32 state, and ``load_state_dict`` keeps it; a plain
+    checkpoint can be loaded too. A closure runs on the low-precision weights.
 
     Raises ``OptimizerError`` for an unknown method, for parameters none of which is in low
     precision, for an optimizer that is handled already, and, in ``step``, for sparse
@@ -102,7 +104,8 @@ def round_updates_(
 def watch_updates(
     optimizer: Optimizer, *, threshold: float = 0.5, patience: int = 10
 ) -> Updates:
-    """Only measure how many weights a step leaves as they were, and warn; the numbers do not change.
+    """Only measure how many weights a step leaves as they were, and warn; the numbers
+    do not change.
 
     As nobody knows the update that was lost, weights with a nonzero gradient count. For
     parameters in any format.
@@ -119,19 +122,22 @@ class _Step:
     same: Tensor
 
     def counts(self) -> Tensor:
-        """Return how many weights stayed though they had to change, and how many had to: shape (2,)."""
+        """Return how many weights stayed though they had to change, and how many had
+        to: shape (2,).
+        """
         return torch.stack([(self.had_to & self.same).sum(), self.had_to.sum()])
 
 
 class Updates:
-    """What ``round_updates_`` and ``watch_updates`` return: the measure of lost updates, and the way back.
+    """What ``round_updates_`` and ``watch_updates`` return: the measure of lost
+    updates, and the way back.
 
-    After each step ``unchanged`` is the share of weights that it did not change although
-    their update was not zero, a 0-d float32 tensor (0 where nothing had to change);
-    ``by_group`` has it for each parameter group. Nobody waits for the device. Where it stays
-    above ``threshold`` for ``patience`` steps in a row, a warning says so, once for each
-    group (not for stochastic and Kahan, with which it is meant). ``remove`` undoes
-    everything.
+    After each step ``unchanged`` is the share of weights that it did not change
+    although their update was not zero, a 0-d float32 tensor (0 where nothing had to
+    change); ``by_group`` has it for each parameter group. Nobody waits for the device.
+    Where it stays above ``threshold`` for ``patience`` steps in a row, a warning says
+    so, once for each group (not for stochastic and Kahan, with which it is meant).
+    ``remove`` undoes everything.
     """
 
     def __init__(
@@ -309,7 +315,9 @@ class Updates:
         return shares
 
     def _warn(self, optimizer: Any, shares: Tensor) -> None:
-        """Warn of groups that have been above the threshold for long; on CUDA as soon as the host knows."""
+        """Warn of groups that have been above the threshold for long; on CUDA as soon
+        as the host knows.
+        """
         if self._bad is None or len(self._bad) != len(shares):
             self._bad = torch.zeros(
                 len(shares), dtype=torch.int32, device=shares.device

@@ -1,4 +1,6 @@
-"""``roundoff.bench``: training configurations side by side, and whether what parts them is more than noise."""
+"""``roundoff.bench``: training configurations side by side, and whether what parts them
+is more than noise.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Bench:
 
     @property
     def agrees(self) -> bool:
-        """True if every configuration ran, and none ended worse than the first by more than the seeds explain."""
+        """True if every configuration ran, and none ended worse than the first by more
+        than the seeds explain.
+        """
         return self.summary.agrees
 
     def report(self, path: str | Path) -> None:
@@ -71,7 +75,8 @@ def bench(
     seeds: int | Iterable[int] = 3,
     progress: Progress | None = None,
 ) -> Bench:
-    """Train a workload in several configurations side by side, in this process, and say what each gains and costs.
+    """Train a workload in several configurations side by side, in this process, and say
+    what each gains and costs.
 
     Every configuration has its own copy of the model, its own optimizer and loss scale.
     For each seed all start from the same weights, see the same batches in the same order,
@@ -83,13 +88,14 @@ def bench(
         workload: needs ``loss`` and ``optimizer``. Its batches are gone through again and
             again, in an order drawn from the seed. A model that is in eval mode is trained
             in training mode.
-        configs: names, parts joined by ``+``: ``fp32``, ``bf16``, ``fp16`` (autocast; fp16
-            with a dynamic loss scale), ``tf32``, ``fp64`` or a plan file, with ``compile``,
-            ``compile=BACKEND``, ``channels_last``, ``checkpoint``, ``fused``, ``foreach``,
-            ``weights=bf16``, ``updates=stochastic``, ``updates=kahan``, ``accumulate=N``,
-            ``scale=dynamic``, ``scale=static:1024``, ``scale=off``, ``threads=N``, a device.
-            Or a function ``step(model, optimizer, batch)`` that returns the loss: a
-            training step of your own. The first is what the others are compared with.
+        configs: names, parts joined by ``+``: ``fp32``, ``bf16``, ``fp16`` (autocast;
+            fp16 with a dynamic loss scale), ``tf32``, ``fp64`` or a plan file, with
+            ``compile``, ``compile=BACKEND``, ``channels_last``, ``checkpoint``,
+            ``fused``, ``foreach``, ``weights=bf16``, ``updates=stochastic``,
+            ``updates=kahan``, ``accumulate=N``, ``scale=dynamic``,
+            ``scale=static:1024``, ``scale=off``, ``threads=N``, a device. Or a function
+            ``step(model, optimizer, batch)`` that returns the loss: a training step of
+            your own. The first is what the others are compared with.
         steps: optimizer steps for each seed, at least 3; the first two are not timed.
         seeds: how many (0, 1, ...) or which. If the workload has ``model()`` it is called
             again under each seed.
@@ -209,7 +215,9 @@ def _have_same_weights(first: nn.Module, second: nn.Module) -> bool:
 
 
 def _batch_order(batches: int, steps: int, seed: int) -> list[int]:
-    """List the batch of each step: every batch once, in an order drawn from the seed, then all again in another."""
+    """List the batch of each step: every batch once, in an order drawn from the seed,
+    then all again in another.
+    """
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     while len(order) < steps:

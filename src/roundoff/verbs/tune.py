@@ -1,4 +1,6 @@
-"""``roundoff.tune``: the plan of formats for training that beats built-in autocast, found by one budget and verified."""
+"""``roundoff.tune``: the plan of formats for training that beats built-in autocast,
+found by one budget and verified.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,9 @@ def tune(
     ``tune`` of the same workload and lists, to choose by another cost or aim without
     measuring again.
 
-    The model is left exactly as it was. Raises ``WorkloadError`` (no loss, no trainable parameters), ``FormatError``,
-    ``PlanError``, ``NonFiniteError``, ``GradientPathError``.
+    The model is left exactly as it was. Raises ``WorkloadError`` (no loss, no trainable
+    parameters), ``FormatError``, ``PlanError``, ``NonFiniteError``,
+    ``GradientPathError``.
     """
     _check_request(aim, runs, steps, extra)
     offered = [f.name for f in parse_formats(formats)]
@@ -165,7 +168,9 @@ class _Verification:
         self.ranking: list[RankedSite] = []
 
     def run_all(self) -> None:
-        """Run fp32, autocast, the plan of the aim, another try at it if it misses, and the other plans."""
+        """Run fp32, autocast, the plan of the aim, another try at it if it misses, and
+        the other plans.
+        """
         search = self.search
         self._keep("fp32", {}, self.trials.reference)
         autocast = partial(SimulatedAutocast, parse_format(search.half), search.device)
@@ -217,7 +222,9 @@ class _Verification:
         self.runs.append(run)
 
     def _native_db(self, name: str, formats: Mapping[str, str]) -> float | None:
-        """Measure with real casts; None for fp32, and where the device has no fast arithmetic for them."""
+        """Measure with real casts; None for fp32, and where the device has no fast
+        arithmetic for them.
+        """
         search = self.search
         is_autocast = name == "autocast"
         used = set(formats.values()) | ({search.half} if is_autocast else set())
@@ -307,7 +314,9 @@ def _reason(best: TunedRun, autocast: TunedRun) -> str:
 
 
 def _wide_products(search: Search, best: TunedRun, autocast: TunedRun) -> list[str]:
-    """Warn of matrix products in fp32 that autocast runs in half, where the cost model does not count their time."""
+    """Warn of matrix products in fp32 that autocast runs in half, where the cost model
+    does not count their time.
+    """
     if search.cost not in ("bytes", "operators"):
         return []
     in_fp32 = [

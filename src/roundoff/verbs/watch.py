@@ -1,4 +1,6 @@
-"""``roundoff.watch``: an unmodified training script with its loss, loss scale, gradient norm, and why steps go wrong."""
+"""``roundoff.watch``: an unmodified training script with its loss, loss scale, gradient
+norm, and why steps go wrong.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def watch(
     explain: int = 3,
     stop_on_nan: bool = False,
 ) -> WatchSummary:
-    """Run a training script, unchanged, and say what its loss, loss scale and gradients do, and why steps are skipped.
+    """Run a training script, unchanged, and say what its loss, loss scale and gradients
+    do, and why steps are skipped.
 
     Every model that is called is watched by a ``Monitor``. The training's numbers do not
     change.
@@ -144,7 +147,8 @@ def _printed() -> Iterator[Say]:
 
 
 class _Watcher:
-    """The state of a training while it runs; ``listening`` hears of every model, optimizer and scaler of the process.
+    """The state of a training while it runs; ``listening`` hears of every model,
+    optimizer and scaler of the process.
 
     Attributes:
         number: of the step that runs.
@@ -239,7 +243,8 @@ class _Watcher:
             return f"the gradients of the last {bad} steps were not finite, and the weights took them"
         return None
 
-    # -- the model -------------------------------------------------------------------------------------------------------
+    # -- the model
+    # -------------------------------------------------------------------------------------------------------
 
     def _new_model(self, model: nn.Module, prefix: str) -> None:
         """Listen to a model that no other one contains, before its first call."""
@@ -248,7 +253,8 @@ class _Watcher:
         self.monitor.add(model, prefix)
         steps = StepCalls(model)
         self.steps.append(steps)
-        # hooks that are added now run from the next call on; torch's own frame knows what this one was called with
+        # hooks that are added now run from the next call on; torch's own frame knows
+        # what this one was called with
         frame: Any = sys._getframe(3)
         if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
             steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
@@ -266,10 +272,13 @@ class _Watcher:
         is_scaled = unscaled is None
         self.now.losses.append((loss.detach() if is_scaled else unscaled, is_scaled))
 
-    # -- the step --------------------------------------------------------------------------------------------------------
+    # -- the step
+    # --------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Measure an optimizer that steps without a scaler; with a closure, after each call of it."""
+        """Measure an optimizer that steps without a scaler; with a closure, after each
+        call of it.
+        """
         if self._inside_scaler:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -437,7 +446,9 @@ class _Watcher:
         scale: float | None,
         skip: Skip | None = None,
     ) -> None:
-        """Say why gradients are not finite; without ``skip``, run the step once more to find out."""
+        """Say why gradients are not finite; without ``skip``, run the step once more to
+        find out.
+        """
         notes: tuple[str, ...] = ()
         first = self.monitor.first_bad
         if skip is None and self._explained < self.explain:
@@ -488,7 +499,8 @@ class _Watcher:
             ran, key=lambda steps: len(parameters & set(steps.names())), default=None
         )
 
-    # -- the loop --------------------------------------------------------------------------------------------------------
+    # -- the loop
+    # --------------------------------------------------------------------------------------------------------
 
     def _new_scaler(
         self, original: Any, scaler: Any, *args: Any, **kwargs: Any
@@ -554,6 +566,8 @@ SKIP_FIELDS = (
 
 
 def _stage(scaler: Any, optimizer: Optimizer) -> str:
-    """Return READY, UNSCALED or STEPPED: what torch's scaler has done for this optimizer in this step."""
+    """Return READY, UNSCALED or STEPPED: what torch's scaler has done for this
+    optimizer in this step.
+    """
     state = scaler._per_optimizer_states.get(id(optimizer))
     return "READY" if state is None else str(state["stage"].name)

@@ -33,25 +33,26 @@ def user_code(
     """Turn an exception of the block into a ``WorkloadError`` that shows the user's file and line.
 
     Args:
-        what: what was being done, for "... raised ValueError"; a callable is asked only when
-            something raised.
+        what: what was being done, for "... raised ValueError"; a callable is asked only
+            when something raised.
         where: the place to name when no line of the user's is found.
-        path: the workload's file; its innermost line is shown. Without it, the innermost line
-            outside torch.
+        path: the workload's file; its innermost line is shown. Without it, the
+            innermost line outside torch.
         do: what the user can do about it.
 
     Raises:
-        WorkloadError: from the exception, which stays as the cause. A ``RoundoffError``,
-            ``KeyboardInterrupt`` or ``GeneratorExit`` passes unchanged; ``SystemExit`` does not (a
-            script that parses arguments exits so). So does what roundoff itself raises at a call
-            of the user's code, which is not the user's fault.
+        WorkloadError: from the exception, which stays as the cause. A
+            ``RoundoffError``, ``KeyboardInterrupt`` or ``GeneratorExit`` passes
+            unchanged; ``SystemExit`` does not (a script that parses arguments exits
+            so). So does what roundoff itself raises at a call of the user's code, which
+            is not the user's fault.
     """
     try:
         yield
     except RoundoffError:
         raise
-    # The one broad handler in the package: user code may raise anything, and all of it is reported,
-    # with its cause.
+    # The one broad handler in the package: user code may raise anything, and all of it
+    # is reported, with its cause.
     except (Exception, SystemExit) as error:
         if _is_ours(error):
             raise
@@ -71,8 +72,8 @@ _CALLS = f"{os.sep}ops{os.sep}calls.py"
 def _is_ours(error: BaseException) -> bool:
     """Return True where a call of the user's code came to roundoff, and roundoff failed at it.
 
-    That is where the last frame of the user's or ours is ours, behind the place where such calls
-    arrive; what torch raises when the call is run as it is, is the user's.
+    That is where the last frame of the user's or ours is ours, behind the place where
+    such calls arrive; what torch raises when the call is run as it is, is the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     arrived = [f.filename.endswith(_CALLS) for f in frames]

@@ -39,12 +39,13 @@ class UserModule:
 def execute_module(source: str | Path) -> Iterator[UserModule]:
     """Execute a Python file, or import a dotted name; yields what it defines.
 
-    A file becomes a module with a name of its own, so that two workloads never share one, and
-    nothing is cached. Its folder (for a dotted name: the current folder) is first on ``sys.path``
-    until the block ends.
+    A file becomes a module with a name of its own, so that two workloads never share
+    one, and nothing is cached. Its folder (for a dotted name: the current folder) is
+    first on ``sys.path`` until the block ends.
 
     Raises:
-        WorkloadError: there is no such file or module, it is not Python, or its code raised.
+        WorkloadError: there is no such file or module, it is not Python, or its code
+            raised.
     """
     path = _find_file(source)
     saved = list(sys.path)
@@ -106,8 +107,8 @@ def _execute_file(path: Path) -> types.ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         with user_code("the file", str(path), path=path):
-            # Compiled here rather than by the loader, whose bytecode cache misses an edit within
-            # the same second.
+            # Compiled here rather than by the loader, whose bytecode cache misses an
+            # edit within the same second.
             code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
             exec(code, vars(module))
     except BaseException:

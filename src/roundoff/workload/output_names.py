@@ -1,8 +1,8 @@
 """Named outputs: which tensors of a model's output are judged together, and patterns over them.
 
-A few tensors are judged each for itself. Many, the keys and values of every layer say, become a
-few outputs: tensors whose names differ in numbers alone, or else all below one name. Within such an
-output every tensor counts alike, whatever its size or scale.
+A few tensors are judged each for itself. Many, the keys and values of every layer say,
+become a few outputs: tensors whose names differ in numbers alone, or else all below one
+name. Within such an output every tensor counts alike, whatever its size or scale.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ MOST_OUTPUTS = 8
 def output_names(tensors: Iterable[str], apart: Iterable[str] = ()) -> dict[str, str]:
     """Return the name of the output that each tensor belongs to, by the name of the tensor.
 
-    An output of one tensor has its name, one of several a glob that matches theirs. The patterns
-    ``apart`` make outputs of their own, also of tensors that would be judged with others.
+    An output of one tensor has its name, one of several a glob that matches theirs. The
+    patterns ``apart`` make outputs of their own, also of tensors that would be judged
+    with others.
 
     >>> output_names(["cls", "price"])
     {'cls': 'cls', 'price': 'price'}

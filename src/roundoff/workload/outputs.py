@@ -15,8 +15,9 @@ from roundoff.workload.output_names import is_output
 def named_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the floating-point tensors in an output, by the path that leads to each.
 
-    Looks into mappings, sequences, dataclasses and Hugging Face outputs (which are mappings); a
-    single tensor has the path ``output``. Tensors without elements are left out.
+    Looks into mappings, sequences, dataclasses and Hugging Face outputs (which are
+    mappings); a single tensor has the path ``output``. Tensors without elements are
+    left out.
 
     >>> import torch
     >>> list(named_tensors({"logits": torch.ones(2), "hidden": (torch.ones(1), torch.arange(3))}))
@@ -65,8 +66,9 @@ class Judged:
 
     Attributes:
         part: name of a tensor, one above it, or a glob; None for the whole output.
-        apart: patterns of outputs that are judged by themselves (see ``output_names``), and names
-            of numbers that count although they stand beside larger tensors (see ``left_out``).
+        apart: patterns of outputs that are judged by themselves (see ``output_names``),
+            and names of numbers that count although they stand beside larger tensors
+            (see ``left_out``).
     """
 
     part: str | None = None
@@ -97,8 +99,9 @@ class Judged:
 def left_out(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the tensors that are no target unless they are asked for, with the reason.
 
-    These are numbers without axes, and those called ``loss``, where a larger tensor stands beside
-    them: a loss that the model computes from labels in the batch, a penalty, a temperature.
+    These are numbers without axes, and those called ``loss``, where a larger tensor
+    stands beside them: a loss that the model computes from labels in the batch, a
+    penalty, a temperature.
     """
     numbers = {name for name, t in tensors.items() if _is_side_number(name, t)}
     if len(numbers) == len(tensors):

@@ -29,24 +29,26 @@ _PARTS = ("model", "batches", "forward", "loss", "metric", "optimizer", "held_ou
 class Workload:
     """A model, the batches it is judged on and, where needed, metric, loss and optimizer.
 
-    Everything is called, collected and checked in the constructor, so that a mistake is reported
-    before anything is measured; only the forward pass, the metric and the loss are first called
-    later.
+    Everything is called, collected and checked in the constructor, so that a mistake is
+    reported before anything is measured; only the forward pass, the metric and the loss
+    are first called later.
 
     Args:
-        model: a module, or a callable without arguments that returns one. Its training mode is left
-            as it is.
-        batches: an iterable of batches that ends, or a callable without arguments that returns one.
-            A batch is whatever ``forward`` takes. NaN and Inf in it are passed on to the model.
+        model: a module, or a callable without arguments that returns one. Its training
+            mode is left as it is.
+        batches: an iterable of batches that ends, or a callable without arguments that
+            returns one. A batch is whatever ``forward`` takes. NaN and Inf in it are
+            passed on to the model.
         forward: ``forward(model, batch)`` -> output. By default a mapping becomes
-            ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``.
+            ``model(**batch)``, a tuple or list ``model(*batch)``, anything else
+            ``model(batch)``.
         loss: ``loss(output, batch)`` -> scalar tensor.
-        metric: a callable whose parameters are any of ``outputs`` (a list with one output per
-            batch), ``batches`` and ``reference`` (the outputs of the unrounded model). Returns one
-            finite number; **higher is better**.
+        metric: a callable whose parameters are any of ``outputs`` (a list with one
+            output per batch), ``batches`` and ``reference`` (the outputs of the
+            unrounded model). Returns one finite number; **higher is better**.
         optimizer: ``optimizer(model)`` -> ``torch.optim.Optimizer``.
-        held_out: batches that training never sees, for the metric of ``roundoff.bench``; like
-            ``batches``.
+        held_out: batches that training never sees, for the metric of
+            ``roundoff.bench``; like ``batches``.
         name: for messages and reports.
         path: the file that it came from, if any.
 
@@ -103,15 +105,16 @@ class Workload:
     def load(cls, source: str | Path) -> Workload:
         r"""The workload that a Python file, or a module given by its dotted name, defines.
 
-        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``, ``metric``,
-        ``optimizer`` and ``held_out``: the arguments of this class. A file is executed afresh on each call, as a
-        module of its own. Its folder can be imported from until ``load`` returns (so import helpers
-        at the top, not inside ``metric``), and data beside it is found through
-        ``Path(__file__).parent``. A dotted name is imported as usual.
+        It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``,
+        ``metric``, ``optimizer`` and ``held_out``: the arguments of this class. A file
+        is executed afresh on each call, as a module of its own. Its folder can be
+        imported from until ``load`` returns (so import helpers at the top, not inside
+        ``metric``), and data beside it is found through ``Path(__file__).parent``. A
+        dotted name is imported as usual.
 
         Raises:
-            WorkloadError: no such file or module, not Python, its code raised (with its line), or a
-                part is missing.
+            WorkloadError: no such file or module, not Python, its code raised (with its
+                line), or a part is missing.
 
         Example:
             >>> import tempfile
@@ -139,7 +142,8 @@ class Workload:
         return None if self.metric is None else name_of(self.metric)
 
     def fresh_model(self) -> nn.Module | None:
-        """Another model from ``model()``, with the random state as it is now; None where a module was given.
+        """Another model from ``model()``, with the random state as it is now; None
+        where a module was given.
 
         Raises:
             WorkloadError: ``model()`` raised, or returned no model.
@@ -153,7 +157,9 @@ class Workload:
         return twin
 
     def judging(self, part: str | None = None, apart: Iterable[str] = ()) -> Workload:
-        """The same workload, judged by a part of the output or with outputs ``apart``: see ``Judged``."""
+        """The same workload, judged by a part of the output or with outputs ``apart``:
+        see ``Judged``.
+        """
         twin = copy.copy(self)
         twin.judged = Judged(part, tuple(apart))
         return twin
@@ -161,12 +167,13 @@ class Workload:
     def run(self, batch: Any) -> Any:
         """The output of one batch. Grad mode, training mode and device are the caller's affair.
 
-        ``forward`` gets a copy of the batch's tensors (in nests of tuples, lists and dicts), so that a
-        model that writes into its input leaves the workload as it was.
+        ``forward`` gets a copy of the batch's tensors (in nests of tuples, lists and
+        dicts), so that a model that writes into its input leaves the workload as it
+        was.
 
         Raises:
-            WorkloadError: the forward pass raised; names the batch by number and shapes, and the
-                user's line.
+            WorkloadError: the forward pass raised; names the batch by number and
+                shapes, and the user's line.
         """
         call = f"model({_stars(batch)}batch)"
         do = "if the model is called in another way, define forward(model, batch)"
@@ -199,8 +206,8 @@ class Workload:
         """The metric of ``outputs``, one per batch in order; ``None`` without a metric.
 
         Raises:
-            WorkloadError: the metric raised or returned no finite number, or a list has not one
-                output per batch.
+            WorkloadError: the metric raised or returned no finite number, or a list has
+                not one output per batch.
         """
         if self.metric is None:
             return None
@@ -347,7 +354,9 @@ def _stars(batch: object) -> str:
 
 
 def _is_empty(value: object) -> bool:
-    """Return True if no part of a batch has an element: an empty tensor beside a full one is fine."""
+    """Return True if no part of a batch has an element: an empty tensor beside a full
+    one is fine.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         return math.prod(value.shape) == 0
     if isinstance(value, Mapping):

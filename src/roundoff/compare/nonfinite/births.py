@@ -149,7 +149,7 @@ class StepTrace:
             self.states[row.record] = inherited
 
     def _inherited_state(self, row: TensorRecord) -> RecordState | None:
-        """The state of the record that a leaf shows, or most likely is."""
+        """Return the state of the record that a leaf shows, or most likely is."""
         for record in row.inputs or ():
             if record in self.states and self.states[record].bad:
                 return self.states[record]
@@ -319,7 +319,7 @@ class StepTrace:
         return True
 
     def _bad_inputs(self, row: TensorRecord, inputs: Sequence[int]) -> list[int]:
-        """The inputs that are not finite as the call read them."""
+        """Return the inputs that are not finite as the call read them."""
         bad = [i for i in inputs if self._is_bad_at(i, row.record)]
         if bad:
             return bad
@@ -372,7 +372,7 @@ class StepTrace:
             self._writes.setdefault(root, []).append(row.record)
 
     def _worst(self, records: Sequence[int]) -> int:
-        """The record to follow: one that isn't allowed before one that is, then the
+        """Return the record to follow: one that isn't allowed before one that is, then the
         earliest birth."""
 
         def rank(record: int) -> tuple[bool, Key]:

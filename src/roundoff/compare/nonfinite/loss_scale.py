@@ -136,7 +136,7 @@ def _limited_by_lost_steps(
     recorded: Mapping[tuple[int, int], float],
     lost: Collection[tuple[int, int]],
 ) -> tuple[float, list[str]]:
-    """The scale, at most half of those at which gradients were not finite; and notes."""
+    """Return the scale, at most half of those at which gradients were not finite; and notes."""
     failed = min((recorded[place] for place in lost if place in recorded), default=None)
     if failed is not None and scale > failed / 2:
         note = f"half of {failed:g}, at which gradients of this run were not finite"
@@ -148,8 +148,8 @@ def _limited_by_lost_steps(
 
 
 def power_below(limit: float, value: float) -> float:
-    """The largest power of two s with ``value * s < limit``, for positive numbers; at
-    most 2**127, as scales are fp32.
+    """Return the largest power of two s with ``value * s < limit``, for positive
+    numbers; at most 2**127, as scales are fp32.
 
     >>> power_below(65504.0, 1.0), power_below(65536.0, 1.0)
     (32768.0, 32768.0)

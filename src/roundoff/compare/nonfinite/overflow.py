@@ -248,7 +248,7 @@ def trace_overflow(
 
 
 def prepare(ops: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame:
-    """The columns used here with their types, and ``site``; sorted by step, rank and
+    """Return the columns used here with their types, and ``site``; sorted by step, rank and
     record."""
     lazy = ops.lazy()
     present = lazy.collect_schema().names()
@@ -282,7 +282,7 @@ def _mark_masked(rows: pl.DataFrame, masked: Sequence[Key]) -> pl.DataFrame:
 def _follow(
     rows: pl.DataFrame, allow: Sequence[str]
 ) -> tuple[list[NonfiniteEvent], list[Key]]:
-    """Events in order, and the records whose largest negative values are a mask's."""
+    """Return events in order, and the records whose largest negative values are a mask's."""
 
     def is_allowed(site: str) -> bool:
         return any(matches(pattern, site) for pattern in allow)
@@ -310,7 +310,7 @@ def _follow(
 
 
 def _suspect_steps(rows: pl.DataFrame) -> Iterator[tuple[int, int, bool]]:
-    """(step, rank, True where a value is NaN, Inf or the lowest of its dtype)."""
+    """Yield (step, rank, True where a value is NaN, Inf or the lowest of its dtype)."""
     largest = pl.col("dtype").replace_strict(
         LARGEST, default=None, return_dtype=pl.Float64
     )
@@ -444,8 +444,9 @@ def _lost_steps(events: Sequence[NonfiniteEvent]) -> set[tuple[int, int]]:
 def _recorded_scales(
     rows: pl.DataFrame, scalars: pl.DataFrame | pl.LazyFrame | None
 ) -> dict[tuple[int, int], float]:
-    """The loss scale of each (rank, step) that has one; without a column ``rank`` it is
-    that of every rank."""
+    """Return the loss scale of each (rank, step) that has one; without a column
+    ``rank`` it is that of every rank.
+    """
     if scalars is None:
         return {}
     is_scale = (pl.col("name") == "loss_scale") & (pl.col("value") > 0)

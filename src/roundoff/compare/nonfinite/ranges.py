@@ -103,7 +103,7 @@ class FormatShare:
 
 
 def floating(ops: pl.DataFrame) -> pl.DataFrame:
-    """The rows with floating-point values that have statistics, with ``amax``, the
+    """Return the rows with floating-point values that have statistics, with ``amax``, the
     largest magnitude.
 
     Views are left out, and memory that was only allocated: it holds no values yet.
@@ -121,7 +121,7 @@ def floating(ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def margins(ops: pl.DataFrame, *, within: float = 3.0) -> tuple[SiteMargin, ...]:
-    """One row for each phase, site and dtype, nearest to overflow first.
+    """Return one row for each phase, site and dtype, nearest to overflow first.
 
     Where ``ops`` has a column ``masked``, the negative side of these rows, a mask's,
     does not count.
@@ -235,7 +235,7 @@ class Histograms:
         return RowShares(estimate, low, high, variance)
 
     def fates(self, fmt: str, scale: float | Floats = 1.0) -> dict[str, RowShares]:
-        """The shares that would overflow, become subnormal, and become zero, when
+        """Return the shares that would overflow, become subnormal, and become zero, when
         rounded to nearest in a format after multiplication by ``scale`` (of all rows,
         or one each)."""
         ends = limits(parse_format(fmt))
@@ -253,8 +253,9 @@ class Histograms:
     def together(
         self, shares: RowShares, chosen: npt.NDArray[np.bool_] | None = None
     ) -> TotalShare:
-        """One share of the values of all rows (or of the chosen), and the site where it
-        is largest."""
+        """Return one share of the values of all rows (or of the chosen), and the site
+        where it is largest.
+        """
         weight = self.size if chosen is None else np.where(chosen, self.size, 0.0)
         total = weight.sum()
         if not total:

@@ -49,7 +49,8 @@ class Compressed:
     """What a folder holds.
 
     Attributes:
-        tensors: name of a weight → its codes (integers, or float8_e4m3fn), qparams and format.
+        tensors: name of a weight → its codes (integers, or float8_e4m3fn), qparams and
+            format.
         others: every other tensor.
         inputs: name of a weight → how the input of its layer is quantized.
         config: ``config.json``.

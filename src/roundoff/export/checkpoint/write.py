@@ -1,16 +1,20 @@
-"""Weights as codes in safetensors, as the compressed-tensors library and the runtimes that read its checkpoints have them.
+"""Weights as codes in safetensors, as the compressed-tensors library and the runtimes
+that read its checkpoints have them.
 
-A folder of a Hugging Face model: ``model.safetensors`` and, in ``config.json``, ``quantization_config`` with a group for
-each way of quantizing. Of a weight ``NAME.weight`` the file holds, by the group's format,
+A folder of a Hugging Face model: ``model.safetensors`` and, in ``config.json``,
+``quantization_config`` with a group for each way of quantizing. Of a weight
+``NAME.weight`` the file holds, by the group's format,
 
-- ``pack-quantized`` (integers of 2, 4 or 8 bits, weights alone): ``NAME.weight_packed``, int32 words of ``32 / bits`` codes
-  along the input axis, the first in the lowest bits, each with ``2**(bits - 1)`` added; ``NAME.weight_shape``;
-- ``int-quantized``, ``float-quantized`` (inputs too) and ``naive-quantized`` (fp8 weights alone): ``NAME.weight``, the codes
-  themselves in int8 or float8_e4m3fn;
+- ``pack-quantized`` (integers of 2, 4 or 8 bits, weights alone):
+  ``NAME.weight_packed``, int32 words of ``32 / bits`` codes along the input axis, the
+  first in the lowest bits, each with ``2**(bits - 1)`` added; ``NAME.weight_shape``;
+- ``int-quantized``, ``float-quantized`` (inputs too) and ``naive-quantized`` (fp8
+  weights alone): ``NAME.weight``, the codes themselves in int8 or float8_e4m3fn;
 
-and always ``NAME.weight_scale``, for asymmetric ones ``NAME.weight_zero_point`` (packed like the weight, along the output
-axis, where scales are per channel or group), for static inputs ``NAME.input_scale`` and ``NAME.input_zero_point``. Checked
-against compressed-tensors 0.20.
+and always ``NAME.weight_scale``, for asymmetric ones ``NAME.weight_zero_point`` (packed
+like the weight, along the output axis, where scales are per channel or group), for
+static inputs ``NAME.input_scale`` and ``NAME.input_zero_point``. Checked against
+compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -63,14 +67,19 @@ def write_compressed(
     """Write quantized weights, and all other tensors as they are, into a folder; returns the bytes.
 
     Args:
-        tensors: parameter name (it ends in ``.weight``) → codes, as :func:`roundoff.formats.quantize` gives them, of shape
-            ``(out, in)``, their qparams (per tensor, ``PerAxis(0)``, ``PerGroup`` along the input, or ``PerBlock`` of two
-            sizes) and format (integers of 2, 4 or 8 bits, fp8_e4m3fn).
+        tensors: parameter name (it ends in ``.weight``) → codes, as
+            :func:`roundoff.formats.quantize` gives them, of shape ``(out, in)``, their
+            qparams (per tensor, ``PerAxis(0)``, ``PerGroup`` along the input, or
+            ``PerBlock`` of two sizes) and format (integers of 2, 4 or 8 bits,
+            fp8_e4m3fn).
         others: embeddings, norms, biases.
-        folder: made if missing; what it holds under the same names is replaced, its ``config.json`` added to.
-        inputs: how inputs of layers are quantized: static per tensor, or dynamic per token or tensor.
+        folder: made if missing; what it holds under the same names is replaced, its
+            ``config.json`` added to.
+        inputs: how inputs of layers are quantized: static per tensor, or dynamic per
+            token or tensor.
         config: the model's ``config.json``; by default that of the folder, or an empty one.
-        format: one of ``FORMATS`` for all; by default what compressed-tensors itself chooses (see this file's head).
+        format: one of ``FORMATS`` for all; by default what compressed-tensors itself
+            chooses (see this file's head).
 
     Raises:
         QuantizationError: a weight that these formats can't hold; nothing is written.

@@ -42,9 +42,10 @@ class Folder:
     def write(self, name: str, writer: Callable[[Path], T]) -> T | None:
         """Call ``writer`` with the path of a file; its error becomes the reason.
 
-        Returns what it returned, None where it raised: a ``RoundoffError``, for a library
-        that is missing, or what nobody foresaw; then the reason names a file with the
-        traceback. Raises ``OutputError`` for an ``OSError``: no other file could be written either.
+        Returns what it returned, None where it raised: a ``RoundoffError``, for a
+        library that is missing, or what nobody foresaw; then the reason names a file
+        with the traceback. Raises ``OutputError`` for an ``OSError``: no other file
+        could be written either.
         """
         try:
             return writer(self.path / name)

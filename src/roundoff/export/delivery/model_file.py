@@ -22,7 +22,8 @@ _FILES = "roundoff_workload_"
 def save_model(model: QuantizedModel, path: str | Path) -> None:
     """Write the simulation, whole or not at all: Python's pickle of the module, by ``torch.save``.
 
-    Raises ``QuantizationError`` where the model holds something that cannot be pickled (a lambda, a local class).
+    Raises ``QuantizationError`` where the model holds something that cannot be pickled
+    (a lambda, a local class).
     """
     try:
         with atomic_path(path) as temporary:
@@ -46,7 +47,8 @@ def load_model(path: str | Path, source: str | Path | None = None) -> QuantizedM
             called. Not needed where they come from an installed module.
 
     Raises:
-        QuantizationError: no such file, not a quantized model, or its classes are not found.
+        QuantizationError: no such file, not a quantized model, or its classes are not
+            found.
         WorkloadError: the workload file cannot be executed.
     """
     if source is None:

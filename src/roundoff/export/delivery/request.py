@@ -38,8 +38,8 @@ _SHARE = re.compile(r"(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 class QualityTarget(NamedTuple):
     """A target: at most so much less of the metric (``drop``), or at least so many ``db``.
 
-    ``value`` is the one number of it, None where each output has its own; ``sqnr`` is that of
-    each output, None for a drop.
+    ``value`` is the one number of it, None where each output has its own; ``sqnr`` is
+    that of each output, None for a drop.
     """
 
     kind: Literal["drop", "db"]
@@ -67,8 +67,8 @@ class Ask:
             several need a target.
         target: ``0.5%`` of the metric less at most, or ``38dB`` of every output at least,
             or of each by name: ``cls=40dB,price=30dB``, or a mapping.
-        of: a part of the output, by name, that the model is judged by; None for all of it but
-            numbers beside larger tensors.
+        of: a part of the output, by name, that the model is judged by; None for all of
+            it but numbers beside larger tensors.
         plan: instead of both, which site runs in which format.
         skip: patterns of sites that stay in fp32.
         pin: pattern of sites -> the format they run in.

@@ -1,8 +1,10 @@
-"""Quantizers as plain arithmetic: divide, round, clip, multiply, in operators that every exporter and runtime has.
+"""Quantizers as plain arithmetic: divide, round, clip, multiply, in operators that
+every exporter and runtime has.
 
-``formats.tensor`` reads the bits of a number to find its binade, and looks at the data to choose the quickest way. Neither
-can be exported. Here the binade comes from a logarithm, corrected by comparing with the exact powers of two beside it, so
-the values are the same, bit for bit.
+``formats.tensor`` reads the bits of a number to find its binade, and looks at the data
+to choose the quickest way. Neither can be exported. Here the binade comes from a
+logarithm, corrected by comparing with the exact powers of two beside it, so the values
+are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = ["plainly", "rounded"]
 def plainly(x: Tensor, quantizer: Any) -> Tensor:
     """Compute what ``quantizer(x)`` gives for finite ``x``, in arithmetic that can be exported.
 
-    Raises ``QuantizationError`` for a dynamic quantizer whose blocks do not divide the axis.
+    Raises ``QuantizationError`` for a dynamic quantizer whose blocks do not divide the
+    axis.
     """
     fmt: Format = quantizer.fmt
     exact = getattr(quantizer, "exact", None)
@@ -103,7 +106,9 @@ def _affine(
 
 
 def _chosen(low: Tensor, high: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point as ``choose_qparams`` and ``block_scale`` choose them, from the smallest and largest value."""
+    """Scale and zero point as ``choose_qparams`` and ``block_scale`` choose them, from
+    the smallest and largest value.
+    """
     tiny = torch.finfo(low.dtype).tiny
     amax = torch.maximum(high, -low)
     if isinstance(fmt, BlockFormat):

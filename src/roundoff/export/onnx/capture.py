@@ -39,7 +39,8 @@ from roundoff.workload import Workload
 functional_config: Any = _functional
 symbolic_config: Any = _symbolic
 
-#: The version of ONNX's operators that is written: the first with int4 and blocks (both in DequantizeLinear-21).
+#: The version of ONNX's operators that is written: the first with int4 and blocks (both
+#: in DequantizeLinear-21).
 OPSET = 21
 
 

@@ -1,4 +1,6 @@
-"""Ask about an ``onnx_ir`` graph and change it: constants, readers, nodes in the place of others."""
+"""Ask about an ``onnx_ir`` graph and change it: constants, readers, nodes in the place
+of others.
+"""
 
 from __future__ import annotations
 

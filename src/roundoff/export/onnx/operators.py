@@ -1,8 +1,10 @@
-"""Quantization as operators that torch's exporter keeps whole and turns into ONNX QuantizeLinear and DequantizeLinear.
+"""Quantization as operators that torch's exporter keeps whole and turns into ONNX
+QuantizeLinear and DequantizeLinear.
 
-The simulation of a quantized model computes in floating point. For the artefact the same model is traced with these in the
-places of its quantizers. Codes of 8 bits and fewer are uint8 (activations) and int8 (weights), which is what integer kernels
-on CPUs multiply fastest; formats of fewer bits are clipped to their range first.
+The simulation of a quantized model computes in floating point. For the artefact the
+same model is traced with these in the places of its quantizers. Codes of 8 bits and
+fewer are uint8 (activations) and int8 (weights), which is what integer kernels on CPUs
+multiply fastest; formats of fewer bits are clipped to their range first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from roundoff.export.onnx.attention import attention
 def quantize_dequantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int
 ) -> Tensor:
-    """Pass ``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of ``zero_point`` is that of the codes."""
+    """Pass ``x`` through ONNX QuantizeLinear and DequantizeLinear; the dtype of
+    ``zero_point`` is that of the codes.
+    """
     step = _spread(scale, x.ndim, axis, block)
     low = torch.iinfo(zero_point.dtype).min
     high = torch.iinfo(zero_point.dtype).max
@@ -37,7 +41,9 @@ def _(x: Tensor, *_: Any) -> Tensor:
 def dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block: int
 ) -> Tensor:
-    """ONNX DequantizeLinear of stored codes; ``block`` is how many of them share a scale along ``axis``, or 0."""
+    """ONNX DequantizeLinear of stored codes; ``block`` is how many of them share a
+    scale along ``axis``, or 0.
+    """
     step = _spread(scale, codes.ndim, axis, block)
     zero = _spread(zero_point.to(torch.float32), codes.ndim, axis, block)
     if block:  # the last block may be short
@@ -85,7 +91,9 @@ def cast_and_back(
 
 @torch.library.custom_op("roundoff::site", mutates_args=())
 def site(x: Tensor, name: str) -> Tensor:  # noqa: ARG001 (for the exporter)
-    """Return ``x`` as the result of the call with this name: the exported nodes that made it will have the name."""
+    """Return ``x`` as the result of the call with this name: the exported nodes that
+    made it will have the name.
+    """
     return x.clone()
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.export import needs
 
-#: Operators whose sums are integers. ``MatMulNBits`` reads weights of 4 bits and adds in fp32 or int8.
+#: Operators whose sums are integers. ``MatMulNBits`` reads weights of 4 bits and adds
+#: in fp32 or int8.
 INTEGER = frozenset(
     {
         "QGemm",

@@ -47,7 +47,8 @@ class Traced(nn.Module):
     def tensors(self, batch: Any) -> list[Tensor]:
         """Return the tensors of a batch, in the order of the inputs.
 
-        Raises ``QuantizationError`` for a batch of another structure, or with other numbers that are no tensors.
+        Raises ``QuantizationError`` for a batch of another structure, or with other
+        numbers that are no tensors.
         """
         leaves, layout = tree_flatten(batch)
         fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,5 +1,6 @@
-"""Other tools' operator lists as plans, and plans as their lists: Ascend, Paddle, TensorFlow, Apex, MindSpore and
-Transformer Engine."""
+"""Other tools' operator lists as plans, and plans as their lists: Ascend, Paddle,
+TensorFlow, Apex, MindSpore and Transformer Engine.
+"""
 
 from __future__ import annotations
 

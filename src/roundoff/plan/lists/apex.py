@@ -1,7 +1,9 @@
-"""Apex: ``opt_level`` and the keyword arguments of ``apex.amp.initialize``, as a mapping or a JSON or TOML file of them.
+"""Apex: ``opt_level`` and the keyword arguments of ``apex.amp.initialize``, as a
+mapping or a JSON or TOML file of them.
 
-O0 fp32; O1 casts around functions (what torch.autocast became); O2 the model in half precision but for batch norm, with
-fp32 master weights; O3 all in half precision. Source: apex/amp/frontend.py.
+O0 fp32; O1 casts around functions (what torch.autocast became); O2 the model in half
+precision but for batch norm, with fp32 master weights; O3 all in half precision.
+Source: apex/amp/frontend.py.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def recognise(data: Any) -> bool:
 
 
 def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
-    """The plan of an opt level with its overrides; weights and loss scale, which no plan has, are said under ``about``."""
+    """The plan of an opt level with its overrides; weights and loss scale, which no
+    plan has, are said under ``about``.
+    """
     check_keys(data, KEYS, where, "argument of apex.amp.initialize")
     reading = Read("apex", where, partial)
     level = str(data.get("opt_level", "O1"))

@@ -1,8 +1,10 @@
-"""Ascend: ``modify_mixlist`` JSON, the installed operator library's lists, ``precision_mode`` and ``precision_mode_v2``.
+"""Ascend: ``modify_mixlist`` JSON, the installed operator library's lists,
+``precision_mode`` and ``precision_mode_v2``.
 
-The lists edit a built-in white list (may run in half precision), black list (must stay in fp32) and gray list (follows the
-operator before). ``to-add`` moves an operator onto a list; ``to-remove`` takes it off one it is on, which makes it gray.
-Source: CANN, ATC options --modify_mixlist, --precision_mode and --precision_mode_v2.
+The lists edit a built-in white list (may run in half precision), black list (must stay
+in fp32) and gray list (follows the operator before). ``to-add`` moves an operator onto
+a list; ``to-remove`` takes it off one it is on, which makes it gray. Source: CANN, ATC
+options --modify_mixlist, --precision_mode and --precision_mode_v2.
 """
 
 from __future__ import annotations
@@ -80,10 +82,12 @@ def read(
     partial: bool = False,
     folder: Path | None = None,
 ) -> Plan:
-    """The plan of a mixlist, of the options that name one, or of an operator library's file (see ``read_lists``).
+    """The plan of a mixlist, of the options that name one, or of an operator library's
+    file (see ``read_lists``).
 
-    ``base`` is the installed ``aic-*-ops-info.json`` that a mixlist edits: then every operator of the library has a rule,
-    and a ``to-remove`` of one that is not on that list is an error.
+    ``base`` is the installed ``aic-*-ops-info.json`` that a mixlist edits: then every
+    operator of the library has a rule, and a ``to-remove`` of one that is not on that
+    list is an error.
     """
     reading = Read("ascend", where, partial)
     if any(key in data for key in OPTIONS):
@@ -103,7 +107,9 @@ def read(
 
 
 def write(plan: Plan, *, path: str = "ops_info.json", base: Any = None) -> Written:
-    """The mixlist and its mode; for plans without autocast the options alone, where one of the modes says it."""
+    """The mixlist and its mode; for plans without autocast the options alone, where one
+    of the modes says it.
+    """
     operators = Operators.of(plan)
     out = Written("", "", operators.left_out)
     if not plan.autocast or operators.rest:
@@ -132,7 +138,9 @@ def _differences(
     gray_from: Mapping[str, str],
     out: Written,
 ) -> dict[str, dict[str, list[str]]]:
-    """What to add to each list and take off it, so that the library's flags become what is asked."""
+    """What to add to each list and take off it, so that the library's flags become what
+    is asked.
+    """
     lists: dict[str, dict[str, list[str]]] = {
         name: {"to-remove": [], "to-add": []} for name in LISTS
     }
@@ -199,7 +207,9 @@ def _without_empty(lists: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
 
 
 def library(data: Mapping[str, Any], where: str, low: str) -> dict[str, str]:
-    """Each operator of an ``aic-*-ops-info.json``: ``low`` (white), fp32 (black) or follow (gray, no flag)."""
+    """Each operator of an ``aic-*-ops-info.json``: ``low`` (white), fp32 (black) or
+    follow (gray, no flag).
+    """
     flags = {}
     for name, entry in data.items():
         if not isinstance(entry, Mapping):
@@ -306,7 +316,9 @@ def _library_rules(
     reading: Read,
     edited: Mapping[str, ListedOperator] | None = None,
 ) -> tuple[Rule, ...]:
-    """Rules for what the table knows; a library has many operators that no torch program calls: they are counted."""
+    """Rules for what the table knows; a library has many operators that no torch
+    program calls: they are counted.
+    """
     edits = edited or {}
     names = operator_names("cann")
     entries = [
@@ -362,7 +374,9 @@ def _check_base(
 
 @dataclass(frozen=True)
 class _Mode:
-    """A precision mode: its option and name, and what autocast, matrix operators and all others run in."""
+    """A precision mode: its option and name, and what autocast, matrix operators and
+    all others run in.
+    """
 
     option: str = ""
     name: str = ""

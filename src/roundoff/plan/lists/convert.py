@@ -42,7 +42,9 @@ _ALSO = {
 
 
 class Lists(NamedTuple):
-    """What ``write_lists`` did: what it had to leave out, what is coarser there than here, and how to use the file."""
+    """What ``write_lists`` did: what it had to leave out, what is coarser there than
+    here, and how to use the file.
+    """
 
     left_out: list[str]
     notes: list[str]
@@ -61,23 +63,30 @@ def read_lists(
     """The plan that another tool's settings ask for.
 
     Args:
-        source: a file (.json, .toml, .yaml, or NAME=VALUE lines), or the same as a mapping: Ascend's ``modify_mixlist``,
-            ``precision_mode`` options or operator library; Paddle's ``auto_cast`` arguments; TensorFlow's environment;
-            ``apex.amp.initialize`` arguments; MindSpore's lists; Transformer Engine's debug YAML; a plan of this package.
+        source: a file (.json, .toml, .yaml, or NAME=VALUE lines), or the same as a
+            mapping: Ascend's ``modify_mixlist``, ``precision_mode`` options or operator
+            library; Paddle's ``auto_cast`` arguments; TensorFlow's environment;
+            ``apex.amp.initialize`` arguments; MindSpore's lists; Transformer Engine's
+            debug YAML; a plan of this package.
         tool: whose it is; found by its keys when left out.
-        model: for Transformer Engine, whose file searches layers: the module, or the names of its layers.
+        model: for Transformer Engine, whose file searches layers: the module, or the
+            names of its layers.
         format: bf16 or fp16, for files that do not say it (fp16, Transformer Engine: bf16).
-        base: for Ascend, the installed ``aic-*-ops-info.json`` that the lists edit. Without it, and for the other tools,
-            operators that the file does not name follow torch's own autocast lists.
-        partial: leave out operators that the table of names does not have; they stand under ``about["left_out"]``.
+        base: for Ascend, the installed ``aic-*-ops-info.json`` that the lists edit.
+            Without it, and for the other tools, operators that the file does not name
+            follow torch's own autocast lists.
+        partial: leave out operators that the table of names does not have; they stand
+            under ``about["left_out"]``.
 
     Returns:
-        A plan. ``about`` has what could not be a rule (``left_out``), what had to be assumed (``notes``), and which
-        line of the file each pattern comes from (``origin``).
+        A plan. ``about`` has what could not be a rule (``left_out``), what had to be
+        assumed (``notes``), and which line of the file each pattern comes from
+        (``origin``).
 
     Raises:
-        PlanError: unreadable (JSON with comments: the lines), unknown settings or operators with the nearest names, an
-            operator on two lists with both places, or settings that exclude each other.
+        PlanError: unreadable (JSON with comments: the lines), unknown settings or
+            operators with the nearest names, an operator on two lists with both places,
+            or settings that exclude each other.
 
     Example:
         >>> plan = read_lists({"black-list": {"to-add": ["SoftmaxV2"]}}, format="bf16")
@@ -141,16 +150,19 @@ def write_lists(
     model: nn.Module | None = None,
     partial: bool = False,
 ) -> Lists:
-    """Write a plan as another tool's settings, whole or not at all; what was left out is returned with ``partial``.
+    """Write a plan as another tool's settings, whole or not at all; what was left out
+    is returned with ``partial``.
 
     Args:
         plan: what to write.
         tool: ascend, paddle, tensorflow, apex or transformer_engine.
         path: the file: JSON, for TensorFlow NAME=VALUE lines, for Transformer Engine YAML.
-        base: for Ascend, the installed ``aic-*-ops-info.json``: only what differs from it is written.
+        base: for Ascend, the installed ``aic-*-ops-info.json``: only what differs from
+            it is written.
         model: writes ``class:`` patterns out as its modules.
-        partial: write what can be said. Otherwise a rule that the tool cannot say (a module to a tool that knows
-            operator types) is a ``PlanError`` that lists all of them, and nothing is written.
+        partial: write what can be said. Otherwise a rule that the tool cannot say (a
+            module to a tool that knows operator types) is a ``PlanError`` that lists
+            all of them, and nothing is written.
 
     Example:
         >>> import tempfile

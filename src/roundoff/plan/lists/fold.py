@@ -30,7 +30,8 @@ FORMATS = {
     "fp32": "fp32",
     "float": "fp32",
 }
-#: What runs on matrix units: Ascend's cube operators, the linear layers of Transformer Engine.
+#: What runs on matrix units: Ascend's cube operators, the linear layers of Transformer
+#: Engine.
 MATRIX = tuple(sorted(operators_that("run on matrix units")))
 
 
@@ -62,8 +63,12 @@ class Read:
     origin: dict[str, str] = field(default_factory=dict)
 
     def rules(self, entries: Iterable[ListedOperator], source: str) -> tuple[Rule, ...]:
-        """One rule a format. Unknown names and an operator on two lists are errors; of two names that are one operator
-        here, fp32 wins, with a note. Gradients are left out with the reason: they run as their forward call did."""
+        """One rule a format.
+
+        Unknown names and an operator on two lists are errors; of two names that are one
+        operator here, fp32 wins, with a note. Gradients are left out with the reason:
+        they run as their forward call did.
+        """
         entries = list(entries)
         self.check(entries, source)
         chosen: dict[str, ListedOperator] = {}
@@ -108,7 +113,9 @@ class Read:
         autocast: str = "",
         **about: Any,
     ) -> Plan:
-        """The plan, with notes, what was left out and where each pattern comes from under ``about``."""
+        """The plan, with notes, what was left out and where each pattern comes from
+        under ``about``.
+        """
         everything = {
             "from": self.tool,
             "file": self.where,
@@ -124,7 +131,9 @@ class Read:
     def _note_wider(
         self, entry: ListedOperator, entries: list[ListedOperator], source: str
     ) -> None:
-        """Say so where an operator here is more than the one of the list: BiasAdd is add, which is every addition."""
+        """Say so where an operator here is more than the one of the list: BiasAdd is
+        add, which is every addition.
+        """
         listed = {_stem(e.name) for e in entries if e.format == entry.format}
         for operator in translate(entry.name, source, "torch"):
             there = translate(operator, "torch", source)
@@ -168,7 +177,9 @@ class Read:
 
 @dataclass
 class Written:
-    """What a writer made of a plan: the text of the file, how to use it, and what it could not say."""
+    """What a writer made of a plan: the text of the file, how to use it, and what it
+    could not say.
+    """
 
     text: str
     use: str
@@ -178,7 +189,9 @@ class Written:
 
 @dataclass
 class Operators:
-    """A plan as formats of operators: the rules over ``op:`` patterns, up to one that names everything."""
+    """A plan as formats of operators: the rules over ``op:`` patterns, up to one that
+    names everything.
+    """
 
     formats: dict[str, str]
     rest: str  # the format of all others; "" where autocast's lists decide
@@ -206,8 +219,9 @@ class Operators:
     ) -> Iterator[tuple[str, str, str]]:
         """(name there, format, operator here) for the operators whose format is among ``wanted``.
 
-        Left out with the reason: an operator without a name there, and two operators that are one there and whose
-        formats differ. What a name there covers beside is a note.
+        Left out with the reason: an operator without a name there, and two operators
+        that are one there and whose formats differ. What a name there covers beside is
+        a note.
         """
         asked: dict[str, tuple[str, str]] = {}
         wanted = set(wanted)

@@ -1,7 +1,9 @@
-"""MindSpore: the arguments of ``mindspore.amp.custom_mixed_precision``, a white or a black list of cells and primitives.
+"""MindSpore: the arguments of ``mindspore.amp.custom_mixed_precision``, a white or a
+black list of cells and primitives.
 
-With a white list only its members run in half precision, with a black list all cells but its members. Cells become classes
-of torch modules, primitives operators. Source: mindspore.amp.custom_mixed_precision, 2.x.
+With a white list only its members run in half precision, with a black list all cells
+but its members. Cells become classes of torch modules, primitives operators. Source:
+mindspore.amp.custom_mixed_precision, 2.x.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def read(
     format: str | None = None,
     partial: bool = False,
 ) -> Plan:
-    """The plan of one list; names are written ``nn.Conv2d``, ``ops.MatMul`` or without the module."""
+    """The plan of one list; names are written ``nn.Conv2d``, ``ops.MatMul`` or without
+    the module.
+    """
     check_keys(data, KEYS, where, "argument of custom_mixed_precision")
     key = _the_list(data, where)
     low = low_format(data.get("dtype", format or "float16"), f"{where}, dtype")

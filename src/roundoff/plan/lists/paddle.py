@@ -1,7 +1,9 @@
-"""Paddle: the keyword arguments of ``paddle.amp.auto_cast``, as a mapping or a JSON or TOML file of them.
+"""Paddle: the keyword arguments of ``paddle.amp.auto_cast``, as a mapping or a JSON or
+TOML file of them.
 
-Levels: O0 nothing; O1 lists (white low, black fp32, the rest promoted); O2 everything low but the black list; OD only the
-white list low. Source: paddle.amp.auto_cast and paddle/amp/amp_lists.py of 3.3.
+Levels: O0 nothing; O1 lists (white low, black fp32, the rest promoted); O2 everything
+low but the black list; OD only the white list low. Source: paddle.amp.auto_cast and
+paddle/amp/amp_lists.py of 3.3.
 """
 
 from __future__ import annotations
@@ -108,7 +110,9 @@ def _unless_custom(
 
 
 def write(plan: Plan) -> Written:
-    """The arguments as JSON: O1 for a plan over autocast's lists, else the level that fits its default."""
+    """The arguments as JSON: O1 for a plan over autocast's lists, else the level that
+    fits its default.
+    """
     operators = Operators.of(plan)
     out = Written("", "paddle.amp.auto_cast(**arguments)", operators.left_out)
     low = operators.rest or plan.autocast

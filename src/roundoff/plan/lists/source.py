@@ -1,4 +1,6 @@
-"""Files of other tools, read so that an error can name the line: JSON, TOML, YAML and shell-like environment files."""
+"""Files of other tools, read so that an error can name the line: JSON, TOML, YAML and
+shell-like environment files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def place(name: str) -> str:
 
 
 def read_file(path: Path) -> Any:
-    """What a file holds, by its ending: .json, .toml, .yaml or .yml; any other is an environment file, or JSON.
+    """What a file holds, by its ending: .json, .toml, .yaml or .yml; any other is an
+    environment file, or JSON.
 
     Raises ``PlanError`` naming the file and line for what cannot be read.
     """
@@ -61,7 +64,10 @@ def read_file(path: Path) -> Any:
 
 
 def read_json(text: str, where: str) -> Any:
-    """JSON with every string a ``Name``. Raises ``PlanError``: comments and a key given twice too, with their lines."""
+    """JSON with every string a ``Name``.
+
+    Raises ``PlanError``: comments and a key given twice too, with their lines.
+    """
     try:
         data = json.loads(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
@@ -93,7 +99,9 @@ def _not_json(text: str, where: str, error: json.JSONDecodeError) -> PlanError:
 
 
 def read_settings(text: str, where: str) -> dict[str, str]:
-    """``NAME=VALUE`` lines, with or without ``export`` and quotes; a name given twice is an error, as in no shell."""
+    """``NAME=VALUE`` lines, with or without ``export`` and quotes; a name given twice
+    is an error, as in no shell.
+    """
     settings: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
@@ -150,7 +158,9 @@ def read_yaml(text: str, where: str) -> Any:
 def check_keys(
     keys: Iterable[str], allowed: tuple[str, ...], where: str, what: str = "setting"
 ) -> None:
-    """Raise ``PlanError`` for the first key that is not ``allowed``, with its line and the nearest that is."""
+    """Raise ``PlanError`` for the first key that is not ``allowed``, with its line and
+    the nearest that is.
+    """
     for key in keys:
         if key in allowed:
             continue

@@ -1,8 +1,10 @@
 """TensorFlow: the environment variables that edit the lists of its automatic mixed precision.
 
-``TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_<LIST>_<ADD|REMOVE>=Op,Op``; lists: ALLOWLIST (always low), INFERLIST (low, unless
-an operator of the deny list is upstream), DENYLIST (fp32), CLEARLIST (as what is around it); older versions called them
-WHITELIST, GRAYLIST, BLACKLIST. Source: tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h of 2.21.
+``TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_<LIST>_<ADD|REMOVE>=Op,Op``; lists: ALLOWLIST
+(always low), INFERLIST (low, unless an operator of the deny list is upstream), DENYLIST
+(fp32), CLEARLIST (as what is around it); older versions called them WHITELIST,
+GRAYLIST, BLACKLIST. Source:
+tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h of 2.21.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def read(
     format: str | None = None,
     partial: bool = False,
 ) -> Plan:
-    """The plan of these variables; others than TensorFlow's (an environment has many) are not looked at."""
+    """The plan of these variables; others than TensorFlow's (an environment has many)
+    are not looked at.
+    """
     data = {key: value for key, value in data.items() if str(key).startswith(PREFIX)}
     variable = "variable of TensorFlow's automatic mixed precision"
     check_keys(data, (*_LISTED, *_OTHER), where, variable)
@@ -107,7 +111,10 @@ def _entries(key: str, value: Any, low: str, where: str) -> Iterator[ListedOpera
 
 
 def write(plan: Plan) -> Written:
-    """The variables, one a line. An operator added to one list is taken off the others: TensorFlow allows no two."""
+    """The variables, one a line.
+
+    An operator added to one list is taken off the others: TensorFlow allows no two.
+    """
     operators = Operators.of(plan)
     mode = "auto_mixed_precision"
     if plan.autocast == "bf16":

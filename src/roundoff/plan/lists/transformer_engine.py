@@ -1,7 +1,8 @@
 """Transformer Engine: the YAML of its debug features (nvidia-dlfw-inspect), section by section.
 
-A section names layers (a regular expression searched in the layer's name, or parts of names) and features. Those that
-decide a format: DisableFP8Layer, DisableFP8GEMM (and their successors DisableQuantization...) and FakeQuant. Source:
+A section names layers (a regular expression searched in the layer's name, or parts of
+names) and features. Those that decide a format: DisableFP8Layer, DisableFP8GEMM (and
+their successors DisableQuantization...) and FakeQuant. Source:
 nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
 """
 
@@ -21,7 +22,8 @@ from roundoff.plan.rules import Plan, Rule
 if TYPE_CHECKING:
     from torch import nn
 
-#: What the layers run in that no section names: the recipe is in the program, not in the file.
+#: What the layers run in that no section names: the recipe is in the program, not in
+#: the file.
 RECIPE = "fp8_e4m3fn"
 FORMATS = {
     "FP8E4M3": "fp8_e4m3fn",
@@ -72,10 +74,12 @@ def read(
     format: str | None = None,
     partial: bool = False,
 ) -> Plan:
-    """The plan: the layers of the sections in the format they ask for, ``format`` (bf16) where they disable FP8, all other
-    ``linear`` in fp8, and the rest as torch.autocast has it.
+    """The plan: the layers of the sections in the format they ask for, ``format``
+    (bf16) where they disable FP8, all other ``linear`` in fp8, and the rest as
+    torch.autocast has it.
 
-    ``model`` is the module, or its layers' names, in which the file's expressions are searched.
+    ``model`` is the module, or its layers' names, in which the file's expressions are
+    searched.
     """
     reading = Read("transformer_engine", where, partial)
     high = low_format(format or "bf16", "format")
@@ -140,7 +144,9 @@ def _own(
 
 
 def write(plan: Plan) -> Written:
-    """A section for each format: layers of half or full precision have FP8 disabled, 8-bit ones are fake-quantized."""
+    """A section for each format: layers of half or full precision have FP8 disabled,
+    8-bit ones are fake-quantized.
+    """
     out = Written(
         "",
         f"nvdlfw_inspect.api.initialize(config_file=FILE); the recipe ({RECIPE}) is set in the program",
@@ -357,7 +363,9 @@ def _quant_format(settings: Mapping[str, Any], where: str) -> str:
 
 
 def _regex(pattern: str) -> str | None:
-    """A pattern over all sites of a module, or of it and those below, as an expression over layer names."""
+    """A pattern over all sites of a module, or of it and those below, as an expression
+    over layer names.
+    """
     over_a_module = pattern.endswith(("/*", ".*")) and pattern != "/*"
     if pattern.startswith(("op:", "class:")) or not over_a_module:
         return None

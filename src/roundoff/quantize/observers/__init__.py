@@ -49,8 +49,9 @@ def make_observer(
     """The observer of that name, for ``granularity`` (by default one range for all elements).
 
     Raises:
-        QuantizationError: there is no such observer, or it has no such parameter (the message names the nearest), or the
-            parameter's value is out of range, or the observer cannot work with the granularity.
+        QuantizationError: there is no such observer, or it has no such parameter (the
+            message names the nearest), or the parameter's value is out of range, or the
+            observer cannot work with the granularity.
 
     Example:
         >>> make_observer("percentile", percentile=0.999).percentile

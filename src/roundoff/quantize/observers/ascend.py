@@ -20,11 +20,14 @@ __all__ = ["Hfmg", "Ifmr"]
 class Ifmr(HistogramObserver):
     """IFMR (input feature map reconstruction): the upper clip value searched around a percentile.
 
-    The start is the value of rank ``n - int(percentile * n)`` (at least 1) from the top, among all ``n`` values, zeros too,
-    and likewise from the bottom; but never so far in that no value is left beyond 0. The candidates are the upper one times
-    ``search_range[0] + i * search_step``, up to ``search_range[1]``; the lower one stays, as AMCT's code has it (its
-    documentation searches both). Symmetric formats: one bound on the magnitude. The least mean square error wins, with the
-    scale and the zero point as they will be used (AMCT leaves the rounding of the zero point out of its loss).
+    The start is the value of rank ``n - int(percentile * n)`` (at least 1) from the
+    top, among all ``n`` values, zeros too, and likewise from the bottom; but never so
+    far in that no value is left beyond 0. The candidates are the upper one times
+    ``search_range[0] + i * search_step``, up to ``search_range[1]``; the lower one
+    stays, as AMCT's code has it (its documentation searches both). Symmetric formats:
+    one bound on the magnitude. The least mean square error wins, with the scale and the
+    zero point as they will be used (AMCT leaves the rounding of the zero point out of
+    its loss).
 
     Args:
         granularity: which elements share a range.
@@ -105,15 +108,18 @@ class Ifmr(HistogramObserver):
 class Hfmg(HistogramObserver):
     """HFMG (histogram of the feature map, greedy): both clip values move inwards over a histogram.
 
-    From the full range, one of the two ends moves in at a time: each end would have to cross bins until 1/100,000 of the
-    values (at least one) are cut, and the end that frees more bins moves; until a quarter of the bins is left. Among these
-    ranges the one of least square error is taken. Ours differs from AMCT: bins grow by whole doublings, so no count is
-    divided; zeros are not counted; the loss has the true grid with its zero point; and the path is tried at 64 places
-    first, then at all between the neighbours of the best.
+    From the full range, one of the two ends moves in at a time: each end would have to
+    cross bins until 1/100,000 of the values (at least one) are cut, and the end that
+    frees more bins moves; until a quarter of the bins is left. Among these ranges the
+    one of least square error is taken. Ours differs from AMCT: bins grow by whole
+    doublings, so no count is divided; zeros are not counted; the loss has the true grid
+    with its zero point; and the path is tried at 64 places first, then at all between
+    the neighbours of the best.
 
     Args:
         granularity: which elements share a range.
-        num_of_bins: 1024, 2048, 4096 or 8192: bins from 0 to the power of two above the largest magnitude.
+        num_of_bins: 1024, 2048, 4096 or 8192: bins from 0 to the power of two above the
+            largest magnitude.
     """
 
     name = "hfmg"
@@ -156,7 +162,9 @@ class Hfmg(HistogramObserver):
 
 
 def greedy_path(counts: list[float], side: int) -> list[tuple[float, float]]:
-    """The ranges HFMG tries, in units of the bins' width, for counts of the bins ``-side … side``."""
+    """The ranges HFMG tries, in units of the bins' width, for counts of the bins
+    ``-side … side``.
+    """
     counts = [*counts[:side], 0.0, *counts[side + 1 :]]
     up_to = [0.0]
     for count in counts:

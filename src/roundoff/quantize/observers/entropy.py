@@ -1,4 +1,6 @@
-"""The range whose quantized distribution diverges least from the observed one, as TensorRT calibrates."""
+"""The range whose quantized distribution diverges least from the observed one, as
+TensorRT calibrates.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,27 @@ __all__ = ["Entropy", "divergences"]
 
 
 class Entropy(HistogramObserver):
-    """The bound on the magnitude of least Kullback-Leibler divergence (S. Migacz, 8-bit Inference with TensorRT, 2017).
+    """The bound on the magnitude of least Kullback-Leibler divergence (S.
 
-    Over the histogram of ``|x|`` without zeros: P is the first ``i`` bins, with all beyond added to the last; Q is the
-    same bins (without those beyond) merged to as many levels as the format has, spread evenly over the bins of each
-    level that are not empty in P. ``i`` with the least KL(P ‖ Q) wins; tried are all multiples of 4 and the full range.
+    Migacz, 8-bit Inference with TensorRT, 2017).
 
-    Levels: of symmetric formats those that are not negative (128 for int8). Our choice for asymmetric ones: all of them
-    (256) where the values lie on one side of 0, else half, with the bound cutting both sides.
+    Over the histogram of ``|x|`` without zeros: P is the first ``i`` bins, with all
+    beyond added to the last; Q is the same bins (without those beyond) merged to as
+    many levels as the format has, spread evenly over the bins of each level that are
+    not empty in P. ``i`` with the least KL(P ‖ Q) wins; tried are all multiples of 4
+    and the full range.
+
+    Levels: of symmetric formats those that are not negative (128 for int8). Our choice
+    for asymmetric ones: all of them (256) where the values lie on one side of 0, else
+    half, with the bound cutting both sides.
 
     Args:
         granularity: which elements share a range.
         bins: on each side of 0, a power of two; at least half of them are in use.
 
     Raises:
-        QuantizationError: also for formats that are not integers, or that have more levels than half the bins.
+        QuantizationError: also for formats that are not integers, or that have more
+            levels than half the bins.
     """
 
     name = "entropy"
@@ -67,11 +75,13 @@ class Entropy(HistogramObserver):
 
 
 def divergences(counts: Tensor, levels: int) -> dict[int, float]:
-    """KL(P ‖ Q) for each number of bins that is tried, in nats; none where all counts are 0. See ``Entropy``.
+    """KL(P ‖ Q) for each number of bins that is tried, in nats; none where all counts
+    are 0. See ``Entropy``.
 
-    Sums over a level come from cumulative sums, so a candidate costs as many steps as there are levels, not bins. Level
-    ``j`` of ``i`` bins has those from ``j * i // levels`` to ``(j + 1) * i // levels``. Inf where Q has no mass for the last
-    bin of P.
+    Sums over a level come from cumulative sums, so a candidate costs as many steps as
+    there are levels, not bins. Level ``j`` of ``i`` bins has those from
+    ``j * i // levels`` to ``(j + 1) * i // levels``. Inf where Q has no mass for the
+    last bin of P.
     """
     used = counts.nonzero()
     if not len(used):

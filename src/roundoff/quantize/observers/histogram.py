@@ -1,12 +1,14 @@
 """One streaming histogram for all observers that search.
 
-Bins lie symmetrically around 0; their width is a power of two. Bin 0 holds the zeros alone; bin ``i > 0`` holds
-``((i - 1) w, i w]`` and bin ``-i`` its mirror image. When a value exceeds the range, ``w`` doubles as often as
-needed: then bin ``i`` falls whole into bin ``ceil(i / 2)``. No count is divided, and the order of batches does not matter.
+Bins lie symmetrically around 0; their width is a power of two. Bin 0 holds the zeros
+alone; bin ``i > 0`` holds ``((i - 1) w, i w]`` and bin ``-i`` its mirror image. When a
+value exceeds the range, ``w`` doubles as often as needed: then bin ``i`` falls whole
+into bin ``ceil(i / 2)``. No count is divided, and the order of batches does not matter.
 (A value below 2**-126 bin widths is counted with the zeros.)
 
-Each bin is counted in ``FINE`` parts, because counting once in more bins is quicker than to sum x and x² in each. Those who
-search look at whole bins, taken as uniformly filled around the mean and with the variance that the parts give them.
+Each bin is counted in ``FINE`` parts, because counting once in more bins is quicker
+than to sum x and x² in each. Those who search look at whole bins, taken as uniformly
+filled around the mean and with the variance that the parts give them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ PART = 1 << 16
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins that hold anything but zeros, in fp64, each (sets, bins), left to right; sets with fewer end in weight 0."""
+    """The bins that hold anything but zeros, in fp64, each (sets, bins), left to right;
+    sets with fewer end in weight 0.
+    """
 
     #: what each bin counts; with power, its sum
     weight: Tensor
@@ -42,7 +46,8 @@ class Histogram:
 
     Args:
         sets: how many.
-        side: bins on each side of 0, a power of two. The largest magnitude lies in the upper half of them.
+        side: bins on each side of 0, a power of two. The largest magnitude lies in the
+            upper half of them.
         device: where its 8 * sets * (2 * side * FINE + 1) bytes lie.
     """
 
@@ -86,7 +91,9 @@ class Histogram:
     def add(
         self, x: Tensor, low: Tensor, high: Tensor, weight: Tensor | None = None
     ) -> None:
-        """``x``: (sets, elements), finite; ``low``, ``high``: its extremes, (sets,); ``weight``: like ``x``, >= 0."""
+        """``x``: (sets, elements), finite; ``low``, ``high``: its extremes, (sets,);
+        ``weight``: like ``x``, >= 0.
+        """
         self.low = torch.minimum(self.low, low)
         self.high = torch.maximum(self.high, high)
         amax = torch.maximum(-low, high).double()
@@ -100,7 +107,8 @@ class Histogram:
         first = torch.arange(
             self.side * FINE, sets * parts, parts, dtype=torch.int32, device=x.device
         )[:, None]
-        # In pieces, because fresh memory for tensors of full size costs more than the counting.
+        # In pieces, because fresh memory for tensors of full size costs more than the
+        # counting.
         columns = max(PART, 2 * sets * parts) // sets
         for at in range(0, x.shape[1], columns):
             u = x[:, at : at + columns] * per_width
@@ -155,10 +163,12 @@ class Histogram:
         return Bins(weight, middle + mean * (width / FINE), half * (width / FINE))
 
     def largest(self, rank: Tensor, *, zeros: bool = True) -> Tensor:
-        """The value of rank 1, 2, … from the top in each set, (sets,), zeros counted or not; 0 where nothing is counted.
+        """The value of rank 1, 2, … from the top in each set, (sets,), zeros counted or
+        not; 0 where nothing is counted.
 
-        Exact for rank 1; otherwise off by the width of a part at most, 1 / (side * FINE) of the power of two above the
-        largest magnitude. Meaningless after `add` with weights.
+        Exact for rank 1; otherwise off by the width of a part at most, 1 / (side *
+        FINE) of the power of two above the largest magnitude. Meaningless after `add`
+        with weights.
         """
         return self._ranked(rank, self.parts.flip(1), self.high, zeros)
 

@@ -16,19 +16,22 @@ __all__ = ["Isotone"]
 
 
 class Isotone(HistogramObserver):
-    """The range after which the largest element of each row is still larger than all others; rows lie on the last axis.
+    """The range after which the largest element of each row is still larger than all
+    others; rows lie on the last axis.
 
-    Rounding keeps order but for ties, so a row is lost exactly if its two largest elements get one code. Of 200 ranges, the
-    extremes times 1.5 down to 0.25, the one that loses the fewest rows is taken; of those, the one of least square error.
-    Rows whose two largest are equal are not counted. Kept are the ``rows`` with the smallest gap between the two, which
-    rounding loses, and the ``rows`` whose second is largest, which clipping loses: those of the others that a range loses
-    are not counted.
+    Rounding keeps order but for ties, so a row is lost exactly if its two largest
+    elements get one code. Of 200 ranges, the extremes times 1.5 down to 0.25, the one
+    that loses the fewest rows is taken; of those, the one of least square error. Rows
+    whose two largest are equal are not counted. Kept are the ``rows`` with the smallest
+    gap between the two, which rounding loses, and the ``rows`` whose second is largest,
+    which clipping loses: those of the others that a range loses are not counted.
 
     Attributes:
         lost: after ``qparams``: how many of the kept rows lose their order.
 
     Args:
-        granularity: ``PerTensor`` only, since with several scales rounding does not keep order.
+        granularity: ``PerTensor`` only, since with several scales rounding does not
+            keep order.
         rows: how many rows of each kind are kept.
         bins: see ``HistogramObserver``.
 

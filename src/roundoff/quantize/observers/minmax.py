@@ -13,7 +13,9 @@ __all__ = ["Arq", "MinMax", "MovingAverage"]
 
 
 class MinMax(RangeObserver):
-    """The smallest and the largest value seen. Per token: those of the last batch (dynamic quantization).
+    """The smallest and the largest value seen.
+
+    Per token: those of the last batch (dynamic quantization).
 
     Example:
         >>> from roundoff.formats import parse_format
@@ -44,9 +46,11 @@ class MinMax(RangeObserver):
 
 
 class MovingAverage(MinMax):
-    """An exponential moving average of each batch's extremes: ``low += averaging_constant * (batch's low - low)``.
+    """An exponential moving average of each batch's extremes:
+    ``low += averaging_constant * (batch's low - low)``.
 
-    The first batch sets the start. The result depends on the order and the size of the batches.
+    The first batch sets the start. The result depends on the order and the size of the
+    batches.
 
     Args:
         granularity: which elements share a range.
@@ -75,14 +79,16 @@ class MovingAverage(MinMax):
 
 
 class Arq(MinMax):
-    """Min-max for weights by the symmetric rule of Ascend's ARQ: ``|min| / |min_finite|`` if ``|min| > |max|``, else
-    ``|max| / max_finite``.
+    """Min-max for weights by the symmetric rule of Ascend's ARQ:
+    ``|min| / |min_finite|`` if ``|min| > |max|``, else ``|max| / max_finite``.
 
-    With all 256 codes (``int8_full``: -128..127) the lowest code is thus used; if ``|min|`` is larger by less than 1/127,
-    the maximum is clipped, by one code at most. With ``int8`` (-127..127) the scale is ``amax / 127``.
+    With all 256 codes (``int8_full``: -128..127) the lowest code is thus used; if
+    ``|min|`` is larger by less than 1/127, the maximum is clipped, by one code at most.
+    With ``int8`` (-127..127) the scale is ``amax / 127``.
 
     Raises:
-        QuantizationError: also for an asymmetric format, since the zero point of weights is 0 here.
+        QuantizationError: also for an asymmetric format, since the zero point of
+            weights is 0 here.
 
     Example:
         >>> from roundoff.formats import integer

@@ -1,4 +1,6 @@
-"""What all observers share: which elements share a range, checks of what comes in, and a range made into qparams."""
+"""What all observers share: which elements share a range, checks of what comes in, and
+a range made into qparams.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,49 @@ __all__ = ["Observer", "RangeObserver", "check_format", "check_parameter"]
 
 
 class Observer(Protocol):
-    """Collects statistics of a tensor, batch by batch, and yields qparams. Its memory does not grow with the batches."""
+    """Collects statistics of a tensor, batch by batch, and yields qparams.
+
+    Its memory does not grow with the batches.
+    """
 
     #: elements seen; 0: it never fired
     count: int
-    #: what the last ``qparams`` could not scale as it should, as text for a report; empty if nothing
+    #: what the last ``qparams`` could not scale as it should, as text for a report;
+    #: empty if nothing
     degenerate: str
 
     def see(self, x: Tensor, power: Tensor | None = None) -> None:
-        """One batch. ``power``: the squared adjoint of each element, broadcastable to ``x``; only ``adjoint`` uses it."""
+        """One batch.
+
+        ``power``: the squared adjoint of each element, broadcastable to ``x``; only
+        ``adjoint`` uses it.
+        """
 
     def qparams(self, fmt: Format) -> QParams:
-        """Scale and zero point for ``fmt``, of the shape the granularity gives the last tensor's scale."""
+        """Scale and zero point for ``fmt``, of the shape the granularity gives the last
+        tensor's scale.
+        """
         ...
 
 
 class RangeObserver(ABC):
     """An observer that ends in a range ``[low, high]`` for each set of elements that share a scale.
 
-    ``qparams`` hands that range to :func:`roundoff.formats.choose_qparams`, whose rules therefore hold: an asymmetric range
-    is widened to contain 0, which is exact; ``low == 0`` gives the lowest code as zero point. A range of zero has scale 1,
-    and a scale below the smallest normal number of its dtype becomes that number: both are said in ``degenerate``.
+    ``qparams`` hands that range to :func:`roundoff.formats.choose_qparams`, whose rules
+    therefore hold: an asymmetric range is widened to contain 0, which is exact;
+    ``low == 0`` gives the lowest code as zero point. A range of zero has scale 1, and a
+    scale below the smallest normal number of its dtype becomes that number: both are
+    said in ``degenerate``.
 
     Args:
         granularity: which elements share a range; by default all.
 
     Raises:
-        QuantizationError: on ``see``: NaN or Inf in ``x``, ``x`` is not floating point, or its shape gives other sets than
-            before. On ``qparams``: no element was seen, or the format has a scale rule of its own (blocks, ternary, binary).
-            A batch that was refused leaves the observer as it was. An empty one changes nothing.
+        QuantizationError: on ``see``: NaN or Inf in ``x``, ``x`` is not floating point,
+            or its shape gives other sets than before. On ``qparams``: no element was
+            seen, or the format has a scale rule of its own (blocks, ternary, binary). A
+            batch that was refused leaves the observer as it was. An empty one changes
+            nothing.
     """
 
     name = ""
@@ -121,7 +137,9 @@ class RangeObserver(ABC):
         self.count += x.numel()
 
     def qparams(self, fmt: Format) -> QParams:
-        """Scale and zero point for ``fmt``; ``degenerate`` says where the scale is not what the range asks for."""
+        """Scale and zero point for ``fmt``; ``degenerate`` says where the scale is not
+        what the range asks for.
+        """
         check_format(fmt, self.name)
         if self.count == 0 or self.shape is None:
             raise QuantizationError(
@@ -136,7 +154,9 @@ class RangeObserver(ABC):
 
     @abstractmethod
     def _add(self, x: Tensor, low: Tensor, high: Tensor, power: Tensor | None) -> None:
-        """A checked batch: ``x`` of shape (sets, elements), finite; its extremes, (sets,); power like ``x``."""
+        """A checked batch: ``x`` of shape (sets, elements), finite; its extremes,
+        (sets,); power like ``x``.
+        """
 
     @abstractmethod
     def _range(self, fmt: Format) -> tuple[Tensor, Tensor]:

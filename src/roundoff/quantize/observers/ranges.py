@@ -24,7 +24,8 @@ class HistogramObserver(RangeObserver):
 
     Args:
         granularity: which elements share a range; not per token.
-        bins: on each side of 0, a power of two. By default 4096, and 512 where there are several sets.
+        bins: on each side of 0, a power of two. By default 4096, and 512 where there
+            are several sets.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class HistogramObserver(RangeObserver):
 
 
 class Percentile(HistogramObserver):
-    """The quantiles ``1 - percentile`` and ``percentile`` of the values that are not zero, on both sides.
+    """The quantiles ``1 - percentile`` and ``percentile`` of the values that are not
+    zero, on both sides.
 
-    Zeros are left out: after a ReLU most values may be zero, and say nothing about the range. Of ``n`` values the one of
-    rank ``n - int(percentile * n)`` (at least 1) from the top is taken, and likewise from the bottom: the
-    extremes exactly, others up to 1/16,384 of the largest magnitude (with the default number of bins).
+    Zeros are left out: after a ReLU most values may be zero, and say nothing about the
+    range. Of ``n`` values the one of rank ``n - int(percentile * n)`` (at least 1) from
+    the top is taken, and likewise from the bottom: the extremes exactly, others up to
+    1/16,384 of the largest magnitude (with the default number of bins).
 
     Args:
         granularity: which elements share a range.
@@ -102,7 +105,9 @@ class Percentile(HistogramObserver):
 
 
 class Mse(HistogramObserver):
-    """The range whose mean square error is least, both sides searched, with the scale and zero point as rounded."""
+    """The range whose mean square error is least, both sides searched, with the scale
+    and zero point as rounded.
+    """
 
     name = "mse"
 
@@ -111,14 +116,17 @@ class Mse(HistogramObserver):
 
 
 class Adjoint(Mse):
-    """The range whose error costs the output least: ``Mse`` with each element's square error times its ``power``.
+    """The range whose error costs the output least: ``Mse`` with each element's square
+    error times its ``power``.
 
-    ``power`` is the squared adjoint ``(∂output / ∂x)²`` of each element, so the sum is the error of the output to first
-    order if the elements' errors are uncorrelated. Without power it equals ``Mse``.
+    ``power`` is the squared adjoint ``(∂output / ∂x)²`` of each element, so the sum is
+    the error of the output to first order if the elements' errors are uncorrelated.
+    Without power it equals ``Mse``.
 
     Raises:
-        QuantizationError: also for power that is negative, NaN or Inf, or does not broadcast to ``x``, or that comes with
-            some batches only (which would weigh them by a unit of their own).
+        QuantizationError: also for power that is negative, NaN or Inf, or does not
+            broadcast to ``x``, or that comes with some batches only (which would weigh
+            them by a unit of their own).
     """
 
     name = "adjoint"

@@ -17,7 +17,9 @@ CHUNK = 1 << 17
 def range_qparams(
     low: Tensor, high: Tensor, fmt: Format, dtype: torch.dtype
 ) -> QParams:
-    """The qparams of ranges of any shape: scale and zero point have that shape, and no granularity."""
+    """The qparams of ranges of any shape: scale and zero point have that shape, and no
+    granularity.
+    """
     bounds = torch.stack([low, high], -1).to(dtype)
     chosen = choose_qparams(bounds.reshape(-1, 2), fmt, PerAxis(0))
     zero_point = chosen.zero_point
@@ -34,12 +36,15 @@ def losses(
     fmt: Format,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Σ weight (x - x̂)² for candidate ranges ``low``, ``high`` of shape (sets, candidates), in fp64 of that shape.
+    """Σ weight (x - x̂)² for candidate ranges ``low``, ``high`` of shape (sets,
+    candidates), in fp64 of that shape.
 
-    x̂ is what the format gives with the scale and zero point of the range, both as rounded as they will be used. Integer
-    formats: the integral over each bin's uniform density in closed form. With ``u = x / scale`` and ``n`` the integer it
-    is rounded and clamped to, ``∫ (t - n(t))² dt = n / 12 + (u - n)³ / 3`` from 0 to u, also where u is clipped, since the
-    function is continuous. Other formats: two points for each bin that have its mean and variance.
+    x̂ is what the format gives with the scale and zero point of the range, both as
+    rounded as they will be used. Integer formats: the integral over each bin's uniform
+    density in closed form. With ``u = x / scale`` and ``n`` the integer it is rounded
+    and clamped to, ``∫ (t - n(t))² dt = n / 12 + (u - n)³ / 3`` from 0 to u, also where
+    u is clipped, since the function is continuous. Other formats: two points for each
+    bin that have its mean and variance.
     """
     qparams = range_qparams(low, high, fmt, dtype)
     integral = fmt.one_quantum == 1.0 and fmt.has_zero
@@ -74,8 +79,9 @@ def _uniform(bins: Bins, scale: Tensor, zero_point: Tensor, fmt: Format) -> Tens
     upper.sub_(n)
     lower.sub_(m)
     crossed = n.sub_(m)  # how many integers lie between
-    # With A = u - n at the upper and B at the lower end of the bin, (A³ - B³) / 3 = (A - B) (A² + AB + B²) / 3 and
-    # A - B = 2 half - crossed: where nothing is crossed, no large numbers cancel.
+    # With A = u - n at the upper and B at the lower end of the bin, (A³ - B³) / 3 = (A
+    # - B) (A² + AB + B²) / 3 and A - B = 2 half - crossed: where nothing is crossed, no
+    # large numbers cancel.
     square = (upper + lower).mul_(upper).addcmul_(lower, lower).div_(3.0)
     error = crossed.mul_(1.0 / 12.0 - square).div_(half.mul_(2.0)).add_(square)
     return torch.einsum("scb,sb->sc", error, bins.weight).mul_(scale[..., 0] ** 2)
@@ -92,7 +98,9 @@ def _two_points(bins: Bins, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def pick(loss: Tensor, *values: Tensor) -> list[Tensor]:
-    """For each set, the values (sets, candidates) of the candidate of least loss; the first of equals. (sets,) each."""
+    """For each set, the values (sets, candidates) of the candidate of least loss; the
+    first of equals. (sets,) each.
+    """
     best = loss.argmin(1, keepdim=True)
     return [v.gather(1, best).squeeze(1) for v in values]
 
@@ -106,9 +114,10 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """The range of least loss, starting from the extremes ``low``, ``high`` (sets,).
 
-    First a common bound on the magnitude, from 1.4 amax down to amax / 1024 in steps of 1/8 octave; then, each side that
-    is not 0 on its own, in ever smaller steps around the best, down to 0.5 %. Symmetric formats: one bound all the way,
-    with the closer look at the four best places. Where nothing has weight, the extremes.
+    First a common bound on the magnitude, from 1.4 amax down to amax / 1024 in steps of
+    1/8 octave; then, each side that is not 0 on its own, in ever smaller steps around
+    the best, down to 0.5 %. Symmetric formats: one bound all the way, with the closer
+    look at the four best places. Where nothing has weight, the extremes.
     """
     if fmt.symmetric:
         ends = _symmetric(bins, torch.maximum(-low, high), fmt, dtype)
@@ -129,7 +138,8 @@ def _symmetric(
     bins: Bins, amax: Tensor, fmt: Format, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     bound = amax[:, None] * _octaves(0.5, -10.0, 85, amax)
-    # The error of the largest values makes the loss of floats ragged: four places are worth a closer look.
+    # The error of the largest values makes the loss of floats ragged: four places are
+    # worth a closer look.
     best = losses(bins, -bound, bound, fmt, dtype).topk(4, dim=1, largest=False).indices
     bound = bound.gather(1, best)
     for octaves in (0.0625, 0.01):

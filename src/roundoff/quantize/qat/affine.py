@@ -1,9 +1,11 @@
 """Learners of a scale: straight-through (given or observed), LSQ and LSQ+.
 
-With ``v = x / scale``, codes from ``n`` to ``p`` and ``low = n - zero_point``, ``high = p - zero_point``, the result is
-``scale * Q(v)``, ``Q(v) = clamp(round(v), low, high)``. Each class gives the derivatives by which it is trained; the
-gradient of a parameter is summed over the elements that share it. Formats that are no integers take part with their own
-rounding for ``Q`` and their extreme finite values for n and p.
+With ``v = x / scale``, codes from ``n`` to ``p`` and ``low = n - zero_point``,
+``high = p - zero_point``, the result is ``scale * Q(v)``,
+``Q(v) = clamp(round(v), low, high)``. Each class gives the derivatives by which it is
+trained; the gradient of a parameter is summed over the elements that share it. Formats
+that are no integers take part with their own rounding for ``Q`` and their extreme
+finite values for n and p.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ __all__ = ["Lsq", "LsqPlus", "Ste"]
 
 
 class Ste(Affine):
-    """Straight-through: the scale is given, or observed while training; nothing is learned but the model.
+    """Straight-through: the scale is given, or observed while training; nothing is
+    learned but the model.
 
-    ``dx̂/dx = 1`` where the rounded value is inside the range, else 0 (Bengio et al., arXiv:1308.3432, section 4, with the
-    saturation of arXiv:1712.05877, section 3.1; torch's ``fake_quantize_per_tensor_affine`` has the same derivative).
+    ``dx̂/dx = 1`` where the rounded value is inside the range, else 0 (Bengio et al.,
+    arXiv:1308.3432, section 4, with the saturation of arXiv:1712.05877, section 3.1;
+    torch's ``fake_quantize_per_tensor_affine`` has the same derivative).
 
-    Without qparams, the scale is observed in every forward pass in training mode: of a weight, from its min-max as it is;
-    of an activation, from the moving averages of minimum and maximum, ``(1 - momentum) * old + momentum * batch`` (the same
-    paper), whose first batch counts whole. ``freeze`` and evaluation mode end that. Values that are not finite are left out.
+    Without qparams, the scale is observed in every forward pass in training mode: of a
+    weight, from its min-max as it is; of an activation, from the moving averages of
+    minimum and maximum, ``(1 - momentum) * old + momentum * batch`` (the same paper),
+    whose first batch counts whole. ``freeze`` and evaluation mode end that. Values that
+    are not finite are left out.
 
     Example:
         >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
@@ -129,15 +135,18 @@ class Ste(Affine):
 class Lsq(Affine):
     """LSQ, learned step size (Esser et al., arXiv:1902.08153).
 
-    Eq. 3: ``dx̂/dscale = Q(v) - v`` inside, that is where ``low < v < high``, else the end that is reached; ``dx̂/dx = 1``
-    inside, else 0 (eq. 5, the straight-through estimator). The gradient of the scale is multiplied by ``1 / sqrt(N Qp)``
-    (section 2.2), with ``Qp = p``, 7 of signed 4-bit codes, and N the number of elements that share it: of a weight all,
-    of an activation those of one sample. Without qparams, the scale starts at ``2 E|x| / sqrt(Qp)`` (section 2.1), E being
-    the mean of the finite values.
+    Eq. 3: ``dx̂/dscale = Q(v) - v`` inside, that is where ``low < v < high``, else the
+    end that is reached; ``dx̂/dx = 1`` inside, else 0 (eq. 5, the straight-through
+    estimator). The gradient of the scale is multiplied by ``1 / sqrt(N Qp)`` (section
+    2.2), with ``Qp = p``, 7 of signed 4-bit codes, and N the number of elements that
+    share it: of a weight all, of an activation those of one sample. Without qparams,
+    the scale starts at ``2 E|x| / sqrt(Qp)`` (section 2.1), E being the mean of the
+    finite values.
 
-    With an asymmetric format the zero point stays as it starts: from the min-max of the first tensor, so that activations
-    that are never negative use all codes, as with the paper's unsigned ones. Qp is then ``max(high, -low)``: the paper's
-    ``2**bits - 1`` where all values are positive.
+    With an asymmetric format the zero point stays as it starts: from the min-max of the
+    first tensor, so that activations that are never negative use all codes, as with the
+    paper's unsigned ones. Qp is then ``max(high, -low)``: the paper's ``2**bits - 1``
+    where all values are positive.
     """
 
     kind = "lsq"
@@ -204,17 +213,21 @@ class Lsq(Affine):
 
 
 class LsqPlus(Lsq):
-    """LSQ+ (Bhalgat et al., arXiv:2004.09576): scale and, with an asymmetric format, the offset are learned.
+    """LSQ+ (Bhalgat et al., arXiv:2004.09576): scale and, with an asymmetric format,
+    the offset are learned.
 
-    The codes stand for ``scale * code + offset`` there (eqs. 1-2). The paper's offset is real; here ``-offset / scale`` is
-    rounded to an integer, the zero point, so that real 0 is exact and the result is what any deployed kernel computes.
-    The derivatives are the paper's (eqs. 4-8): by the scale ``Q(v) - v`` inside, else the end code n or p; by the offset 0
-    inside, else 1; by x 1 inside, else 0. Both parameters' gradients are multiplied by LSQ's ``1 / sqrt(N Qp)``, Qp being
-    ``p - n`` for asymmetric formats, the ``2**bits - 1`` of the paper's unsigned ones.
+    The codes stand for ``scale * code + offset`` there (eqs. 1-2). The paper's offset
+    is real; here ``-offset / scale`` is rounded to an integer, the zero point, so that
+    real 0 is exact and the result is what any deployed kernel computes. The derivatives
+    are the paper's (eqs. 4-8): by the scale ``Q(v) - v`` inside, else the end code n or
+    p; by the offset 0 inside, else 1; by x 1 inside, else 0. Both parameters' gradients
+    are multiplied by LSQ's ``1 / sqrt(N Qp)``, Qp being ``p - n`` for asymmetric
+    formats, the ``2**bits - 1`` of the paper's unsigned ones.
 
-    Without qparams, asymmetric ones start at min-max; symmetric ones, which have no offset, are the paper's weights and
-    start at ``max(|mean - 3 sd|, |mean + 3 sd|) / 2**(bits - 1)`` (section 3.2), mean and deviation being over the elements
-    that share a scale.
+    Without qparams, asymmetric ones start at min-max; symmetric ones, which have no
+    offset, are the paper's weights and start at
+    ``max(|mean - 3 sd|, |mean + 3 sd|) / 2**(bits - 1)`` (section 3.2), mean and
+    deviation being over the elements that share a scale.
     """
 
     kind = "lsq+"

@@ -1,8 +1,11 @@
-"""BatchNorm while a quantized model is trained: keep its statistics from a step on, or train it folded into its layer.
+"""BatchNorm while a quantized model is trained: keep its statistics from a step on, or
+train it folded into its layer.
 
-A BatchNorm that was folded before training is gone, and there is nothing to do. One that was kept goes on with the
-statistics of each batch, which are noisier than those that the deployed network uses: freeze it for the last part of the
-training (arXiv:1806.08342, section 3.2.2). ``FoldedNorm`` instead quantizes, in training, the weights that are deployed.
+A BatchNorm that was folded before training is gone, and there is nothing to do. One
+that was kept goes on with the statistics of each batch, which are noisier than those
+that the deployed network uses: freeze it for the last part of the training
+(arXiv:1806.08342, section 3.2.2). ``FoldedNorm`` instead quantizes, in training, the
+weights that are deployed.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ __all__ = ["FoldedNorm", "freeze_batch_norm"]
 
 
 def freeze_batch_norm(model: nn.Module) -> list[RemovableHandle]:
-    """Every BatchNorm of a model uses its running statistics from now on, and no longer changes them.
+    """Every BatchNorm of a model uses its running statistics from now on, and no longer
+    changes them.
 
-    Also after ``model.train()``; scale and shift go on learning. Those that keep no running statistics stay as they are.
+    Also after ``model.train()``; scale and shift go on learning. Those that keep no
+    running statistics stay as they are.
 
     Returns:
-        One handle for each BatchNorm; ``remove()`` ends it, at the next ``model.train()``. Empty where all were folded.
+        One handle for each BatchNorm; ``remove()`` ends it, at the next
+        ``model.train()``. Empty where all were folded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -49,13 +55,17 @@ def _to_eval(module: nn.Module, _inputs: object) -> None:
 
 
 class FoldedNorm(nn.Module):
-    """A convolution or linear layer and its BatchNorm, trained in the form in which they are deployed.
+    """A convolution or linear layer and its BatchNorm, trained in the form in which
+    they are deployed.
 
-    Jacob et al. (arXiv:1712.05877), section 3.2 and figure C.8: the layer runs once in high precision for mean and variance
-    of its batch; then with the quantized folded weight ``Q(gamma w / sqrt(variance + eps))`` (eq. 14) and the bias
-    ``beta + gamma (b - mean) / sqrt(variance + eps)``. In evaluation mode, and once frozen, with the running statistics.
+    Jacob et al. (arXiv:1712.05877), section 3.2 and figure C.8: the layer runs once in
+    high precision for mean and variance of its batch; then with the quantized folded
+    weight ``Q(gamma w / sqrt(variance + eps))`` (eq. 14) and the bias
+    ``beta + gamma (b - mean) / sqrt(variance + eps)``. In evaluation mode, and once
+    frozen, with the running statistics.
 
-    Without a quantizer it computes what layer and BatchNorm compute, gradients too. Costs a second run of the layer.
+    Without a quantizer it computes what layer and BatchNorm compute, gradients too.
+    Costs a second run of the layer.
 
     Args:
         layer: Conv1d, Conv2d, Conv3d, or Linear for inputs ``(N, C)``.

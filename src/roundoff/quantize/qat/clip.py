@@ -1,7 +1,8 @@
 """Learners of a clipping range: ULQ and PACT.
 
-With codes from n to p the result is ``scale * (code - zero_point)`` with ``scale = (clip_max - clip_min) / (p - n)``; below,
-``v = x / scale``. The gradient of a clip is summed over the elements that share it.
+With codes from n to p the result is ``scale * (code - zero_point)`` with
+``scale = (clip_max - clip_min) / (p - n)``; below, ``v = x / scale``. The gradient of a
+clip is summed over the elements that share it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ __all__ = ["Pact", "Ulq"]
 
 
 class Ulq(Affine):
-    """ULQ, learned clip range ``[clip_min, clip_max]`` (the universal linear quantization of Huawei's AMCT).
+    """ULQ, learned clip range ``[clip_min, clip_max]`` (the universal linear
+    quantization of Huawei's AMCT).
 
-    Forward: ``scale = (clip_max - clip_min) / (p - n)``, ``zero_point = round(n - clip_min / scale)``. Backward, with
-    ``e = (round(v) - v) / (p - n)`` and v of the clipped x: ``dx̂/dx = 1`` inside ``[clip_min, clip_max]``, else 0;
-    ``dx̂/dclip_max = e + [x > clip_max]``; ``dx̂/dclip_min = [x < clip_min] - e``.
+    Forward: ``scale = (clip_max - clip_min) / (p - n)``,
+    ``zero_point = round(n - clip_min / scale)``. Backward, with
+    ``e = (round(v) - v) / (p - n)`` and v of the clipped x: ``dx̂/dx = 1`` inside
+    ``[clip_min, clip_max]``, else 0; ``dx̂/dclip_max = e + [x > clip_max]``;
+    ``dx̂/dclip_min = [x < clip_min] - e``.
 
-    A clip range is valid with ``clip_min <= 0 <= clip_max``, both finite, and a scale of at least fp32's smallest normal
-    number; an invalid one goes back to the last valid one, element by element.
+    A clip range is valid with ``clip_min <= 0 <= clip_max``, both finite, and a scale
+    of at least fp32's smallest normal number; an invalid one goes back to the last
+    valid one, element by element.
 
     Args:
         fixed_min: keep ``clip_min`` at 0, for values that are never negative.
@@ -123,10 +128,12 @@ class Ulq(Affine):
 class Pact(Affine):
     """PACT, learned clipping of activations (Choi et al., arXiv:1805.06085).
 
-    Eqs. 1-2: ``y = clip(x, 0, alpha)``, rounded to ``p - n`` equal steps. Eq. 3: ``dx̂/dalpha = 1`` where ``x >= alpha``,
-    else 0; ``dx̂/dx = 1`` where ``0 <= x < alpha``, else 0. It takes the place of a ReLU, so values may come below 0. The
-    paper regularises alpha like a weight: ``parameter_groups`` gives it the model's weight decay. Without qparams, alpha
-    starts at the largest value of the first tensor.
+    Eqs. 1-2: ``y = clip(x, 0, alpha)``, rounded to ``p - n`` equal steps. Eq. 3:
+    ``dx̂/dalpha = 1`` where ``x >= alpha``, else 0; ``dx̂/dx = 1`` where
+    ``0 <= x < alpha``, else 0. It takes the place of a ReLU, so values may come below
+    0. The paper regularises alpha like a weight: ``parameter_groups`` gives it the
+    model's weight decay. Without qparams, alpha starts at the largest value of the
+    first tensor.
     """
 
     kind = "pact"

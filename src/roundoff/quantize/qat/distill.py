@@ -21,16 +21,20 @@ def distillation_loss(
     temperature: float = 4.0,
     axis: int = -1,
 ) -> Tensor:
-    """How far the student's logits are from the teacher's (Hinton, Vinyals and Dean, arXiv:1503.02531).
+    """How far the student's logits are from the teacher's (Hinton, Vinyals and Dean,
+    arXiv:1503.02531).
 
-    ``kl``: ``T**2 KL(softmax(teacher / T) || softmax(student / T))`` in nats, with the classes along ``axis``, averaged over
-    all other axes (eq. 1; the factor keeps the gradient's size whatever T is, section 2). ``mse``: the mean squared
-    difference of the logits, of any outputs (the limit of large T for centred logits, section 2.1, up to a factor).
+    ``kl``: ``T**2 KL(softmax(teacher / T) || softmax(student / T))`` in nats, with the
+    classes along ``axis``, averaged over all other axes (eq. 1; the factor keeps the
+    gradient's size whatever T is, section 2). ``mse``: the mean squared difference of
+    the logits, of any outputs (the limit of large T for centred logits, section 2.1, up
+    to a factor).
 
     Computed in fp32; the gradient goes to the student alone. NaN and Inf are passed on.
 
     Raises:
-        QuantizationError: the shapes differ or are empty, T is not above 0, or another kind.
+        QuantizationError: the shapes differ or are empty, T is not above 0, or another
+            kind.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0]])

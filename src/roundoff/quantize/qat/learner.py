@@ -1,12 +1,15 @@
 """Learner: a fake quantizer that is trained with the model, and what all of them share.
 
-A learner computes in fp32 (fp64 for fp64 tensors) whatever autocast region it is in, and hands back the dtype it was given.
-Its forward pass is ``formats.fake_quantize`` with ``qparams()``, so that freezing changes no bit; the backward pass is the
-gradient that the learner's paper defines, since the derivative of rounding itself is 0 almost everywhere.
+A learner computes in fp32 (fp64 for fp64 tensors) whatever autocast region it is in,
+and hands back the dtype it was given. Its forward pass is ``formats.fake_quantize``
+with ``qparams()``, so that freezing changes no bit; the backward pass is the gradient
+that the learner's paper defines, since the derivative of rounding itself is 0 almost
+everywhere.
 
-A learned parameter that an optimizer step has made invalid (a scale that is not finite, or below fp32's smallest normal
-number) is put back to the value of the last forward pass, there alone where it is invalid. This is counted in ``reverted``
-and warned about once.
+A learned parameter that an optimizer step has made invalid (a scale that is not finite,
+or below fp32's smallest normal number) is put back to the value of the last forward
+pass, there alone where it is invalid. This is counted in ``reverted`` and warned about
+once.
 """
 
 from __future__ import annotations
@@ -43,9 +46,11 @@ class Learner(nn.Module, ABC):
 
     Args:
         fmt: the format of the codes, or its name; no block format.
-        granularity: which elements share a scale; by default all. For activations all, or ``PerAxis`` of an axis other than
-            the first, whose length is the same in every batch.
-        qparams: what to start from; by default the first tensor that comes through decides, as the learner's paper has it.
+        granularity: which elements share a scale; by default all. For activations all,
+            or ``PerAxis`` of an axis other than the first, whose length is the same in
+            every batch.
+        qparams: what to start from; by default the first tensor that comes through
+            decides, as the learner's paper has it.
         role: what it stands before.
 
     Attributes:
@@ -56,7 +61,8 @@ class Learner(nn.Module, ABC):
         reverted: how many values of a parameter were put back because they were invalid.
 
     Raises:
-        QuantizationError: the learner cannot do this format, granularity or role, or the qparams have an invalid scale.
+        QuantizationError: the learner cannot do this format, granularity or role, or
+            the qparams have an invalid scale.
     """
 
     #: name in ``LEARNERS``
@@ -65,7 +71,8 @@ class Learner(nn.Module, ABC):
     learned: tuple[str, ...] = ()
     #: names of the buffers that ``qparams`` needs
     kept: tuple[str, ...] = ()
-    #: weight decay of the model applies to the learned parameters too (``parameter_groups``)
+    #: weight decay of the model applies to the learned parameters too
+    #: (``parameter_groups``)
     decays: ClassVar[bool] = False
 
     def __init__(
@@ -102,10 +109,14 @@ class Learner(nn.Module, ABC):
     # -- what a learner defines
 
     def check(self) -> None:
-        """Refuse a format, granularity or role that this learner cannot do; settle ``learned`` and ``kept``."""
+        """Refuse a format, granularity or role that this learner cannot do; settle
+        ``learned`` and ``kept``.
+        """
 
     def first(self, x: Tensor) -> QParams:
-        """What to start from where nothing is given, from the first tensor; by default its min-max."""
+        """What to start from where nothing is given, from the first tensor; by default
+        its min-max.
+        """
         return choose_qparams(x, self.fmt, self.granularity)
 
     @abstractmethod
@@ -149,10 +160,13 @@ class Learner(nn.Module, ABC):
         return self.fmt
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` on the grid, in its shape and dtype. NaN stays NaN; what is out of range saturates; empty stays empty.
+        """``x`` on the grid, in its shape and dtype.
+
+        NaN stays NaN; what is out of range saturates; empty stays empty.
 
         Raises:
-            QuantizationError: the first tensor, which has to give the scale, has no element or no finite one.
+            QuantizationError: the first tensor, which has to give the scale, has no
+                element or no finite one.
             FormatError: not a floating-point tensor, or another shape than the scale's.
         """
         check_floating(x)
@@ -169,7 +183,8 @@ class Learner(nn.Module, ABC):
             return self.estimate(exact).to(x.dtype)
 
     def frozen(self, weight: Tensor) -> tuple[Tensor, QParams]:
-        """A weight as it stands after training: on the grid, with the qparams that give its codes of format ``grid``.
+        """A weight as it stands after training: on the grid, with the qparams that give
+        its codes of format ``grid``.
 
         The values are those of the forward pass, bit for bit.
         """
@@ -188,8 +203,8 @@ class Learner(nn.Module, ABC):
         """Take a scale and zero point to start from.
 
         Raises:
-            QuantizationError: a scale that is not finite or below fp32's smallest normal number, or a range that the
-                learner cannot have.
+            QuantizationError: a scale that is not finite or below fp32's smallest
+                normal number, or a range that the learner cannot have.
         """
         scale = qparams.scale.detach()
         if not bool((scale.isfinite() & (scale >= TINY)).all()):
@@ -219,7 +234,9 @@ class Learner(nn.Module, ABC):
         self.ready = True
 
     def keep_valid(self) -> None:
-        """Put invalid values of the learned parameters back to those of the last forward pass, and remember the rest."""
+        """Put invalid values of the learned parameters back to those of the last
+        forward pass, and remember the rest.
+        """
         if not self.learned:
             return
         with torch.no_grad():
@@ -326,7 +343,9 @@ class Learner(nn.Module, ABC):
 
 
 def range_qparams(low: Tensor, high: Tensor, fmt: Format) -> QParams:
-    """The qparams of ranges ``[low, high]``, of the shape of both, by the rule of ``choose_qparams``."""
+    """The qparams of ranges ``[low, high]``, of the shape of both, by the rule of
+    ``choose_qparams``.
+    """
     chosen = choose_qparams(
         torch.stack([low.flatten(), high.flatten()], 1), fmt, PerAxis(0)
     )

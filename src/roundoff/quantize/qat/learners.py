@@ -39,11 +39,12 @@ def make_learner(
     role: Role = "weight",
     **parameters: Any,
 ) -> Learner:
-    """The learner of a name, with parameters of its own (``momentum`` of ste, ``fixed_min`` of ulq, ``gradient_bits`` of
-    dorefa).
+    """The learner of a name, with parameters of its own (``momentum`` of ste,
+    ``fixed_min`` of ulq, ``gradient_bits`` of dorefa).
 
     Raises:
-        QuantizationError: no such learner, or it cannot do this format, granularity or role.
+        QuantizationError: no such learner, or it cannot do this format, granularity or
+            role.
 
     Example:
         >>> from roundoff.formats import PerAxis

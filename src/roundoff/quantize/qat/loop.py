@@ -23,7 +23,8 @@ __all__ = ["Distillation", "Trained", "train"]
 class Distillation:
     """Learn from a teacher: the loss becomes ``(1 - share) * loss + share * distillation_loss``.
 
-    The teacher runs in evaluation mode and without gradients; its training flags are left as they were.
+    The teacher runs in evaluation mode and without gradients; its training flags are
+    left as they were.
     """
 
     teacher: nn.Module
@@ -86,18 +87,22 @@ def train(
         model: in training mode while it runs.
         batches: run through once an epoch; a callable gives those of the next epoch.
         loss: ``loss(output, batch)`` -> scalar tensor.
-        optimizer: made of ``parameter_groups(model, ...)``, so that it knows the learned scales.
+        optimizer: made of ``parameter_groups(model, ...)``, so that it knows the
+            learned scales.
         epochs: how often.
         forward: ``forward(model, batch)`` -> output, by default as in ``Workload``.
         teacher: a model to learn from, or a ``Distillation`` with its parameters.
-        schedule: a learning-rate schedule; its ``step`` is called after each optimizer step.
+        schedule: a learning-rate schedule; its ``step`` is called after each optimizer
+            step.
         freezing: what is frozen when.
-        region: around forward and loss, such as ``roundoff.autocast("bf16")``; entered again at each step.
+        region: around forward and loss, such as ``roundoff.autocast("bf16")``; entered
+            again at each step.
         scaler: ``torch.amp.GradScaler`` or ``roundoff.LossScaler``.
 
     Raises:
-        QuantizationError: the optimizer does not know a learner's parameters, and they are not frozen; or an epoch has no
-            batch, as the second one of an iterator that is used up.
+        QuantizationError: the optimizer does not know a learner's parameters, and they
+            are not frozen; or an epoch has no batch, as the second one of an iterator
+            that is used up.
         NonFiniteError: a loss is NaN or Inf; the weights are those of the step before.
     """
     distillation = Distillation(teacher) if isinstance(teacher, nn.Module) else teacher
@@ -202,7 +207,9 @@ class _Trainer:
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise QuantizationError where a learner's parameters would not be trained, and nobody froze them."""
+    """Raise QuantizationError where a learner's parameters would not be trained, and
+    nobody froze them.
+    """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for path, learner in learners(model).items():
         parameters = [getattr(learner, name) for name in learner.learned]

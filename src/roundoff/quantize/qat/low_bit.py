@@ -1,8 +1,10 @@
-"""Learners of one and two bits, and of few: DoReFa, BNN and XNOR-Net (ternary ones: ``ternary.py``).
+"""Learners of one and two bits, and of few: DoReFa, BNN and XNOR-Net (ternary ones:
+``ternary.py``).
 
-Their scale comes from the weight as it is in each forward pass, so there is nothing to learn beside the weight, and what is
-frozen is ``frozen(weight)``: the transformed weight, on the grid of the format ``grid``. The papers leave the first
-and the last layer in high precision; which layers those are, a plan says by pattern.
+Their scale comes from the weight as it is in each forward pass, so there is nothing to
+learn beside the weight, and what is frozen is ``frozen(weight)``: the transformed
+weight, on the grid of the format ``grid``. The papers leave the first and the last
+layer in high precision; which layers those are, a plan says by pattern.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Transformed(Learner):
 
     @abstractmethod
     def codes(self, view: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Codes of format ``grid`` (as floating-point numbers) and their scale, for x in the granularity's view."""
+        """Codes of format ``grid`` (as floating-point numbers) and their scale, for x
+        in the granularity's view.
+        """
 
     @abstractmethod
     def surrogate(self, view: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
@@ -71,16 +75,21 @@ class Transformed(Learner):
 
 
 class Dorefa(Transformed):
-    """DoReFa-Net (Zhou et al., arXiv:1606.06160), with ``quantize_k(r) = round((2**k - 1) r) / (2**k - 1)`` (eq. 5).
+    """DoReFa-Net (Zhou et al., arXiv:1606.06160), with
+    ``quantize_k(r) = round((2**k - 1) r) / (2**k - 1)`` (eq. 5).
 
-    * Weights of k >= 2 bits: ``2 quantize_k(tanh(w) / (2 max|tanh(w)|) + 1/2) - 1`` (eq. 9); the gradient is that of
-      ``tanh(w) / max|tanh(w)|``. These are odd multiples of ``1 / (2**k - 1)``, so ``grid`` has k + 1 bits.
-    * Weights of one bit (format binary): ``sign(w) E|w|`` with the gradient passed on unchanged (eqs. 7-8).
-    * Activations: ``quantize_k(clip(x, 0, 1))`` (eqs. 10-11), gradient 1 inside [0, 1], else 0. The end of the range, 1 in
-      the paper, is that of the qparams where these are given.
+    * Weights of k >= 2 bits: ``2 quantize_k(tanh(w) / (2 max|tanh(w)|) + 1/2) - 1``
+      (eq. 9); the gradient is that of ``tanh(w) / max|tanh(w)|``. These are odd
+      multiples of ``1 / (2**k - 1)``, so ``grid`` has k + 1 bits.
+    * Weights of one bit (format binary): ``sign(w) E|w|`` with the gradient passed on
+      unchanged (eqs. 7-8).
+    * Activations: ``quantize_k(clip(x, 0, 1))`` (eqs. 10-11), gradient 1 inside [0, 1],
+      else 0. The end of the range, 1 in the paper, is that of the qparams where these
+      are given.
 
     Args:
-        gradient_bits: of activations: round the gradient that goes back to this many bits (``quantize_gradient``).
+        gradient_bits: of activations: round the gradient that goes back to this many
+            bits (``quantize_gradient``).
     """
 
     kind = "dorefa"
@@ -192,8 +201,9 @@ def _squashed(view: Tensor, dims: tuple[int, ...]) -> Tensor:
 class Bnn(Transformed):
     """BinaryNet (Courbariaux et al., arXiv:1602.02830): ``sign(x)``, +1 for both zeros (eq. 1).
 
-    The gradient is passed on where ``|x| <= 1``, else it is 0 (eq. 4). The paper clips real-valued weights to [-1, 1] after
-    each update: ``prepare.clip_binary_``. Where qparams are given, their scale multiplies result and gradient.
+    The gradient is passed on where ``|x| <= 1``, else it is 0 (eq. 4). The paper clips
+    real-valued weights to [-1, 1] after each update: ``prepare.clip_binary_``. Where
+    qparams are given, their scale multiplies result and gradient.
     """
 
     kind = "bnn"
@@ -203,7 +213,11 @@ class Bnn(Transformed):
         needs(self, BINARY)
 
     def first(self, x: Tensor) -> QParams:
-        """See ``Learner``. Raises ``QuantizationError`` where values have one sign only: their codes would be a constant."""
+        """See ``Learner``.
+
+        Raises ``QuantizationError`` where values have one sign only: their codes would
+        be a constant.
+        """
         if self.role == "activation" and bool((x >= 0).all()):
             raise self.fault(
                 "the sign of values that are never negative is a constant",
@@ -230,8 +244,9 @@ class Bnn(Transformed):
 class Xnor(Bnn):
     """XNOR-Net (Rastegari et al., arXiv:1603.05279).
 
-    Weights: ``alpha sign(w)``, ``alpha = mean|w|`` over the elements that share it, in the paper a filter (eq. 6). Gradient
-    by w_i, with n of them: that by the result times ``1/n + alpha [|w_i| <= 1]`` (section 3.1). Activations are BinaryNet's,
+    Weights: ``alpha sign(w)``, ``alpha = mean|w|`` over the elements that share it, in
+    the paper a filter (eq. 6). Gradient by w_i, with n of them: that by the result
+    times ``1/n + alpha [|w_i| <= 1]`` (section 3.1). Activations are BinaryNet's,
     without the paper's scales K of their positions (eq. 11).
     """
 
@@ -275,11 +290,13 @@ def signs(x: Tensor) -> Tensor:
 def quantize_gradient(
     x: Tensor, bits: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """``x`` itself, whose gradient is rounded to ``bits`` on its way back, per sample (DoReFa eq. 12).
+    """``x`` itself, whose gradient is rounded to ``bits`` on its way back, per sample
+    (DoReFa eq. 12).
 
-    With M the largest magnitude of a sample's gradient (all axes but the first) and noise N, uniform within half a step of
-    ``1 / (2**bits - 1)``: ``2 M (quantize_k(g / (2 M) + 1/2 + N) - 1/2)``, whose mean is g where it is inside the range. A
-    gradient of zeros stays.
+    With M the largest magnitude of a sample's gradient (all axes but the first) and
+    noise N, uniform within half a step of ``1 / (2**bits - 1)``:
+    ``2 M (quantize_k(g / (2 M) + 1/2 + N) - 1/2)``, whose mean is g where it is inside
+    the range. A gradient of zeros stays.
 
     Raises:
         QuantizationError: fewer than one bit.

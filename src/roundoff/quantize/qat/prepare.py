@@ -1,4 +1,6 @@
-"""prepare_qat and convert: learners stand where a quantized model's quantizers stand, and give way to them again."""
+"""prepare_qat and convert: learners stand where a quantized model's quantizers stand,
+and give way to them again.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,29 @@ def prepare_qat(
 ) -> dict[str, str]:
     """Put learners where the quantizers of a model stand, in place, and the model in training mode.
 
-    Formats and granularities stay what they are: to train in two bits, quantize to two bits first. Which layers take part is
-    the plan's affair too; the papers of DoReFa, BNN, XNOR-Net, TWN and TTQ keep the first and the last layer in fp32.
+    Formats and granularities stay what they are: to train in two bits, quantize to two
+    bits first. Which layers take part is the plan's affair too; the papers of DoReFa,
+    BNN, XNOR-Net, TWN and TTQ keep the first and the last layer in fp32.
 
     Args:
         model: a quantized model.
         weights: name of the learner for weights, see ``LEARNERS``.
         activations: the same for values.
-        only: other learners by pattern over quantizer names (``*``, ``?``; the first that matches decides); ``""`` leaves
-            the quantizer as it is.
+        only: other learners by pattern over quantizer names (``*``, ``?``; the first
+            that matches decides); ``""`` leaves the quantizer as it is.
         parameters: of a learner by its name, such as ``{"ulq": {"fixed_min": True}}``.
-        start: from the scales that the model has, or from what each learner's paper starts from, given the weight or the
-            first batch.
+        start: from the scales that the model has, or from what each learner's paper
+            starts from, given the weight or the first batch.
 
     Returns:
-        Quantizers that stay as they are, with the reason: dynamic ones, whose scale is not their own. Their gradient is
-        straight-through.
+        Quantizers that stay as they are, with the reason: dynamic ones, whose scale is
+        not their own. Their gradient is straight-through.
 
     Raises:
-        QuantizationError: a learner cannot do the format, granularity or role of a quantizer, or its weight is computed
-            in the model's forward pass and cannot be put on the learner's grid; a model that is not quantized. The model is
-            as before.
+        QuantizationError: a learner cannot do the format, granularity or role of a
+            quantizer, or its weight is computed in the model's forward pass and cannot
+            be put on the learner's grid; a model that is not quantized. The model is as
+            before.
         PatternError: a pattern of ``only`` matches no quantizer.
     """
     _check(model, "prepare_qat")
@@ -173,17 +177,19 @@ def _parameter(model: QuantizedModel, name: str) -> nn.Parameter | None:
 
 
 def convert(model: QuantizedModel) -> QuantizedModel:
-    """Put plain quantizers where the learners stand, in place, with the weights on their grids; in evaluation mode.
+    """Put plain quantizers where the learners stand, in place, with the weights on
+    their grids; in evaluation mode.
 
-    The model computes what it computed with its learners in evaluation mode, bit for bit. A transformed weight may need
-    another format than was trained (see ``Learner.grid``): DoReFa's of k bits one of k + 1, TTQ's int8.
+    The model computes what it computed with its learners in evaluation mode, bit for
+    bit. A transformed weight may need another format than was trained (see
+    ``Learner.grid``): DoReFa's of k bits one of k + 1, TTQ's int8.
 
     Returns:
         The same model.
 
     Raises:
-        QuantizationError: a learner never saw a value, so it has no scale; a model that is not quantized. The model is as
-            before.
+        QuantizationError: a learner never saw a value, so it has no scale; a model that
+            is not quantized. The model is as before.
     """
     _check(model, "convert")
     model.eval()
@@ -217,7 +223,8 @@ def all_learners(model: QuantizedModel) -> list[tuple[str, Learner]]:
 
 
 def clip_binary_(model: QuantizedModel) -> None:
-    """Clip the weights behind BinaryNet's learners to [-1, 1], as its paper does after each update (section 2.4).
+    """Clip the weights behind BinaryNet's learners to [-1, 1], as its paper does after
+    each update (section 2.4).
 
     Beyond that their gradient is 0, and they would never come back.
     """

@@ -1,4 +1,6 @@
-"""Estimated derivatives: forward ``fake_quantize``, backward what a learner says element by element."""
+"""Estimated derivatives: forward ``fake_quantize``, backward what a learner says
+element by element.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ __all__ = ["Affine", "At"]
 
 @dataclass(frozen=True)
 class At:
-    """Where derivatives are taken: x in the granularity's view, ``x / scale``, and the axes whose elements share a scale."""
+    """Where derivatives are taken: x in the granularity's view, ``x / scale``, and the
+    axes whose elements share a scale.
+    """
 
     x: Tensor
     steps: Tensor
@@ -44,7 +48,9 @@ class Affine(Learner):
 
     @abstractmethod
     def slopes(self, at: At) -> tuple[Tensor, ...]:
-        """Element by element, the estimated derivative of the result by x, then by each learned parameter."""
+        """Element by element, the estimated derivative of the result by x, then by each
+        learned parameter.
+        """
 
     def estimate(self, x: Tensor) -> Tensor:
         """See ``Learner``."""
@@ -63,7 +69,9 @@ class Affine(Learner):
 
 
 class _Estimate(torch.autograd.Function):
-    """Forward ``fake_quantize``, backward the learner's slopes, summed over the elements that share a parameter."""
+    """Forward ``fake_quantize``, backward the learner's slopes, summed over the
+    elements that share a parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, learner: Affine, *parameters: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Learners of ternary weights: TWN and TTQ. For weights only; both keep a real-valued weight that is trained."""
+"""Learners of ternary weights: TWN and TTQ. For weights only; both keep a real-valued
+weight that is trained.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ INT8 = integer(8)
 class Twn(Transformed):
     """Ternary weight networks (Li et al., arXiv:1605.04711).
 
-    ``alpha * t`` with t = sign(w) where ``|w| > 0.7 E|w|``, else 0 (eqs. 3 and 6), and alpha the mean magnitude of those
-    above (eq. 5). The gradient is passed on to w unchanged (section 2.3).
+    ``alpha * t`` with t = sign(w) where ``|w| > 0.7 E|w|``, else 0 (eqs. 3 and 6), and
+    alpha the mean magnitude of those above (eq. 5). The gradient is passed on to w
+    unchanged (section 2.3).
     """
 
     kind = "twn"
@@ -52,17 +55,23 @@ class Twn(Transformed):
 
 
 class Ttq(Learner):
-    """Trained ternary quantization (Zhu et al., arXiv:1612.01064): two learned values, ``positive`` and ``negative``.
+    """Trained ternary quantization (Zhu et al., arXiv:1612.01064): two learned values,
+    ``positive`` and ``negative``.
 
-    With ``threshold = 0.05 max|w|`` (eq. 9), the result is ``positive`` where ``w > threshold``, ``-negative`` where
-    ``w < -threshold``, else 0 (eq. 6). Gradients: by ``positive`` the sum over its elements, by ``negative`` minus the sum
-    over its own (eq. 7, with the sign of its derivative); to w the gradient times ``positive``, ``negative`` or 1 (eq. 8),
-    where both values are counted in ``unit``, what they started at: the paper's weights are normalised, and its values
-    start at 1. In units of the weights, where both are some hundredths, weights at 0 would get many times the gradient of
-    the others, and few would stay there. The paper has one pair of values, and one threshold, for a whole layer.
+    With ``threshold = 0.05 max|w|`` (eq. 9), the result is ``positive`` where
+    ``w > threshold``, ``-negative`` where ``w < -threshold``, else 0 (eq. 6).
+    Gradients: by ``positive`` the sum over its elements, by ``negative`` minus the sum
+    over its own (eq. 7, with the sign of its derivative); to w the gradient times
+    ``positive``, ``negative`` or 1 (eq. 8), where both values are counted in ``unit``,
+    what they started at: the paper's weights are normalised, and its values start at 1.
+    In units of the weights, where both are some hundredths, weights at 0 would get many
+    times the gradient of the others, and few would stay there. The paper has one pair
+    of values, and one threshold, for a whole layer.
 
-    No affine grid of two bits holds both values; ``grid`` is int8 with ``scale = max(positive, negative) / 127``, on which
-    both are rounded in training too, so that freezing changes nothing: at most half a step, 0.4 % of the larger value.
+    No affine grid of two bits holds both values; ``grid`` is int8 with
+    ``scale = max(positive, negative) / 127``, on which both are rounded in training
+    too, so that freezing changes nothing: at most half a step, 0.4 % of the larger
+    value.
     """
 
     kind = "ttq"
@@ -82,7 +91,9 @@ class Ttq(Learner):
         return INT8
 
     def first(self, x: Tensor) -> QParams:
-        """See ``Learner``: both values start at the mean magnitude of what is above the threshold."""
+        """See ``Learner``: both values start at the mean magnitude of what is above the
+        threshold.
+        """
         view, dims = self.split(x)
         large = (view.abs() > _threshold(view, dims)) & view.isfinite()
         scale = torch.where(large, view.abs(), 0.0).sum(dims, keepdim=True) / large.sum(

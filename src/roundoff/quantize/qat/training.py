@@ -26,13 +26,16 @@ def learners(model: nn.Module) -> dict[str, Learner]:
 def parameter_groups(
     model: nn.Module, lr: float, scale_lr: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups for any torch optimizer: scales have a learning rate of their own, and no weight decay.
+    """Parameter groups for any torch optimizer: scales have a learning rate of their
+    own, and no weight decay.
 
-    Groups are named ``model``, ``scales``, and ``clips`` for PACT's alphas, which have the scales' learning rate and the
-    model's weight decay (arXiv:1805.06085, section 3). Empty ones are left out.
+    Groups are named ``model``, ``scales``, and ``clips`` for PACT's alphas, which have
+    the scales' learning rate and the model's weight decay (arXiv:1805.06085, section
+    3). Empty ones are left out.
 
     Raises:
-        QuantizationError: a learner has no parameters yet; the optimizer would not know them.
+        QuantizationError: a learner has no parameters yet; the optimizer would not know
+            them.
 
     Example:
         >>> import torch
@@ -74,7 +77,9 @@ def parameter_groups(
 
 
 def freeze(model: nn.Module, frozen: bool = True) -> int:
-    """Keep all learned and observed scales as they are, or let them go on; returns how many learners there are."""
+    """Keep all learned and observed scales as they are, or let them go on; returns how
+    many learners there are.
+    """
     all_learners = learners(model)
     for learner in all_learners.values():
         learner.freeze(frozen)
@@ -83,12 +88,16 @@ def freeze(model: nn.Module, frozen: bool = True) -> int:
 
 @dataclass
 class Freezing:
-    """Freezes scales and BatchNorm statistics when a step is reached. Call ``step`` after each optimizer step.
+    """Freezes scales and BatchNorm statistics when a step is reached.
+
+    Call ``step`` after each optimizer step.
 
     Args:
         model: the model in training.
-        scales: after how many steps learned and observed scales stay as they are; ``None``: never.
-        batch_norm: after how many steps BatchNorm keeps its running statistics; ``None``: never.
+        scales: after how many steps learned and observed scales stay as they are;
+            ``None``: never.
+        batch_norm: after how many steps BatchNorm keeps its running statistics;
+            ``None``: never.
 
     Example:
         >>> import torch

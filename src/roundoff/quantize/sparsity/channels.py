@@ -1,8 +1,9 @@
 """Channels removed from a network: parameters, buffers and module attributes really shrink.
 
-A channel goes from everything that its group binds. What is left computes what the whole network computes when nothing
-reads the removed channels; that is run and compared, so code that holds a channel count as a number is found out, and its
-groups stay as they are, with a reason.
+A channel goes from everything that its group binds. What is left computes what the
+whole network computes when nothing reads the removed channels; that is run and
+compared, so code that holds a channel count as a number is found out, and its groups
+stay as they are, with a reason.
 """
 
 from __future__ import annotations
@@ -60,23 +61,31 @@ def prune_channels_(
     """Remove the least important channels, in place.
 
     Args:
-        model: any module. Parameters whose shape changes become new objects: make the optimizer afterwards.
-        batches: those whose control flow is to be covered; the first one is what MACs are counted on.
-        ratio: share of the channels to remove; of each group, ``round(n * ratio)`` of n; of all together with
-            ``scope="global"``.
-        macs: instead, the share of multiply-accumulates to be left; the smallest removal that gets there is searched.
-        importance: ``l2``, ``batch_norm``, or a function of a group, see :mod:`roundoff.quantize.sparsity.importance`.
-        scope: ``group`` removes the same share of every group, ``global`` ranks the channels of all groups together.
+        model: any module. Parameters whose shape changes become new objects: make the
+            optimizer afterwards.
+        batches: those whose control flow is to be covered; the first one is what MACs
+            are counted on.
+        ratio: share of the channels to remove; of each group, ``round(n * ratio)`` of
+            n; of all together with ``scope="global"``.
+        macs: instead, the share of multiply-accumulates to be left; the smallest
+            removal that gets there is searched.
+        importance: ``l2``, ``batch_norm``, or a function of a group, see
+            :mod:`roundoff.quantize.sparsity.importance`.
+        scope: ``group`` removes the same share of every group, ``global`` ranks the
+            channels of all groups together.
         multiple: what is left of each group is rounded up to a multiple of this (AMCT: 16).
-        ignored: patterns over names of weights, such as ``stem.*``: groups that they make stay whole.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls a model.
+        ignored: patterns over names of weights, such as ``stem.*``: groups that they
+            make stay whole.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
 
     Returns:
         One row for each channel group, and for each weight that no batch reached.
 
     Raises:
-        QuantizationError: not exactly one of ratio and macs, a value outside its range, a MACs target out of reach (the
-            least reachable share is in the message), an importance that doesn't fit; the model is then as before.
+        QuantizationError: not exactly one of ratio and macs, a value outside its range,
+            a MACs target out of reach (the least reachable share is in the message), an
+            importance that doesn't fit; the model is then as before.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -129,7 +138,8 @@ def choose(
     scope: str,
     multiple: int,
 ) -> dict[int, Tensor]:
-    """Choose the channels of each group that go: those with the lowest scores, ``round(n * share)`` of n.
+    """Choose the channels of each group that go: those with the lowest scores,
+    ``round(n * share)`` of n.
 
     What is left of a group is at least one channel and rounded up to a multiple. Of equal
     scores the first go.
@@ -158,7 +168,9 @@ def _search(
     scope: str,
     multiple: int,
 ) -> float:
-    """The smallest share of channels whose removal leaves at most ``target`` of the MACs, by bisection."""
+    """The smallest share of channels whose removal leaves at most ``target`` of the
+    MACs, by bisection.
+    """
     batch = workload.batches[0]
     whole = model_cost(workload.model, batch, forward=workload.forward).macs
     shares_left: dict[tuple[tuple[int, int], ...], float] = {(): 1.0}
@@ -194,7 +206,9 @@ def _search(
 def _tried(
     workload: Workload, groups: list[ChannelGroup], scores: dict[int, Tensor]
 ) -> list[ChannelGroup]:
-    """The groups, pinned where the code breaks when one channel is missing; all are tried at once first."""
+    """The groups, pinned where the code breaks when one channel is missing; all are
+    tried at once first.
+    """
     lowest = {i: s.argsort()[:1] for i, s in scores.items() if groups[i].size > 1}
     if not lowest or _fails(workload, groups, lowest) is None:
         return groups

@@ -1,4 +1,6 @@
-"""How much each channel of a group matters: one number of at least 0 for each, from the weights or from gradients."""
+"""How much each channel of a group matters: one number of at least 0 for each, from the
+weights or from gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ Importance = Literal["l2", "batch_norm"] | Callable[[ChannelGroup], Tensor]
 def score(model: nn.Module, group: ChannelGroup, importance: Importance) -> Tensor:
     """The importance of each channel of a group: ``[size]``, float64.
 
-    * ``l2``: the L2 norm of what makes the channel, scaled over the channels of each weight to 0..1, and added over the
-      weights (AMCT's balanced L2-norm filter pruning; a weight whose norms are all equal adds 0).
-    * ``batch_norm``: ``|γ|`` of the BatchNorms that it passes, added (Liu et al., arXiv:1708.06519, section 3).
-    * a function of the group: anything else, such as :func:`taylor_importance` or a sensitivity from a budget.
+    * ``l2``: the L2 norm of what makes the channel, scaled over the channels of each
+      weight to 0..1, and added over the weights (AMCT's balanced L2-norm filter
+      pruning; a weight whose norms are all equal adds 0).
+    * ``batch_norm``: ``|γ|`` of the BatchNorms that it passes, added (Liu et al.,
+      arXiv:1708.06519, section 3).
+    * a function of the group: anything else, such as :func:`taylor_importance` or a
+      sensitivity from a budget.
 
     Raises:
         QuantizationError: unknown, no BatchNorm to ask, another shape, NaN or Inf.
@@ -89,8 +94,10 @@ def taylor_importance(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Callable[[ChannelGroup], Tensor]:
-    """An importance: ``|w·∂L/∂w|`` added over all weights that make or read a channel (Molchanov et al.,
-    arXiv:1611.06440, equation 7, on weights); ``loss(output, batch)``."""
+    """An importance: ``|w·∂L/∂w|`` added over all weights that make or read a channel
+    (Molchanov et al., arXiv:1611.06440, equation 7, on weights);
+    ``loss(output, batch)``.
+    """
     scores = taylor_scores(model, batches, loss, forward=forward)
 
     def of(group: ChannelGroup) -> Tensor:

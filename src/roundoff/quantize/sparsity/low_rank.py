@@ -1,12 +1,15 @@
-"""A linear layer or convolution as two thinner ones, by the singular value decomposition of its weight as a matrix.
+"""A linear layer or convolution as two thinner ones, by the singular value
+decomposition of its weight as a matrix.
 
-The best approximation of rank r in the Frobenius norm keeps the r largest singular values (Eckart and Young, 1936).
+The best approximation of rank r in the Frobenius norm keeps the r largest singular
+values (Eckart and Young, 1936).
 
-scheme    matrix                             the two layers
-linear    out × in                           ``in → r`` (no bias), ``r → out``
-spatial   (in · kh) × (out · kw)             kh × 1, ``in → r``, then 1 × kw, ``r → out`` (Jaderberg et al.,
+scheme    matrix                             the two layers linear    out × in
+``in → r`` (no bias), ``r → out`` spatial   (in · kh) × (out · kw)             kh × 1,
+``in → r``, then 1 × kw, ``r → out`` (Jaderberg et al.,
                                              arXiv:1405.3866, scheme 2)
-channel   in × (out · kh · kw)               1 × 1, ``in → r``, then kh × kw, ``r → out`` (Tucker-1)
+channel   in × (out · kh · kw)               1 × 1, ``in → r``, then kh × kw,
+``r → out`` (Tucker-1)
 """
 
 from __future__ import annotations
@@ -63,21 +66,26 @@ def decompose_(
     scheme: Scheme = "spatial",
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> list[Decomposed]:
-    """Replace every linear layer and convolution whose two factors take fewer multiply-accumulates, in place.
+    """Replace every linear layer and convolution whose two factors take fewer
+    multiply-accumulates, in place.
 
     Args:
         model: any module.
         batches: the first one gives the sizes.
-        rank: ``evbmf`` (see :mod:`roundoff.quantize.sparsity.rank`), a share of the squared norm to keep
-            (0 < share <= 1), or ranks by layer path (then other layers stay).
-        scheme: of convolutions of two dimensions; of others, and of 1×1, always ``channel`` or none.
-        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload` calls a model.
+        rank: ``evbmf`` (see :mod:`roundoff.quantize.sparsity.rank`), a share of the
+            squared norm to keep (0 < share <= 1), or ranks by layer path (then other
+            layers stay).
+        scheme: of convolutions of two dimensions; of others, and of 1×1, always
+            ``channel`` or none.
+        forward: ``forward(model, batch)``; by default as :class:`~roundoff.Workload`
+            calls a model.
 
     Returns:
         One row for each linear layer and convolution that ran.
 
     Raises:
-        QuantizationError: a rank outside its range, a path without such a layer; the model is then as before.
+        QuantizationError: a rank outside its range, a path without such a layer; the
+            model is then as before.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -209,7 +217,9 @@ def _reason(
 
 
 def as_matrix(weight: Tensor, scheme: str) -> Tensor:
-    """The matrix of a scheme, float64: rows are read by the first layer, columns made by the second."""
+    """The matrix of a scheme, float64: rows are read by the first layer, columns made
+    by the second.
+    """
     w = weight.double()
     if scheme == "linear":
         return w.T

@@ -1,9 +1,11 @@
 """Weights set to zero: which ones, and zero they stay while the network is trained on.
 
-Scores say how much a weight matters; masks keep the highest. A weight's magnitude (Han et al., arXiv:1506.02626), or
-``|w·∂L/∂w|``, the first-order change of the loss when it goes (Molchanov et al., arXiv:1611.06440, equation 7; on one batch
-of an untrained network it is SNIP, arXiv:1810.02340, equation 5). N:M structure keeps the N highest of every M in a row
-along the input channels (2:4: Mishra et al., arXiv:2104.08378); an incomplete last group is filled with zeros.
+Scores say how much a weight matters; masks keep the highest. A weight's magnitude (Han
+et al., arXiv:1506.02626), or ``|w·∂L/∂w|``, the first-order change of the loss when it
+goes (Molchanov et al., arXiv:1611.06440, equation 7; on one batch of an untrained
+network it is SNIP, arXiv:1810.02340, equation 5). N:M structure keeps the N highest of
+every M in a row along the input channels (2:4: Mishra et al., arXiv:2104.08378); an
+incomplete last group is filled with zeros.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ def taylor_scores(
 ) -> dict[str, Tensor]:
     """``|w·∂L/∂w|`` of every prunable weight, the mean over the batches; ``loss(output, batch)``.
 
-    The model runs in evaluation mode and is left as it was. Raises ``QuantizationError`` where no gradient reaches a
-    weight or a score is NaN or infinite, and ``WorkloadError`` without batches.
+    The model runs in evaluation mode and is left as it was. Raises
+    ``QuantizationError`` where no gradient reaches a weight or a score is NaN or
+    infinite, and ``WorkloadError`` without batches.
     """
     workload = Workload(model, batches, forward=forward, loss=loss)
     weights = prunable(model)
@@ -99,12 +102,14 @@ def unstructured_masks(
     *,
     scope: Literal["global", "layer"] = "global",
 ) -> dict[str, Tensor]:
-    """Boolean masks that keep all but the ``round(sparsity * n)`` lowest scores, of all weights together or of each.
+    """Boolean masks that keep all but the ``round(sparsity * n)`` lowest scores, of all
+    weights together or of each.
 
     Of equal scores the first ones go, so the count is exact.
 
     Raises:
-        QuantizationError: a sparsity outside [0, 1), another scope, a score that is NaN or infinite.
+        QuantizationError: a sparsity outside [0, 1), another scope, a score that is NaN
+            or infinite.
 
     Example:
         >>> unstructured_masks({"w": torch.tensor([3.0, 1.0, 2.0, 1.0])}, 0.5)
@@ -142,13 +147,15 @@ def _keep_highest(flat: Tensor, sparsity: float) -> Tensor:
 def n_m_mask(score: Tensor, n: int = 2, m: int = 4, *, axis: int = 1) -> Tensor:
     """A boolean mask that keeps the ``n`` highest of every ``m`` scores in a row along ``axis``.
 
-    An incomplete last group counts as filled with zeros, which go first. Of equal scores the first are kept.
+    An incomplete last group counts as filled with zeros, which go first. Of equal
+    scores the first are kept.
 
     Args:
         score: any shape; magnitudes or other scores of at least 0.
         n: how many are kept, ``0 < n <= m``.
         m: of how many; AMCT's "4:2" (M4N2) is ``n=2, m=4``.
-        axis: of the input channels: 1 of a linear or convolution weight, 0 of a transposed convolution's.
+        axis: of the input channels: 1 of a linear or convolution weight, 0 of a
+            transposed convolution's.
 
     Example:
         >>> n_m_mask(torch.tensor([[1.0, 4.0, 2.0, 3.0, 9.0, 8.0]])).int()
@@ -163,8 +170,8 @@ def n_m_mask(score: Tensor, n: int = 2, m: int = 4, *, axis: int = 1) -> Tensor:
 
 
 def check_n_m(weight: Tensor, n: int = 2, m: int = 4, *, axis: int = 1) -> int:
-    """The number of groups of ``m`` along ``axis`` that hold more than ``n`` values other than 0; 0 when the structure
-    holds.
+    """The number of groups of ``m`` along ``axis`` that hold more than ``n`` values
+    other than 0; 0 when the structure holds.
 
     >>> check_n_m(torch.tensor([[1.0, 0.0, 2.0, 0.0, 5.0, 6.0]])), check_n_m(torch.ones(2, 8))
     (0, 4)
@@ -181,7 +188,9 @@ def n_m_masks(
     *,
     scores: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """N:M masks of all prunable weights, by magnitude or the given scores, along their input channels."""
+    """N:M masks of all prunable weights, by magnitude or the given scores, along their
+    input channels.
+    """
     transposed = {id(t.weight) for t in model.modules() if isinstance(t, TRANSPOSED)}
     scores = magnitude_scores(model) if scores is None else scores
     weights = prunable(model)
@@ -192,13 +201,15 @@ def n_m_masks(
 
 
 def sparsify_(model: nn.Module, masks: Mapping[str, Tensor]) -> list[Sparsity]:
-    """Set what the masks leave out to zero, and again before every forward pass, until :func:`finish_`.
+    """Set what the masks leave out to zero, and again before every forward pass, until
+    :func:`finish_`.
 
-    Parameters stay the same objects under the same names, so any optimizer and autocast work on. Masks given for a second
-    time replace the first.
+    Parameters stay the same objects under the same names, so any optimizer and autocast
+    work on. Masks given for a second time replace the first.
 
     Raises:
-        QuantizationError: a name or a shape that the model hasn't; the model is then as before.
+        QuantizationError: a name or a shape that the model hasn't; the model is then as
+            before.
     """
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
@@ -223,7 +234,10 @@ def sparsify_(model: nn.Module, masks: Mapping[str, Tensor]) -> list[Sparsity]:
 
 
 def finish_(model: nn.Module) -> list[Sparsity]:
-    """Make the zeros final: apply the masks once more and forget them. Raises ``QuantizationError`` when there are none."""
+    """Make the zeros final: apply the masks once more and forget them.
+
+    Raises ``QuantizationError`` when there are none.
+    """
     keep = _keeper(model)
     if keep is None:
         raise QuantizationError(
@@ -250,7 +264,8 @@ class _Keep:
             parameter = model.get_parameter(name)
             if mask.device != parameter.device:
                 mask = self.masks[name] = mask.to(parameter.device)
-            # data: the values that a graph has saved are masked already, so this changes none of them
+            # data: the values that a graph has saved are masked already, so this
+            # changes none of them
             parameter.data.masked_fill_(~mask, 0.0)
 
 
@@ -266,7 +281,9 @@ def _sparsity(name: str, tensor: Tensor) -> Sparsity:
 
 
 def _groups(tensor: Tensor, m: int, axis: int) -> tuple[Tensor, int]:
-    """``[..., groups, m]`` along an axis moved to the back and filled with zeros, and the axis's length."""
+    """``[..., groups, m]`` along an axis moved to the back and filled with zeros, and
+    the axis's length.
+    """
     last = tensor.movedim(axis, -1)
     length = last.shape[-1]
     return nn.functional.pad(last, (0, math.ceil(length / m) * m - length)).unflatten(

@@ -1,4 +1,6 @@
-"""What a model costs: multiply-accumulates by call, bytes of its parameters, and time, as a ratio of two models."""
+"""What a model costs: multiply-accumulates by call, bytes of its parameters, and time,
+as a ratio of two models.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Cost:
     """Of one forward pass on one batch.
 
     Attributes:
-        macs: multiply-accumulates of contracting calls (convolutions, linear, matmul, attention, recurrent).
+        macs: multiply-accumulates of contracting calls (convolutions, linear, matmul,
+            attention, recurrent).
         bytes: of parameters and buffers, each tensor once.
         by_site: multiply-accumulates of each call, in the order of calls.
     """
@@ -65,8 +68,9 @@ def latency_ratio(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     repeats: int = 20,
 ) -> float:
-    """Time of the candidate over time of the reference on this machine: the fastest of ``repeats`` passes of each, taken
-    in turn so that what else the machine does meets both.
+    """Time of the candidate over time of the reference on this machine: the fastest of
+    ``repeats`` passes of each, taken in turn so that what else the machine does meets
+    both.
 
     Raises:
         QuantizationError: fewer than one repeat.

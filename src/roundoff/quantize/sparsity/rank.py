@@ -1,9 +1,11 @@
-"""How many singular values of a matrix are more than noise: the analytic solution of variational Bayes.
+"""How many singular values of a matrix are more than noise: the analytic solution of
+variational Bayes.
 
-Nakajima, Sugiyama, Babacan and Tomioka, "Global Analytic Solution of Fully-observed Variational Bayesian Matrix
-Factorization", JMLR 14 (2013) 1-37: the empirical Bayes estimate of ``V = B Aᵀ + noise`` keeps exactly the singular values
-above a threshold (their theorem 2 and corollary 2), and the noise variance is the minimum of a function of one variable
-(theorem 3).
+Nakajima, Sugiyama, Babacan and Tomioka, "Global Analytic Solution of Fully-observed
+Variational Bayesian Matrix Factorization", JMLR 14 (2013) 1-37: the empirical Bayes
+estimate of ``V = B Aᵀ + noise`` keeps exactly the singular values above a threshold
+(their theorem 2 and corollary 2), and the noise variance is the minimum of a function
+of one variable (theorem 3).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def evbmf_rank(
         0 to ``len(singular)``; 0 for a matrix of zeros.
 
     Raises:
-        QuantizationError: another number of singular values, or one that is negative, NaN or infinite.
+        QuantizationError: another number of singular values, or one that is negative,
+            NaN or infinite.
 
     Example:
         >>> matrix = np.random.default_rng(0).normal(size=(60, 100))
@@ -54,7 +57,8 @@ def evbmf_rank(
         return 0
     alpha = small / large
     tau = _tau_low(alpha)
-    # the whole estimate scales with the matrix: unit scale keeps the search well conditioned
+    # the whole estimate scales with the matrix: unit scale keeps the search well
+    # conditioned
     unit = values / values[0]
     variance = (
         _noise(unit, large, alpha, tau) if noise is None else noise / values[0] ** 2
@@ -69,7 +73,8 @@ def _tau_low(alpha: float) -> float:
     def phi(z: float) -> float:
         return math.log1p(z) / z - 0.5
 
-    # Φ falls, has its zero at 2.5129, and τ/α >= τ: the zero of the sum is in [α, 2.5129]·√α's neighbourhood
+    # Φ falls, has its zero at 2.5129, and τ/α >= τ: the zero of the sum is in [α,
+    # 2.5129]·√α's neighbourhood
     return float(brentq(lambda t: phi(t) + phi(t / alpha), 1e-9 * alpha, 3.0))
 
 
@@ -98,7 +103,8 @@ def _noise(values: Values, large: int, alpha: float, tau: float) -> float:
 
     if lower >= upper:
         return float(upper)
-    # Ω has kinks where a singular value crosses the threshold: the best of a grid, refined between its neighbours
+    # Ω has kinks where a singular value crosses the threshold: the best of a grid,
+    # refined between its neighbours
     grid = np.linspace(math.log(lower), math.log(upper), 200)
     at = int(np.argmin([omega(g) for g in grid]))
     left = grid[max(at - 1, 0)]

@@ -1,13 +1,14 @@
 """Weights of contracting operators as matrices, and their inputs as rows.
 
-==================  =====================================  =============================================
-operator            shape of the weight                    matrices
-==================  =====================================  =============================================
-linear              (out, in)                              (1, out, in)
-matmul (``other``)  (in, out)                              (1, out, in)
-conv1d/2d/3d        (out, in/groups, *kernel)              (groups, out/groups, in/groups · taps)
-conv_transpose…     (in, out/groups, *kernel)              (groups, out/groups, in/groups · taps)
-==================  =====================================  =============================================
+==================  =====================================
+============================================= operator            shape of the weight
+matrices ==================  =====================================
+============================================= linear              (out, in)
+(1, out, in) matmul (``other``)  (in, out)                              (1, out, in)
+conv1d/2d/3d        (out, in/groups, *kernel)              (groups, out/groups,
+in/groups · taps) conv_transpose…     (in, out/groups, *kernel)              (groups,
+out/groups, in/groups · taps) ==================  =====================================
+=============================================
 
 A depthwise convolution has as many groups as channels, so one tensor ``[C, 1, taps]``.
 A transposed convolution is the convolution of its input with zeros put between the

@@ -39,7 +39,7 @@ def read_checked(
 
 
 def damaged(path: Path, got: str) -> RunError:
-    """The error for a damaged file; to be raised by the caller."""
+    """Return the error for a damaged file; to be raised by the caller."""
     return RunError(
         "the file is missing, damaged or cannot be read",
         where=str(path),
@@ -50,7 +50,7 @@ def damaged(path: Path, got: str) -> RunError:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """Return the value in a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -74,7 +74,7 @@ def _footer(path: Path) -> dict[str, Any]:
 
 
 def fill_columns(columns: dict[str, Any], expected: dict[str, Any]) -> list[pl.Expr]:
-    """The expected columns in their order, null where the file has none."""
+    """Return the expected columns in their order, null where the file has none."""
     return [
         pl.col(name).cast(dtype) if name in columns else pl.lit(None, dtype).alias(name)
         for name, dtype in expected.items()
@@ -102,7 +102,7 @@ def has_checksum(path: Path, entry: dict[str, Any]) -> bool:
 
 
 def find_steps(path: Path) -> dict[int, list[int]]:
-    """rank -> its whole steps, rising, for each rank that has steps or scalars."""
+    """Return rank -> its whole steps, rising, for each rank that has steps or scalars."""
     steps_of: dict[int, list[int]] = {}
     for name in read_checked(path, os.listdir, path):
         rank = parse_rank(name)

@@ -108,7 +108,7 @@ def _may_join(path: Path, rank: int, identity: str | None, *, overwrite: bool) -
 
 
 def _doomed_folders(path: Path, rank: int, ranks: int) -> list[Path]:
-    """What this rank deletes when it overwrites a run."""
+    """Return what this rank deletes when it overwrites a run."""
     doomed = [path / rank_name(rank)]
     if rank != 0:
         return doomed
@@ -131,7 +131,7 @@ def _taken(path: Path) -> OutputError:
 
 
 def _read_about(path: Path) -> dict[str, Any] | None:
-    """The object in run.json, None where there is no such file."""
+    """Return the object in run.json, None where there is no such file."""
     file = path / ABOUT
     if not os.path.lexists(file):
         return None
@@ -173,7 +173,7 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def _strangers(folder: Path) -> Iterator[Path]:
-    """What is in a rank's folder, or is it, and does not look like a writer's."""
+    """Yield what is in a rank's folder, or is it, and does not look like a writer's."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():
@@ -189,7 +189,7 @@ def _strangers(folder: Path) -> Iterator[Path]:
 
 
 def _strange_folders(folder: Path) -> Iterator[Path]:
-    """The files in a step's folder that are not a writer's; any other folder itself."""
+    """Yield the files in a step's folder that are not a writer's; any other folder itself."""
     if parse_step(folder.name) is None:
         if not _UNFINISHED.fullmatch(folder.name):
             yield folder

@@ -55,5 +55,5 @@ def _open(
 
 
 def as_run(run: Run | str | os.PathLike[str]) -> Run:
-    """The run itself, or the one that ``load`` finds at a path or URL."""
+    """Return the run itself, or the one that ``load`` finds at a path or URL."""
     return run if isinstance(run, Run) else load(run)

@@ -144,7 +144,7 @@ class Run:
         step: int | None = None,
         record: int | None = None,
     ) -> torch.Tensor:
-        """A kept tensor, mapped from its file; changing it does not change the file.
+        """Return a kept tensor, mapped from its file; changing it does not change the file.
 
         Args:
             site: as in the tables, ``encoder.0/matmul#1``, or the name of a parameter
@@ -193,7 +193,7 @@ class Run:
         raise self._no_such_tensor(site, place_name, rank, steps, step, record)
 
     def kept(self, stored: StoredTensor) -> torch.Tensor:
-        """The tensor of a row that has a ``blob``, as :meth:`tensor` gives it.
+        """Return the tensor of a row that has a ``blob``, as :meth:`tensor` gives it.
 
         A sample is flat.
         """
@@ -205,7 +205,7 @@ class Run:
         return stored.strided(elements, self.path)
 
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
-        """Where the tensors of one step of one rank are, by record."""
+        """Return where the tensors of one step of one rank are, by record."""
         stored = _stored_tensors(self._rows(rank, step), rank, step)
         return {tensor.record: tensor for tensor in stored}
 
@@ -236,7 +236,7 @@ class Run:
         key: str,
         opened: dict[Path, TensorFile] | None = None,
     ) -> torch.Tensor:
-        """What the tables call ``blob``: elements in the order of memory.
+        """Return what the tables call ``blob``: elements in the order of memory.
 
         With ``opened`` the files stay open in it: quick for many tensors, but whoever
         changes one changes what is read from it later. Raises ``RunError`` naming a
@@ -289,7 +289,7 @@ class Run:
         return pl.concat(scans) if scans else pl.LazyFrame(schema=OPS)
 
     def _rows(self, rank: int, step: int) -> pl.DataFrame:
-        """What finds a tensor, in the order of records.
+        """Return what finds a tensor, in the order of records.
 
         No rows where the run has no such rank or step. The latest step is kept: callers
         go through the records of a step.
@@ -353,7 +353,7 @@ class Run:
         return self._files[folder]
 
     def _present(self, path: Path) -> Path:
-        """The path, the file fetched if it is elsewhere."""
+        """Return the path, the file fetched if it is elsewhere."""
         return path
 
     def _keys(self, path: Path) -> list[str]:
@@ -373,7 +373,7 @@ class Run:
 
 
 def _stored_tensors(rows: pl.DataFrame, rank: int, step: int) -> list[StoredTensor]:
-    """Where the tensors of these rows of one step of one rank are."""
+    """Return where the tensors of these rows of one step of one rank are."""
     place = rows.with_columns(rank=pl.lit(rank), step=pl.lit(step))
     return rows_of_table(StoredTensor, place)
 
@@ -386,7 +386,7 @@ def _is_checksum_table(content: Any) -> bool:
 
 
 def _places_of(rows: pl.DataFrame, site: str | None) -> set[str]:
-    """The phases, places and roles in which a step has a site."""
+    """Return the phases, places and roles in which a step has a site."""
     of_site = rows.filter(pl.col("site") == pl.lit(site, pl.Utf8)).select(
         "phase", pl.col("place").fill_null(0), pl.col("role").fill_null("output")
     )

@@ -91,7 +91,7 @@ class Mirror:
         os.replace(partial, path)
 
     def keys(self, path: Path, expected: int) -> list[str]:
-        """The keys in a file of tensors: only its header is read.
+        """Return the keys in a file of tensors: only its header is read.
 
         Raises ``RunError`` when the file is missing, has not the expected number of
         bytes, or has no such header.
@@ -120,7 +120,7 @@ class Mirror:
             atexit.register(shutil.rmtree, self._temporary, ignore_errors=True)
 
     def shown(self, path: Path | str) -> str:
-        """The text with URLs in place of the copy's paths."""
+        """Return the text with URLs in place of the copy's paths."""
         return str(path).replace(str(self.folder), self.url)
 
     @contextmanager
@@ -220,7 +220,7 @@ class MirroredRun(Run):
             return super().scalars
 
     def tensor(self, site: str | None = None, **options: Any) -> torch.Tensor:
-        """As of :class:`Run`."""
+        """Return what :class:`Run` returns."""
         with self._mirror.naming_url():
             return super().tensor(site, **options)
 

@@ -35,7 +35,7 @@ def repair(path: Path) -> None:
 
 
 def read(path: Path) -> pl.DataFrame:
-    """Columns as SCALARS. Raises ``RunError`` naming a damaged file."""
+    """Return columns as SCALARS. Raises ``RunError`` naming a damaged file."""
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         text, _, check = line.rpartition(b"\t")

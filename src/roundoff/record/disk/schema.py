@@ -36,7 +36,7 @@ _INTEGERS = pl.List(pl.Int64)
 
 
 def _column(dtype: Any) -> Any:
-    """A column that may be missing."""
+    """Return a column that may be missing."""
     return column(dtype, default=None)
 
 
@@ -145,12 +145,12 @@ _CHUNK = re.compile(r"tensors-[0-9]{3,}\.safetensors")
 
 
 def rank_name(rank: int) -> str:
-    """The folder of a rank."""
+    """Return the folder of a rank."""
     return f"rank{rank}"
 
 
 def step_name(step: int) -> str:
-    """The folder of a whole step.
+    """Return the folder of a whole step.
 
     >>> step_name(3)
     'step000003'
@@ -159,18 +159,18 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """The folder of a step that is being written."""
+    """Return the folder of a step that is being written."""
     return f".{step_name(step)}.partial"
 
 
 def parse_rank(name: str) -> int | None:
-    """The rank whose folder has this name; None for any other name."""
+    """Return the rank whose folder has this name; None for any other name."""
     match = _RANK.fullmatch(name)
     return int(match[1]) if match and rank_name(int(match[1])) == name else None
 
 
 def parse_step(name: str) -> int | None:
-    """The step whose folder has this name; None for any other name.
+    """Return the step whose folder has this name; None for any other name.
 
     >>> parse_step("step000003"), parse_step(".step000003.partial"), parse_step("step3")
     (3, None, None)
@@ -185,7 +185,7 @@ def is_chunk(name: str) -> bool:
 
 
 def site_name() -> pl.Expr:
-    """The column ``site``: the text of ``roundoff.site.Site`` for each row of OPS."""
+    """Return the column ``site``: the text of ``roundoff.site.Site`` for each row of OPS."""
     # not pl.format: polars 2.1 panics where a filter has emptied a chunk of the frame
     number = (
         pl.when(pl.col("index") > 0)

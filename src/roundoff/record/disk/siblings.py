@@ -14,7 +14,7 @@ KINDS = ("noise", "repeat")
 
 
 def sibling(path: str | os.PathLike[str], kind: str, number: int) -> Path:
-    """The folder of one repeat.
+    """Return the folder of one repeat.
 
     >>> sibling("runs/a", "noise", 2).as_posix()
     'runs/a.noise2'
@@ -24,7 +24,7 @@ def sibling(path: str | os.PathLike[str], kind: str, number: int) -> Path:
 
 
 def siblings(path: str | os.PathLike[str]) -> dict[str, list[Path]]:
-    """The folders of the runs that repeat the one in ``path``, rising by number.
+    """Return the folders of the runs that repeat the one in ``path``, rising by number.
 
     The keys are ``noise`` and ``repeat``. A repeat says in ``run.json`` which run it is
     of (``of``): one of another run, recorded here before, is left out, and so is a

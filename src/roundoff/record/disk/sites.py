@@ -287,7 +287,7 @@ def describe_sites(
 
 
 def select_steps(ops: pl.LazyFrame, rank: int | None, step: int | None) -> pl.LazyFrame:
-    """The rows of one rank, one step, or both; all of them for None.
+    """Return the rows of one rank, one step, or both; all of them for None.
 
     Raises ``RunError`` where there are none.
     """
@@ -321,7 +321,7 @@ def coverage(rows: pl.DataFrame) -> TensorCoverage:
 
 
 def complete(ops: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
-    """All columns of OPS with their types, null where one is missing, and ``site``."""
+    """Return all columns of OPS with their types, null where one is missing, and ``site``."""
     lazy = ops.lazy()
     present = lazy.collect_schema().names()
     columns = [
@@ -339,7 +339,7 @@ def _sorted(rows: pl.DataFrame, sort: str) -> pl.DataFrame:
 
 
 def _label() -> pl.Expr:
-    """The site with its role if that is not output, and its place if that is not 0."""
+    """Return the site with its role if that is not output, and its place if that is not 0."""
     # a parameter's operator says its role
     has_role = pl.col("role").is_in(["input", "grad"])
     role = pl.when(has_role).then(" " + pl.col("role")).otherwise(pl.lit(""))
@@ -414,7 +414,7 @@ def _history(row: TensorRecord, lazy: pl.LazyFrame) -> tuple[SiteStep, ...]:
 
 
 def _choose(noun: str, number: int | None, present: list[int], default: int) -> int:
-    """``number`` if it is present, ``default`` for None; ``RunError`` otherwise."""
+    """Return ``number`` if it is present, ``default`` for None; ``RunError`` otherwise."""
     if number is None:
         return default
     if number not in present:

@@ -17,7 +17,7 @@ Lists = Mapping[str, Sequence[Sequence[int] | None]]
 def table_of(
     rows: Mapping[str, Sequence[Any]] | pl.DataFrame, rank: int, step: int
 ) -> pl.DataFrame:
-    """The rows with those columns of OPS that hold something: readers add the others.
+    """Return the rows with those columns of OPS that hold something: readers add the others.
 
     Raises for a column that OPS lacks or a value of a wrong type.
     """
@@ -62,7 +62,7 @@ def _column(name: str, values: Sequence[Any], dtype: Any) -> pl.Series:
 
 
 def _list_columns(columns: Lists) -> list[pl.Series]:
-    """Columns of lists of integers, made from one flat column.
+    """Return columns of lists of integers, made from one flat column.
 
     The way of polars itself takes as long for each list as for a column.
     """
@@ -88,7 +88,7 @@ def _list_columns(columns: Lists) -> list[pl.Series]:
 
 
 def _places(cells: Sequence[Sequence[int] | None], filled: int) -> list[int]:
-    """Where each cell stands among the filled ones, the empty list and the null."""
+    """Return where each cell stands among the filled ones, the empty list and the null."""
     empty = filled
     null = filled + 1
     places = []

@@ -37,7 +37,7 @@ class StepTensors:
         self._whole = run.about.keep != "sample"
 
     def whole(self) -> StepTensors:
-        """The same, without records of which only the values inside are kept: of a
+        """Return the same, without records of which only the values inside are kept: of a
         sparse, nested or distributed tensor. An operator cannot run again on these."""
         restricted = copy.copy(self)
         restricted._stored = {
@@ -87,7 +87,7 @@ class StepTensors:
         return tuple(stored.shape), tuple(stored.stride)
 
     def blob(self, record: int) -> torch.Tensor:
-        """The kept elements that the tensor is made of, in the order of memory.
+        """Return the kept elements that the tensor is made of, in the order of memory.
 
         Raises ``KeyError`` where none are kept.
         """

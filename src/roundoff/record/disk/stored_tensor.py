@@ -23,7 +23,7 @@ class StoredTensor:
     offset: int | None
 
     def strided(self, elements: torch.Tensor, run: Path) -> torch.Tensor:
-        """The tensor from its elements in the order of memory.
+        """Return the tensor from its elements in the order of memory.
 
         A view of a larger tensor shows its own elements only. Raises ``RunError`` where
         shape and stride do not fit; ``run`` is named in it.

@@ -1,4 +1,6 @@
-"""Tensors on disk: safetensors files of a bounded size, each content once, every dtype bit for bit."""
+"""Tensors on disk: safetensors files of a bounded size, each content once, every dtype
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ NATIVE = {
 
 
 def content_hash(tensor: torch.Tensor) -> str:
-    """xxh3_128, in hex, of dtype, shape and bytes in row-major order.
+    """Return xxh3_128, in hex, of dtype, shape and bytes in row-major order.
 
     Equal for tensors with equal bits however they are strided and wherever they are, so
     0.0 and -0.0 differ, and NaNs of different payload do. Raises ``TypeError`` for what
@@ -178,7 +180,7 @@ def checksum(path: Path) -> dict[str, int | str]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, on the host and contiguous; itself where it is so."""
+    """Return the tensor detached, on the host and contiguous; itself where it is so."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise TypeError(
             f"a tensor of layout {tensor.layout} and {tensor.dtype} has no plain bytes"
@@ -224,7 +226,7 @@ class TensorFile:
         self._described = json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
     def read(self, key: str) -> torch.Tensor:
-        """One tensor, mapped into memory.
+        """Return one tensor, mapped into memory.
 
         Raises ``DamagedError`` when its bytes are not those that were written.
         """

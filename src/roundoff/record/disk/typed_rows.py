@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def column(dtype: Any, *, default: Any = MISSING) -> Any:
-    """A dataclass field that is a column of this polars type."""
+    """Return a dataclass field that is a column of this polars type."""
     return field(default=default, metadata={"dtype": dtype})
 
 
@@ -38,7 +38,7 @@ def schema_of(row_type: type[RowType]) -> dict[str, ColumnType]:
 
 
 def table_of_rows(row_type: type[RowType], rows: Iterable[RowType]) -> pl.DataFrame:
-    """The rows as a table; without rows, its columns alone."""
+    """Return the rows as a table; without rows, its columns alone."""
     rows = list(rows)
     schema = schema_of(row_type)
     return pl.DataFrame(
@@ -47,7 +47,7 @@ def table_of_rows(row_type: type[RowType], rows: Iterable[RowType]) -> pl.DataFr
 
 
 def rows_of_table(row_type: type[RowType], table: pl.DataFrame) -> list[RowType]:
-    """The rows of a table; columns that are no fields are left out."""
+    """Return the rows of a table; columns that are no fields are left out."""
     columns = [f.name for f in fields(row_type) if f.name in table.columns]
     rows = table.select(columns).iter_rows(named=True)
     return [row_type(**row) for row in rows]

@@ -221,7 +221,7 @@ class Writer:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it: keys, and whatever JSON lacks, as their text."""
+    """Return the value as JSON has it: keys, and whatever JSON lacks, as their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -37,8 +37,8 @@ _LEVELS = {"L0": "module", "L1": "op"}
 
 
 def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
-    """(rank, step) -> folder of each ``dump.json`` at, in, or one or two levels below
-    ``path``; empty if there is none.
+    """Return (rank, step) -> folder of each ``dump.json`` at, in, or one or two levels
+    below ``path``; empty if there is none.
 
     ``proc<id>``, which msprobe writes without ``torch.distributed``, is rank 0. Raises
     ``RunError`` where two processes have written the same rank of the same step, and
@@ -62,7 +62,7 @@ def find_dumps(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def _step_folders(path: Path) -> list[tuple[int, Path]]:
-    """The steps in a folder, or the folder itself if it is one step."""
+    """Return the steps in a folder, or the folder itself if it is one step."""
     folders = []
     for name in sorted(read_checked(path, os.listdir, path)):
         number = _step_number(name)
@@ -73,7 +73,7 @@ def _step_folders(path: Path) -> list[tuple[int, Path]]:
 
 
 def _rank_folders(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The ranks in the folder of a step."""
+    """Yield the ranks in the folder of a step."""
     if not folder.is_dir():
         return
     for name in sorted(read_checked(folder, os.listdir, folder)):
@@ -88,7 +88,7 @@ def _step_number(name: str) -> int | None:
 
 
 def _rank_number(name: str) -> int | None:
-    """The rank of ``rank<id>``, 0 for ``proc<id>``, None for any other name."""
+    """Return the rank of ``rank<id>``, 0 for ``proc<id>``, None for any other name."""
     match = _RANK.fullmatch(name)
     if match is None:
         return None
@@ -216,7 +216,7 @@ class MsprobeRun(Run):
         key: str,
         opened: dict[Path, TensorFile] | None = None,
     ) -> torch.Tensor:
-        """The tensor in one file of the dump."""
+        """Return the tensor in one file of the dump."""
         del opened  # a file holds one tensor
         folder = self._dumps[rank, step] / _TENSORS
         path = folder / key
@@ -287,7 +287,7 @@ def _is_dump(content: Any) -> bool:
 def _read_optional(
     path: Path, parse: Callable[[dict[str, Any]], dict[str, _T]]
 ) -> dict[str, _T]:
-    """``parse`` of a file beside dump.json; empty where msprobe did not write it."""
+    """Return ``parse`` of a file beside dump.json; empty where msprobe did not write it."""
     if not path.exists():
         return {}
     return read_checked(path, lambda: parse(read_json(path)))

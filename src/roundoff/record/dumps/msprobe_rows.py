@@ -149,7 +149,7 @@ def _user_line(places: list[re.Match[str]]) -> str | None:
 
 
 def _in_package(path: str) -> str:
-    """The path without the folder of installed packages."""
+    """Return the path without the folder of installed packages."""
     return _PACKAGES.sub("", path)
 
 
@@ -178,7 +178,7 @@ def records(
     rank: int,
     step: int,
 ) -> list[TensorRecord]:
-    """The rows of the records under "data" of a dump.json, in its order.
+    """Return the rows of the records under "data" of a dump.json, in its order.
 
     Raises whatever a malformed record leads to.
     """
@@ -267,7 +267,7 @@ def _api_call(
 def _indices(
     calls: Mapping[str, DumpedCall], parent_of: Mapping[str, str | None]
 ) -> dict[str, int]:
-    """How often each was called before.
+    """Return how often each was called before.
 
     msprobe numbers the calls of an API through the whole step; where the calling
     modules are known, the calls of each module are counted.
@@ -291,7 +291,7 @@ def _undirected(name: str) -> str:
 
 
 def _tensors(call: DumpedCall, content: Any) -> Iterator[DumpedTensor]:
-    """The tensors of a record; one without content where it has no result."""
+    """Yield the tensors of a record; one without content where it has no result."""
     if not isinstance(content, dict):
         raise TypeError(f"a {type(content).__name__} where a record should be")
     is_gradients = call.kind == "parameters_grad"
@@ -313,7 +313,7 @@ def _tensors(call: DumpedCall, content: Any) -> Iterator[DumpedTensor]:
 def _named_leaves(
     part: str, content: Any, is_gradients: bool
 ) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
-    """The leaves of one part of a record, with the parameter that they belong to."""
+    """Yield the leaves of one part of a record, with the parameter that they belong to."""
     if part == "parameters" and content:
         for parameter, value in content.items():
             for leaf in _leaves(value):
@@ -325,7 +325,7 @@ def _named_leaves(
 
 
 def _leaves(value: Any) -> list[dict[str, Any] | None]:
-    """The tensors in a value, and None for everything else; None once for a list or
+    """Return the tensors in a value, and None for everything else; None once for a list or
     dictionary without tensors."""
     if isinstance(value, dict) and "dtype" in value and "shape" in value:
         return [value]
@@ -342,7 +342,7 @@ def _leaves(value: Any) -> list[dict[str, Any] | None]:
 
 
 def _group(content: Any) -> str | None:
-    """The ranks of the process group among the arguments."""
+    """Return the ranks of the process group among the arguments."""
     for part in ("input_args", "input_kwargs"):
         arguments = content.get(part) or []
         if isinstance(arguments, dict):
@@ -354,7 +354,7 @@ def _group(content: Any) -> str | None:
 
 
 def _tensor_columns(content: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields of ``TensorRecord`` that describe a tensor."""
+    """Return the fields of ``TensorRecord`` that describe a tensor."""
     if content is None:
         return {"reason": _NO_TENSOR}
     shape = [int(size) for size in content["shape"]]
@@ -433,7 +433,7 @@ def _with_infinity(
 
 
 def _zeros(low: float, high: float, numel: int) -> int | None:
-    """How many elements are zero, as far as the extremes prove it."""
+    """Return how many elements are zero, as far as the extremes prove it."""
     if high == low == 0:
         return numel
     return 0 if low > 0 or high < 0 else None

@@ -1,4 +1,6 @@
-"""``roundoff.autocast``: forward and loss in the formats that a plan gives; everything is undone on exit."""
+"""``roundoff.autocast``: forward and loss in the formats that a plan gives; everything
+is undone on exit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from roundoff.train.autocast.rules import HALF, Rules
 
 
 class autocast(ContextDecorator):  # noqa: N801
-    """Run what is inside in the formats of a plan, forward; the backward pass follows each operator's own format.
+    """Run what is inside in the formats of a plan, forward; the backward pass follows
+    each operator's own format.
 
     Use it around forward and loss, like ``torch.autocast``; call ``backward`` outside. One
     object may be entered again and again, from several threads, and inside another region,
@@ -156,7 +159,9 @@ class autocast(ContextDecorator):  # noqa: N801
 
     @contextmanager
     def again(self, place: Place | None = None) -> Iterator[None]:
-        """Enter the same region for a part that is run again (activation checkpointing), from ``place``."""
+        """Enter the same region for a part that is run again (activation
+        checkpointing), from ``place``.
+        """
         with ExitStack() as stack:
             self._enter(stack, place)
             yield
@@ -175,7 +180,8 @@ class autocast(ContextDecorator):  # noqa: N801
             _push(stack, REGIONS.inside, (self, None))
             return
         if has_rules:
-            # compiled backward passes would be traced under autocast; eager ones never run so
+            # compiled backward passes would be traced under autocast; eager ones never
+            # run so
             stack.enter_context(
                 torch._functorch.config.patch(backward_pass_autocast="off")
             )
@@ -214,7 +220,8 @@ def active() -> autocast | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile's, DistributedDataParallel's and DataParallel's wrappers.
+    """Return the model inside torch.compile's, DistributedDataParallel's and
+    DataParallel's wrappers.
 
     Its paths are the sites'.
     """
@@ -316,7 +323,9 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _warn_of_contradictions(outer: Rules, inner: Rules) -> None:
-    """Warn of the first rule of the inner plan that contradicts one of the outer plan about the same sites."""
+    """Warn of the first rule of the inner plan that contradicts one of the outer plan
+    about the same sites.
+    """
     by_source = {line.source: line for line in outer.lines if line.rule is not None}
     for line in inner.lines:
         if line.rule is None:
@@ -336,7 +345,9 @@ def _warn_of_contradictions(outer: Rules, inner: Rules) -> None:
 
 
 def _outer_decision(outer: Rules, pattern: str) -> tuple[str | None, str]:
-    """Return the format and pattern of the rule that decides at an exact site; (None, "") without one."""
+    """Return the format and pattern of the rule that decides at an exact site; (None,
+    "") without one.
+    """
     is_exact = not any(character in pattern for character in "*?[:")
     if not is_exact:
         return None, ""

@@ -39,14 +39,17 @@ _NO_SITES = (
 #: Functions written in Python that are no sites.
 _NOT_ENTERED = _NO_SITES | {"dropout1d", "dropout2d", "dropout3d"}
 _RULES: dict[int, Rules] = {}  # by key: what compiled code refers to
-#: Only the first input: the statistics and weights of batch normalisation stay in fp32, beside inputs of at most fp32.
+#: Only the first input: the statistics and weights of batch normalisation stay in fp32,
+#: beside inputs of at most fp32.
 _CAST_FIRST = frozenset({"batch_norm", "instance_norm"})
 #: The rows that are looked up, not the whole table.
 _CAST_RESULT = frozenset({"embedding", "embedding_bag"})
-#: Their kernels bring operands of several formats to the widest, element by element: no cast is needed for that.
+#: Their kernels bring operands of several formats to the widest, element by element: no
+#: cast is needed for that.
 _MIXING = operators_that("mix formats")
-#: Python functions of torch's that call one operator (of another name where that is given): not entered, since torch.compile
-#: traces the function itself, but not always what is inside it.
+#: Python functions of torch's that call one operator (of another name where that is
+#: given): not entered, since torch.compile traces the function itself, but not always
+#: what is inside it.
 _SINGLE = {name: facts(name).calls for name in operators_that("wrap one operator")}
 #: The formats that autocast casts from.
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -58,7 +61,8 @@ class _ActiveModes(threading.local):
         self.keys: list[int] = []
 
 
-#: The modes of the regions that this thread is in, innermost last, and the keys of their rules.
+#: The modes of the regions that this thread is in, innermost last, and the keys of
+#: their rules.
 LOCAL = _ActiveModes()
 
 
@@ -142,7 +146,9 @@ def _site(path: str, operator: str, number: int) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def autocast_casts(operator: str, device: str) -> bool:
-    """Return True if autocast would cast inside this operator: it is on a list, or made of others that may be."""
+    """Return True if autocast would cast inside this operator: it is on a list, or made
+    of others that may be.
+    """
     return _autocast_casts(operator, device)
 
 
@@ -205,7 +211,9 @@ def run_in(
 
 
 def target_dtype(action: Action, args: Any, kwargs: Any) -> torch.dtype:
-    """Return the dtype that an action casts inputs to; that of "follow" and "promote" depends on them."""
+    """Return the dtype that an action casts inputs to; that of "follow" and "promote"
+    depends on them.
+    """
     if isinstance(action, torch.dtype):
         return action
     return widest(args, kwargs, activations=action == FOLLOW)
@@ -304,7 +312,9 @@ def widest(args: Any, kwargs: Any, *, activations: bool) -> torch.dtype:
 
 
 def _dtypes(values: Any, activations: bool) -> list[torch.dtype]:
-    """Return the dtypes of the floating-point tensors in nested lists; numbers (0-d tensors) do not count."""
+    """Return the dtypes of the floating-point tensors in nested lists; numbers (0-d
+    tensors) do not count.
+    """
     dtypes: list[torch.dtype] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -317,7 +327,9 @@ def _dtypes(values: Any, activations: bool) -> list[torch.dtype]:
 
 
 def _is_site(args: Any, kwargs: Any) -> bool:
-    """Return True for a call on floating-point tensors, none of them complex, sparse or inside ``vmap``, as ``CallMode``."""
+    """Return True for a call on floating-point tensors, none of them complex, sparse or
+    inside ``vmap``, as ``CallMode``.
+    """
     if not torch.compiler.is_compiling() and _is_in_functorch():
         return False
     has_float = False
@@ -336,7 +348,9 @@ def _is_in_functorch() -> bool:
 
 
 def _single_operator(name: str, args: Any, kwargs: Any) -> str:
-    """Return the one operator that a function written in Python calls; empty where it has to be entered."""
+    """Return the one operator that a function written in Python calls; empty where it
+    has to be entered.
+    """
     if _writes(args, kwargs):
         return ""
     if name == "interpolate":

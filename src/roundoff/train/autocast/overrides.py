@@ -1,4 +1,5 @@
-"""Rules about whole operators, as kernels of torch's dispatcher: the autocast key of an operator gets a kernel of ours.
+"""Rules about whole operators, as kernels of torch's dispatcher: the autocast key of an
+operator gets a kernel of ours.
 
 The dispatcher is one for the process, the rules are a thread's: on a thread without rules
 for the operator our kernel hands the call to torch's own. Kernels are registered while some
@@ -34,7 +35,8 @@ _REGISTERED: dict[tuple[str, str], tuple[torch.library.Library, int]] = {}
 
 @contextmanager
 def overridden(operators: Mapping[str, Action], device: str) -> Iterator[None]:
-    """Cast this thread's calls of ``operators`` under autocast on ``device`` as the actions say, inside.
+    """Cast this thread's calls of ``operators`` under autocast on ``device`` as the
+    actions say, inside.
 
     An empty mapping hides the rules of a region around it.
     """

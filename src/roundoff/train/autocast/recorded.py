@@ -1,4 +1,5 @@
-"""The full mode: simulated formats, and a record of what ran in which format, casts and backward pass included.
+"""The full mode: simulated formats, and a record of what ran in which format, casts and
+backward pass included.
 
 Where the light mode only casts, this one knows every operand of every call (``ops.Call``),
 so it can run formats that the device does not have, and see below each call what torch made
@@ -69,7 +70,9 @@ SCHEMA = {
 
 @dataclass
 class Recorded:
-    """The handler of ``ops.watch`` that follows ``rules`` and, with ``record``, keeps a row for each call."""
+    """The handler of ``ops.watch`` that follows ``rules`` and, with ``record``, keeps a
+    row for each call.
+    """
 
     rules: Rules
     record: bool

@@ -30,7 +30,8 @@ class _Regions(threading.local):
         self.modes: dict[int, SiteMode] = {}
 
 
-#: The regions that this thread is in, innermost last, and its modes by the key of their rules.
+#: The regions that this thread is in, innermost last, and its modes by the key of their
+#: rules.
 REGIONS = _Regions()
 _LOCK = threading.RLock()
 
@@ -99,7 +100,9 @@ def hooked(model: nn.Module) -> Iterator[None]:
 
 
 def _show_to_modes() -> None:
-    """Show modes the functions that torch.compile keeps from them, though eager code shows what they call."""
+    """Show modes the functions that torch.compile keeps from them, though eager code
+    shows what they call.
+    """
     module: Any = sys.modules.get("torch._dynamo.variables.torch")
     if module is not None and hasattr(module, "get_overridable_functions"):
         module.get_overridable_functions().update(

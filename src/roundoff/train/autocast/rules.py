@@ -1,4 +1,6 @@
-"""Which rule of a plan decides at a site, and what has to be done there for it: the plan on one model and device."""
+"""Which rule of a plan decides at a site, and what has to be done there for it: the
+plan on one model and device.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,9 @@ def _list_lines(device: str, lists: str, lower: str) -> list[_Line]:
 
 
 def _base(plan: Plan, lines: Sequence[_Line]) -> torch.dtype | None:
-    """Return the dtype in which autocast casts and caches weights: the plan's own, else that of most of its patterns."""
+    """Return the dtype in which autocast casts and caches weights: the plan's own, else
+    that of most of its patterns.
+    """
     if plan.autocast:
         return NATIVE[plan.autocast]
     counts = Counter(line.format for line in lines if line.format in HALF)
@@ -248,7 +252,9 @@ def _base(plan: Plan, lines: Sequence[_Line]) -> torch.dtype | None:
 
 
 def _check_sites(lines: Sequence[_Line], model: nn.Module | None) -> None:
-    """Check that patterns about sites have a model, and that exact names are paths of its modules."""
+    """Check that patterns about sites have a model, and that exact names are paths of
+    its modules.
+    """
     local = [line for line in lines if not line.source.startswith((OPERATOR, "*"))]
     if model is None:
         if local:

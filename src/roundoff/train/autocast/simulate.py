@@ -1,4 +1,5 @@
-"""Formats that the device does not have, in training: rounded values forward, straight-through gradients backward.
+"""Formats that the device does not have, in training: rounded values forward,
+straight-through gradients backward.
 
 The forward pass is the format's execution rule (``ops.execute``). Backward, the gradient
 that arrives at the operator's output is rounded once, as the operand of the two products
@@ -38,7 +39,8 @@ def simulated(call: Call, fmt: Format) -> Any:
         return call.run()
     receive = partial(_output, fmt=fmt, rule=rule)
     if call.kind == "embedding" and not rule.output:
-        # execute rounds the rows that were looked up, where that gives the same, not the table
+        # execute rounds the rows that were looked up, where that gives the same, not
+        # the table
         return tree_map(receive, execute(call, fmt, partial(straight, fmt=fmt)))
     leaves = list(call.leaves)
     for operand in call.operands:

@@ -1,4 +1,6 @@
-"""One configuration of a bench under all seeds: losses and times of every step, metric, memory; or why it failed."""
+"""One configuration of a bench under all seeds: losses and times of every step, metric,
+memory; or why it failed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training configurations by name, such as ``bf16+compile``: how each changes the training of a workload."""
+"""Training configurations by name, such as ``bf16+compile``: how each changes the
+training of a workload.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ UNDECIDED = "undecided"
 
 @dataclass(frozen=True, slots=True)
 class DifferenceVerdict:
-    """A difference and its verdict. Numbers are in the unit of the values; None where there is none.
+    """A difference and its verdict.
+
+    Numbers are in the unit of the values; None where there is none.
 
     Attributes:
         verdict: ``different``, ``no difference seen`` or ``undecided``.
@@ -44,11 +46,12 @@ def judge(reference: Sequence[float], candidate: Sequence[float]) -> DifferenceV
     """Judge ``candidate`` against ``reference``: one number for each seed, in the same order.
 
     The runs of one seed share weights, data and random numbers, so the test is paired.
-    With ``d`` the differences of ``n`` seeds, ``mean(d) ± t(0.975, n-1) · std(d) / sqrt(n)``
-    holds the true mean difference in 95 % of all cases (Student's interval; it takes the
-    differences for normal). An exact test that flips signs needs no such assumption, but
-    its p cannot fall below ``2 / 2^n``, which is 5 % only from six seeds on. With ``s`` the
-    standard deviation of the reference over its seeds, the noise:
+    With ``d`` the differences of ``n`` seeds,
+    ``mean(d) ± t(0.975, n-1) · std(d) / sqrt(n)`` holds the true mean difference in 95
+    % of all cases (Student's interval; it takes the differences for normal). An exact
+    test that flips signs needs no such assumption, but its p cannot fall below
+    ``2 / 2^n``, which is 5 % only from six seeds on. With ``s`` the standard deviation
+    of the reference over its seeds, the noise:
 
     - ``different``: the interval leaves out zero, and the mean difference is larger than
       ``s``;

@@ -1,4 +1,6 @@
-"""What one training step does: the formats it computes in, its use of a loss scale, the bytes it keeps."""
+"""What one training step does: the formats it computes in, its use of a loss scale, the
+bytes it keeps.
+"""
 
 from __future__ import annotations
 

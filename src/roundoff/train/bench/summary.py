@@ -1,4 +1,6 @@
-"""The result of a bench: ratios, differences and verdicts of each configuration against the first."""
+"""The result of a bench: ratios, differences and verdicts of each configuration against
+the first.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Outcome:
             is not finite.
         seeds: the value of each seed.
         verdict, reason, difference, low, high, noise, could_see: see
-            ``DifferenceVerdict``; all None for the reference itself, or where the reference failed.
+            ``DifferenceVerdict``; all None for the reference itself, or where the
+            reference failed.
     """
 
     mean: float

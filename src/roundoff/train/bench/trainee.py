@@ -1,4 +1,6 @@
-"""One configuration in training: its own copy of the model, its optimizer, its loss scale, and its clocks."""
+"""One configuration in training: its own copy of the model, its optimizer, its loss
+scale, and its clocks.
+"""
 
 from __future__ import annotations
 

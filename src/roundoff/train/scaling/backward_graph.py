@@ -1,6 +1,8 @@
-"""What the graph of a loss still says after its backward pass: in which order gradients were made, and by which nodes.
+"""What the graph of a loss still says after its backward pass: in which order gradients
+were made, and by which nodes.
 
-The metadata of a graph outlives its saved tensors, so this costs nothing until somebody asks.
+The metadata of a graph outlives its saved tensors, so this costs nothing until somebody
+asks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 
 #: The key under which ``StepCalls`` marks the nodes that made a model's outputs.
 OUTPUT = "roundoff output"
-#: Nodes between a loss and a model's outputs that are observed; a loss of more is its own model.
+#: Nodes between a loss and a model's outputs that are observed; a loss of more is its
+#: own model.
 _NEAR = 256
 #: Number of a leaf in the engine's queue: before all other nodes.
 _LEAF = -(2**64)
@@ -51,12 +54,16 @@ class BackwardGraph:
         self._near = []
 
     def gradients(self) -> Iterator[tuple[Tensor, str]]:
-        """Yield each parameter with the name of the autograd node that finished its gradient, in backward order."""
+        """Yield each parameter with the name of the autograd node that finished its
+        gradient, in backward order.
+        """
         for root in self._roots:
             yield from backward_order(root)
 
     def born_in_the_loss(self) -> str | None:
-        """Return the node between the loss and the model that first made a gradient that is not finite; None: none did."""
+        """Return the node between the loss and the model that first made a gradient
+        that is not finite; None: none did.
+        """
         for name, values in self._near:
             if not all(bool(torch.isfinite(value).all()) for value in values):
                 return name
@@ -68,7 +75,8 @@ class BackwardGraph:
 
 
 def backward_order(root: Any) -> Iterator[tuple[Tensor, str]]:
-    """Yield leaves in the order in which torch's engine finishes their gradients, with the node that ran last before each.
+    """Yield leaves in the order in which torch's engine finishes their gradients, with
+    the node that ran last before each.
 
     The engine runs what is ready and was made last in the forward pass first, and leaves
     before all others (torch/csrc/autograd/engine.cpp, ``CompareNodeTaskTime``). With
@@ -125,7 +133,9 @@ def operator_of(node: str) -> str:
 
 
 def _outside_the_model(root: Any) -> list[Any]:
-    """Return the nodes from the loss up to the outputs of the model; none where the loss does not come from it."""
+    """Return the nodes from the loss up to the outputs of the model; none where the
+    loss does not come from it.
+    """
     nodes = []
     visited = {root}
     stack = [root]

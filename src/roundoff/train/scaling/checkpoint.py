@@ -1,4 +1,6 @@
-"""A scaler's state in a checkpoint: with the keys of ``torch.amp.GradScaler``, so that one can go on from the other."""
+"""A scaler's state in a checkpoint: with the keys of ``torch.amp.GradScaler``, so that
+one can go on from the other.
+"""
 
 from __future__ import annotations
 

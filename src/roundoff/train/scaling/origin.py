@@ -1,4 +1,6 @@
-"""Which operator made the first non-finite gradient of a step: the step runs again, recorded, and the recording is asked."""
+"""Which operator made the first non-finite gradient of a step: the step runs again,
+recorded, and the recording is asked.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Origin:
 
 
 def find_origin(steps: StepCalls) -> Origin:
-    """Run the calls of the last step again, in backward order, up to the first with a gradient that is not finite.
+    """Run the calls of the last step again, in backward order, up to the first with a
+    gradient that is not finite.
 
     The model, its gradients, buffers, hooks and modes, and the random generators are as
     before afterwards. Inside, ``.grad`` is not touched by autograd, and nothing is
@@ -96,7 +99,9 @@ def _unobserved(steps: StepCalls) -> Iterator[None]:
 
 
 def _run_again(model: nn.Module, call: ModelCall) -> Birth | None:
-    """Find the first non-finite gradient of one call and what made it; None where all are finite."""
+    """Find the first non-finite gradient of one call and what made it; None where all
+    are finite.
+    """
     gradients = _gradients_from_outside(model, call)
     parameters = [p for p in model.parameters() if p.requires_grad]
     order: list[Tensor] = []
@@ -118,7 +123,9 @@ def _run_again(model: nn.Module, call: ModelCall) -> Birth | None:
 
 @contextmanager
 def _noted_order(parameters: Sequence[Tensor], order: list[Tensor]) -> Iterator[None]:
-    """Add each parameter to ``order`` when its gradient is complete; forget the gradients afterwards."""
+    """Add each parameter to ``order`` when its gradient is complete; forget the
+    gradients afterwards.
+    """
     handles = []
     for parameter in parameters:
         register: Any = parameter.register_hook
@@ -159,7 +166,8 @@ def _backward(
 def read_birth(
     rows: pl.DataFrame, gradient: str | None, outputs: Sequence[int | None]
 ) -> Birth:
-    """Read from the rows of one step what made the gradient of a parameter, and where its NaN or Inf was born.
+    """Read from the rows of one step what made the gradient of a parameter, and where
+    its NaN or Inf was born.
 
     ``outputs`` are the records of outputs of the model that are not finite.
     """
@@ -196,7 +204,9 @@ def _origin(
     by_record: dict[int, NonfiniteEvent],
     outputs: Sequence[int | None],
 ) -> NonfiniteEvent | None:
-    """Return the event where the NaN or Inf of ``event`` was born; without one the first birth of all."""
+    """Return the event where the NaN or Inf of ``event`` was born; without one the
+    first birth of all.
+    """
     born = None
     if event is not None and event.origin is not None:
         born = by_record.get(event.origin)
@@ -220,7 +230,9 @@ def _births_of_outputs(
 
 
 def _maker_of_gradient(rows: pl.DataFrame, gradient: str | None) -> RecordedRow | None:
-    """Return the row of what computed a gradient: before casts, copies and views of it, in the backward pass."""
+    """Return the row of what computed a gradient: before casts, copies and views of it,
+    in the backward pass.
+    """
     if not gradient:
         return None
     records = rows.filter(pl.col("name") == f"{gradient}.grad")["record"].to_list()
@@ -268,7 +280,9 @@ def _forward(model: nn.Module, call: ModelCall) -> tuple[list[Any], list[Tensor]
 
 
 def _gradients_from_outside(model: nn.Module, call: ModelCall) -> dict[int, Tensor]:
-    """Return the gradients of the outputs, without what came to one (logits) through another (the loss made of them)."""
+    """Return the gradients of the outputs, without what came to one (logits) through
+    another (the loss made of them).
+    """
     gradients = {
         place: torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         for place, parts in call.gradients.items()
@@ -295,7 +309,9 @@ def _gradients_from_outside(model: nn.Module, call: ModelCall) -> dict[int, Tens
 
 
 def _without(gradient: Tensor, through: Tensor) -> Tensor:
-    """Subtract ``through``; 0 where that is not finite, since there is nothing to take away from."""
+    """Subtract ``through``; 0 where that is not finite, since there is nothing to take
+    away from.
+    """
     rest = torch.where(torch.isfinite(through), gradient - through, 0.0)
     return rest.to(gradient.dtype)
 

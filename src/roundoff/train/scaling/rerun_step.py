@@ -1,8 +1,10 @@
-"""``StepCalls``: what is needed to run the last step's forward and backward pass once more, kept as references.
+"""``StepCalls``: what is needed to run the last step's forward and backward pass once
+more, kept as references.
 
-Nothing is computed in a step that goes well. Kept until the next step are the inputs of each call of the model, the state
-of the random generators, autocast's settings, copies of the small buffers that the forward pass itself writes and reads,
-and the gradients that came back to the outputs.
+Nothing is computed in a step that goes well. Kept until the next step are the inputs of
+each call of the model, the state of the random generators, autocast's settings, copies
+of the small buffers that the forward pass itself writes and reads, and the gradients
+that came back to the outputs.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ class ModelCall:
             yield
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
-        """Return args and kwargs apart from the graph that made them, and those of their tensors that have a gradient."""
+        """Return args and kwargs apart from the graph that made them, and those of
+        their tensors that have a gradient.
+        """
         detached: dict[int, Tensor] = {}
 
         def detach(value: Any) -> Any:
@@ -226,7 +230,9 @@ class StepCalls:
 
 
 class _Hook:
-    """A hook that doesn't keep ``StepCalls`` alive, and that copies and pickles of the model don't take along."""
+    """A hook that doesn't keep ``StepCalls`` alive, and that copies and pickles of the
+    model don't take along.
+    """
 
     def __init__(self, calls: StepCalls, name: str) -> None:
         self.calls = weakref.ref(calls)
@@ -359,7 +365,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def _active_region() -> Any:
-    """Return the ``roundoff.autocast`` that is entered, where there is one; its ``again()`` enters it once more."""
+    """Return the ``roundoff.autocast`` that is entered, where there is one; its
+    ``again()`` enters it once more.
+    """
     module = sys.modules.get("roundoff.train.autocast.context")
     active = getattr(module, "active", None)
     return None if active is None else active()

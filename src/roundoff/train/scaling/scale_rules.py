@@ -1,4 +1,5 @@
-"""How a loss scale moves: rules as data, each with one update that runs where the scale is, without asking the host.
+"""How a loss scale moves: rules as data, each with one update that runs where the scale
+is, without asking the host.
 
 A rule holds the constants, ``ScaleState`` the state. Scales are float32 and the counts
 int32, as in torch's own scaler.
@@ -19,7 +20,9 @@ from roundoff.errors import ScalerError, did_you_mean, nearest
 
 @dataclass(frozen=True)
 class Static:
-    """A scale that never moves (Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2)."""
+    """A scale that never moves (Micikevicius et al., Mixed Precision Training, ICLR
+    2018, section 3.2).
+    """
 
     init_scale: float = 2.0**16
     name: ClassVar[str] = "static"
@@ -31,7 +34,9 @@ class Static:
         """Leave the scale where it is."""
 
     def constants(self) -> dict[str, float]:
-        """Return the constants as torch's ``GradScaler`` names them: with factors of 1 it keeps the scale too."""
+        """Return the constants as torch's ``GradScaler`` names them: with factors of 1
+        it keeps the scale too.
+        """
         return {
             "growth_factor": 1.0,
             "backoff_factor": 1.0,
@@ -43,8 +48,9 @@ class Static:
 class Dynamic:
     """The rule of ``torch.amp.GradScaler``, by torch's own kernel.
 
-    After a step with NaN or Inf the scale is multiplied by ``backoff_factor``; after ``growth_interval`` steps in a row
-    without, by ``growth_factor``, unless the product is not finite.
+    After a step with NaN or Inf the scale is multiplied by ``backoff_factor``; after
+    ``growth_interval`` steps in a row without, by ``growth_factor``, unless the product
+    is not finite.
     """
 
     init_scale: float = 2.0**16
@@ -60,7 +66,9 @@ class Dynamic:
         _check(self, "growth_interval", self.growth_interval >= 1, "at least 1")
 
     def update(self, state: ScaleState, overflow: Tensor) -> None:
-        """Move the scale after a step; ``overflow`` is 1 where a gradient was not finite, else 0."""
+        """Move the scale after a step; ``overflow`` is 1 where a gradient was not
+        finite, else 0.
+        """
         torch._amp_update_scale_(
             state.scale,
             state.good,
@@ -81,15 +89,19 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Exponential:
-    """The exponential update of TensorFlow and of Ascend's adapter for it; with ``consecutive``, PaddlePaddle's.
+    """The exponential update of TensorFlow and of Ascend's adapter for it; with
+    ``consecutive``, PaddlePaddle's.
 
-    The scale grows by ``incr_ratio`` after ``incr_every_n_steps`` good steps since the last bad one, unless the product
-    is not finite, and shrinks by ``decr_ratio`` at the ``decr_every_n_nan_or_inf``-th bad step. Bad steps accumulate: good
-    ones in between do not clear their count, only a move of the scale does (and a growth that was not finite).
-    With ``consecutive`` a good step clears it (``paddle.amp.GradScaler``; its defaults are 65536, 2000, 1, 2, 0.5).
+    The scale grows by ``incr_ratio`` after ``incr_every_n_steps`` good steps since the
+    last bad one, unless the product is not finite, and shrinks by ``decr_ratio`` at the
+    ``decr_every_n_nan_or_inf``-th bad step. Bad steps accumulate: good ones in between
+    do not clear their count, only a move of the scale does (and a growth that was not
+    finite). With ``consecutive`` a good step clears it (``paddle.amp.GradScaler``; its
+    defaults are 65536, 2000, 1, 2, 0.5).
 
-    Source: ``ExponentialUpdateLossScaleManager`` of tf.contrib.mixed_precision (TensorFlow 1.15), the same in Ascend's
-    npu_bridge. Its text says that an update below 1 is not applied, its code gives 1: here too, by ``floor``.
+    Source: ``ExponentialUpdateLossScaleManager`` of tf.contrib.mixed_precision
+    (TensorFlow 1.15), the same in Ascend's npu_bridge. Its text says that an update
+    below 1 is not applied, its code gives 1: here too, by ``floor``.
     """
 
     init_loss_scale: float = 2.0**32
@@ -118,7 +130,9 @@ class Exponential:
         return self.init_loss_scale
 
     def update(self, state: ScaleState, overflow: Tensor) -> None:
-        """Move the scale after a step; ``overflow`` is 1 where a gradient was not finite, else 0."""
+        """Move the scale after a step; ``overflow`` is 1 where a gradient was not
+        finite, else 0.
+        """
         scale = state.scale
         is_bad = overflow > 0
         kept_bad = 0 if self.consecutive else state.bad
@@ -135,7 +149,9 @@ class Exponential:
         state.bad.copy_(torch.where(moved, 0, bad))
 
     def constants(self) -> dict[str, float]:
-        """Return the nearest that torch's ``GradScaler`` can follow: it would shrink at every bad step."""
+        """Return the nearest that torch's ``GradScaler`` can follow: it would shrink at
+        every bad step.
+        """
         return {
             "growth_factor": self.incr_ratio,
             "backoff_factor": self.decr_ratio,

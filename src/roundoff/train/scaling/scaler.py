@@ -1,7 +1,9 @@
-"""``LossScaler``: a loss scale that cannot be used in the wrong order, and that says why it skipped a step.
+"""``LossScaler``: a loss scale that cannot be used in the wrong order, and that says
+why it skipped a step.
 
-The loss is multiplied by a scale so that small half-precision gradients don't become zero, and gradients are divided by
-it before the step (Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2).
+The loss is multiplied by a scale so that small half-precision gradients don't become
+zero, and gradients are divided by it before the step (Micikevicius et al., Mixed
+Precision Training, ICLR 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -137,7 +139,8 @@ class LossScaler:
         self._warned: set[str] = set()
         self._calls = StepCalls(model) if model is not None and enabled else None
 
-    # -- one step ------------------------------------------------------------------------------------------------------
+    # -- one step
+    # ------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Run backward on ``loss`` times the scale; gradients are added up until ``step``.
@@ -162,7 +165,8 @@ class LossScaler:
         self._loss_bad = is_bad if self._loss_bad is None else self._loss_bad | is_bad
         self._versions.before_backward(first=not self._backwards)
         self._graph.add(loss, closely=self.explains)
-        # The gradient of (loss * scale) at the loss; without the product, which may overflow where no gradient does.
+        # The gradient of (loss * scale) at the loss; without the product, which may
+        # overflow where no gradient does.
         seed = scale.to(loss.device, loss.dtype).expand(loss.shape)
         torch.autograd.backward(loss, seed, retain_graph=retain_graph)
         if not retain_graph:
@@ -171,12 +175,15 @@ class LossScaler:
         self._versions.after_backward(_parameters(self._optimizers))
 
     def unscale(self, *optimizers: Optimizer) -> None:
-        """Divide the gradients by the scale now, to read them or change them; ``step`` won't do it again."""
+        """Divide the gradients by the scale now, to read them or change them; ``step``
+        won't do it again.
+        """
         if self.enabled:
             self._unscaled = self._unscale(optimizers, "LossScaler.unscale")
 
     def step(self, *optimizers: Optimizer, clip: float | None = None) -> None:
-        """Step every optimizer, or none where a gradient of any of them is NaN or Inf, and move the scale.
+        """Step every optimizer, or none where a gradient of any of them is NaN or Inf,
+        and move the scale.
 
         Args:
             optimizers: all of this step; a parameter in two of them is unscaled once.
@@ -292,11 +299,14 @@ class LossScaler:
     def _runs_bf16(self) -> bool:
         return self._calls is not None and self._calls.autocast_to(torch.bfloat16)
 
-    # -- what it says ----------------------------------------------------------------------------------------------------
+    # -- what it says
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def skipped(self) -> Tensor:
-        """True if the last step was skipped: a 0-d bool tensor on the scale's device; False before the first."""
+        """True if the last step was skipped: a 0-d bool tensor on the scale's device;
+        False before the first.
+        """
         return torch.tensor(False) if self._overflow is None else self._overflow > 0
 
     @property
@@ -348,12 +358,15 @@ class LossScaler:
         return saved(self.rule, self._start, self._state) if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of this class or, with the dynamic rule, of ``torch.amp.GradScaler``."""
+        """Go on from a checkpoint of this class or, with the dynamic rule, of
+        ``torch.amp.GradScaler``.
+        """
         if self.enabled:
             self.rule, self._start = loaded(self.rule, state)
             self._state = None
 
-    # -- inside ----------------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------------------
 
     def _on(self, device: torch.device) -> ScaleState:
         """Return the state, made on the device of the first step."""

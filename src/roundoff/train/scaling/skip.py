@@ -24,7 +24,8 @@ _UNSCALED = 1 - 2**-20
 
 @dataclass(frozen=True)
 class Birth:
-    """Where the first NaN or Inf of the gradients comes from; fields are None where they are not known.
+    """Where the first NaN or Inf of the gradients comes from; fields are None where
+    they are not known.
 
     Attributes:
         gradient: the parameter whose gradient was the first in backward order to hold NaN
@@ -173,7 +174,9 @@ def explain_skip(
 
 
 def _bad_gradients(gradients: StepGradients, saturated: float | None) -> dict[int, str]:
-    """Name, by identity, each parameter whose unscaled gradient is not finite or at least ``saturated``."""
+    """Name, by identity, each parameter whose unscaled gradient is not finite or at
+    least ``saturated``.
+    """
     bad = {}
     rows = zip(gradients.names(), gradients.parameters, gradients.values(), strict=True)
     for name, parameter, value in rows:

@@ -1,4 +1,6 @@
-"""The gradients of one step: which can be unscaled, unscaling them once, and if somebody changed them in between."""
+"""The gradients of one step: which can be unscaled, unscaling them once, and if
+somebody changed them in between.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class _ParameterPlace:
 
 
 class StepGradients:
-    """The gradients that some optimizers would step with: each once, with the name of its parameter.
+    """The gradients that some optimizers would step with: each once, with the name of
+    its parameter.
 
     ``model_names`` gives the names of a model's parameters by their identity.
     """
@@ -43,7 +46,9 @@ class StepGradients:
         optimizers: Sequence[Optimizer],
         model_names: Callable[[], dict[int, str]],
     ) -> None:
-        """Raise ``ScalerError`` where scaled gradients cannot be had, before anything is changed."""
+        """Raise ``ScalerError`` where scaled gradients cannot be had, before anything
+        is changed.
+        """
         if not optimizers:
             raise ScalerError(
                 "no optimizer to step",
@@ -81,7 +86,9 @@ class StepGradients:
                 raise ScalerError(**fault, where=self.names()[-1])
 
     def names(self) -> list[str]:
-        """Name each parameter: as in the model where one is given, else by its place in its optimizer."""
+        """Name each parameter: as in the model where one is given, else by its place in
+        its optimizer.
+        """
         names = self._model_names()
         return [
             names.get(id(parameter), str(self._places[id(parameter)]))
@@ -108,7 +115,8 @@ class StepGradients:
         Return 1 where one was NaN, Inf or at least ``saturation`` before, else 0: 0-d
         float32 on the device of the scale.
         """
-        # the reciprocal in float64, as torch's scaler: division in float32 may be imprecise on some devices
+        # the reciprocal in float64, as torch's scaler: division in float32 may be
+        # imprecise on some devices
         wide = scale if scale.device.type == "mps" else scale.double()
         inverse = wide.reciprocal().float()
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -169,7 +177,9 @@ class GradientVersions:
         self._sums = {}
 
     def stale(self, gradients: StepGradients) -> list[str]:
-        """Name parameters whose scaled gradient was added to the unscaled one of the step before."""
+        """Name parameters whose scaled gradient was added to the unscaled one of the
+        step before.
+        """
         return _names_where(self._is_stale, gradients)
 
     def changed(self, gradients: StepGradients, *, ask: bool) -> list[str]:
@@ -206,7 +216,8 @@ class GradientVersions:
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer itself leaves weights and state alone where its ``found_inf`` is 1.
+    """Return True if the optimizer itself leaves weights and state alone where its
+    ``found_inf`` is 1.
 
     Then nobody has to ask the device. Not SGD with momentum: torch's fused kernel then
     leaves a momentum buffer that was never written.

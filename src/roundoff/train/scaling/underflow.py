@@ -16,7 +16,8 @@ from torch import Tensor
 from roundoff.compare import power_below
 from roundoff.formats import limits, parse_format
 
-#: Powers of two left free, as in ``compare.loss_scale``: room for gradients twice as large as any measured.
+#: Powers of two left free, as in ``compare.loss_scale``: room for gradients twice as
+#: large as any measured.
 MARGIN = 1.0
 
 
@@ -58,7 +59,8 @@ def underflow(
     factor: float | None = None,
     fmt: str = "fp16",
 ) -> Underflow:
-    """Measure ``gradients``, which times ``factor`` are those at ``scale`` (``scale`` itself where they are unscaled).
+    """Measure ``gradients``, which times ``factor`` are those at ``scale`` (``scale``
+    itself where they are unscaled).
 
     NaN and Inf are counted and left out. One read of all values, in float64 chunks of the
     tensors.

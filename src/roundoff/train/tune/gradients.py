@@ -1,7 +1,9 @@
-"""The error budget of a training step: what rounding each operator, forward and backward, costs gradients and loss.
+"""The error budget of a training step: what rounding each operator, forward and
+backward, costs gradients and loss.
 
-The target is all parameter gradients of each batch and, unless left out, its loss. Each counts relative to its own power:
-noise = sum |dG|^2 / sum |G|^2 + sum dL^2 / sum L^2 over the batches, so the SQNR of the budget is below that of both.
+The target is all parameter gradients of each batch and, unless left out, its loss. Each
+counts relative to its own power: noise = sum |dG|^2 / sum |G|^2 + sum dL^2 / sum L^2
+over the batches, so the SQNR of the budget is below that of both.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ from roundoff.record import environment
 from roundoff.train.tune.simulated_step import SimulatedFormats, loss_of, trainable
 from roundoff.workload import Workload
 
-#: Probes times batches asked for when ``probes`` is not given. One batch has one target, so a power is estimated from
-#: this many squares of near-Gaussian projections: sqrt(2/n) is its relative standard error, 0.8 dB for 48.
+#: Probes times batches asked for when ``probes`` is not given. One batch has one
+#: target, so a power is estimated from this many squares of near-Gaussian projections:
+#: sqrt(2/n) is its relative standard error, 0.8 dB for 48.
 PROJECTIONS = 48
-#: Sign vectors of gradients are long: more batches than this are not needed to know a power.
+#: Sign vectors of gradients are long: more batches than this are not needed to know a
+#: power.
 BATCHES = 4
 #: What the errors of autograd for a missing second derivative have in their text.
 NO_DERIVATIVE = ("not implemented", "once_differentiable", "twice", "Double backwards")
@@ -69,7 +73,8 @@ def gradient_budget(
     scale: float = 1.0,
     progress: Progress | None = None,
 ) -> Budget:
-    """Measure what rounding each site to each format, forward and backward, costs the gradients (and the ``loss``).
+    """Measure what rounding each site to each format, forward and backward, costs the
+    gradients (and the ``loss``).
 
     The model runs in training mode, on the first ``batches`` batches, with attention
     computed by its plain formula (fused kernels have no second derivative). Each of the
@@ -182,7 +187,9 @@ class _Measurement:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def measure_batch(self, mode: CallMode, index: int) -> None:
-        """Measure one batch; where a second derivative is missing, without vendor kernels, then without that operator."""
+        """Measure one batch; where a second derivative is missing, without vendor
+        kernels, then without that operator.
+        """
         state = self.generator.get_state()
         while True:
             self.generator.set_state(state)
@@ -272,7 +279,9 @@ class _Measurement:
         )
 
     def budget(self, mode: CallMode) -> Budget:
-        """Return the budget: a column for the gradients of each batch, then one for the loss of each."""
+        """Return the budget: a column for the gradients of each batch, then one for the
+        loss of each.
+        """
         batches = len(self.measured)
         sites = tuple(info.measured(batches) for info in self.sites.values())
         return Budget(term_frame(self._rows()), sites, self._facts(mode))
@@ -388,7 +397,9 @@ def _restore_excluded(mode: CallMode, counts: Mapping[Any, int]) -> None:
 
 
 class _KinkObserver(SimulatedFormats):
-    """The handler that runs ``around`` (None: every site in the first format) and shows its inputs to ``kinks``."""
+    """The handler that runs ``around`` (None: every site in the first format) and shows
+    its inputs to ``kinks``.
+    """
 
     def __init__(
         self, around: Mapping[str, str] | None, formats: list[Format], kinks: Kinks

@@ -1,4 +1,6 @@
-"""The search of ``roundoff.tune``: a budget of the gradients, what built-in autocast chooses, and the plans beside it."""
+"""The search of ``roundoff.tune``: a budget of the gradients, what built-in autocast
+chooses, and the plans beside it.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ class Search:
         else:
             self._check(budget)
             self._use(budget)
-        # what no gradient reaches costs no noise, and stays in fp32 in every plan: left out of both sides
+        # what no gradient reaches costs no noise, and stays in fp32 in every plan: left
+        # out of both sides
         followed = {s.site for s in self.budget.sites if not s.no_path}
         self.autocast = {site: f for site, f in chosen.items() if site in followed}
 
@@ -111,7 +114,9 @@ class Search:
             )
 
     def measure_around(self, formats: Mapping[str, str]) -> None:
-        """Measure the budget; derivatives that jump are smeared over the errors that ``formats`` make."""
+        """Measure the budget; derivatives that jump are smeared over the errors that
+        ``formats`` make.
+        """
         budget = gradient_budget(
             self.workload,
             self.measured,

@@ -1,4 +1,5 @@
-"""A training step under a plan, simulated: every site rounds what it reads and writes, forward and backward.
+"""A training step under a plan, simulated: every site rounds what it reads and writes,
+forward and backward.
 
 Values are rounded where ``roundoff.autocast`` would cast them, in fp32 arithmetic, so any
 format runs on any device and the result is the same on all: it is what the predictions of
@@ -47,7 +48,8 @@ class SimulatedFormats(Plain):
 
 
 class SimulatedAutocast(SimulatedFormats):
-    """The handler that runs every call as torch.autocast for ``fmt`` would on ``device``, by its built-in lists.
+    """The handler that runs every call as torch.autocast for ``fmt`` would on
+    ``device``, by its built-in lists.
 
     ``chosen`` maps the sites that ran in the format to its name: those on the list for
     it, and those on no list whose inputs all came in it. In-place operators keep the

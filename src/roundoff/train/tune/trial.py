@@ -1,4 +1,6 @@
-"""A few real training steps in chosen formats: losses of the run, and gradients beside those of the fp32 run."""
+"""A few real training steps in chosen formats: losses of the run, and gradients beside
+those of the fp32 run.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ class Trials:
         return Trial(sqnr(gradients, self.start), max(errors), along, losses)
 
     def natively(self, plan: Plan | str, policy: str | None = None) -> float | None:
-        """Measure the SQNR of the gradients at the start with real casts, under ``roundoff.autocast``.
+        """Measure the SQNR of the gradients at the start with real casts, under
+        ``roundoff.autocast``.
 
         None where it does not find all of the plan's sites, so that another plan ran.
         """

@@ -1,4 +1,6 @@
-"""The result of ``roundoff.tune``: the plan, the runs that verified it, and what else could be chosen."""
+"""The result of ``roundoff.tune``: the plan, the runs that verified it, and what else
+could be chosen.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ RULES = {
 
 
 def vanishing_eps(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the ``eps`` that float16 parameters of this optimizer round to zero; None without one."""
+    """Return the ``eps`` that float16 parameters of this optimizer round to zero; None
+    without one.
+    """
     for group in optimizer.param_groups:
         eps: Any = group.get("eps")
         is_half = any(p.dtype is torch.float16 for p in group["params"])

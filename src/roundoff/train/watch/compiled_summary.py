@@ -1,4 +1,5 @@
-"""The monitor's part in code that ``torch.compile`` has compiled: what a hook computes becomes part of the graph.
+"""The monitor's part in code that ``torch.compile`` has compiled: what a hook computes
+becomes part of the graph.
 
 The summary of an output is written into a tensor that stays. That of a gradient comes out
 as the gradient of a second such tensor, which an identity takes beside the output: so
@@ -16,7 +17,9 @@ from roundoff.train.watch.tensor_summary import reduced
 
 
 class _Beside(torch.autograd.Function):
-    """``x`` unchanged, and in the backward pass the summary of its gradient as the gradient of ``sink``."""
+    """``x`` unchanged, and in the backward pass the summary of its gradient as the
+    gradient of ``sink``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sink: Tensor) -> Tensor:

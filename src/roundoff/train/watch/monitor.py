@@ -1,8 +1,10 @@
-"""The cheap tier of watching a training: range, mean, norm and NaN/Inf counts at module outputs and their gradients.
+"""The cheap tier of watching a training: range, mean, norm and NaN/Inf counts at module
+outputs and their gradients.
 
-Forward hooks see the outputs, tensor hooks the gradients that come back to them: full backward hooks would make views of
-the outputs, and a model that adds to them in place fails then. On the CPU a tensor is read in one pass, at once; on other
-devices three reductions stay there, unread, until somebody asks.
+Forward hooks see the outputs, tensor hooks the gradients that come back to them: full
+backward hooks would make views of the outputs, and a model that adds to them in place
+fails then. On the CPU a tensor is read in one pass, at once; on other devices three
+reductions stay there, unread, until somebody asks.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class FirstBad:
-    """Where a step stopped being finite: the output of ``module`` (its class is ``kind``), or the gradient at it.
+    """Where a step stopped being finite: the output of ``module`` (its class is
+    ``kind``), or the gradient at it.
 
     ``call`` counts the calls of the module in the step, ``output`` the tensors it
     returned; ``non_finite`` of ``numel`` elements are NaN or Inf (None where the device
@@ -134,7 +137,9 @@ class _ObservedStep:
         return is_same and write_count(tensor) == self.version
 
     def collect(self, sinks: Mapping[str, tuple[str, SummarySink]]) -> None:
-        """Take what compiled code has left: outputs in the order in which modules were defined, gradients in the reverse."""
+        """Take what compiled code has left: outputs in the order in which modules were
+        defined, gradients in the reverse.
+        """
         gradients = []
         for path, (kind, sink) in sinks.items():
             output, gradient = sink.take()
@@ -156,7 +161,9 @@ class _ObservedStep:
 
 
 def _fetch(tensors: list[Tensor]) -> dict[int, list[float]]:
-    """Copy tensors to the host, those of one device and length together; by the identity of each."""
+    """Copy tensors to the host, those of one device and length together; by the
+    identity of each.
+    """
     alike: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, len(tensor)), []).append(tensor)
@@ -168,15 +175,19 @@ def _fetch(tensors: list[Tensor]) -> dict[int, list[float]]:
 
 
 class Monitor:
-    """Watches the outputs of a model's modules, and the gradients at them, of the last ``keep`` observed steps.
+    """Watches the outputs of a model's modules, and the gradients at them, of the last
+    ``keep`` observed steps.
 
-    ``every=N`` observes steps 0, N, 2N, ...; ``modules`` are globs over module paths (``"encoder.*"``) or classes
-    (``"class:LayerNorm"``), all modules when left out. ``gradients=False`` looks at outputs alone. A module that returns
-    the very tensor of another one is a row without a second measurement.
+    ``every=N`` observes steps 0, N, 2N, ...; ``modules`` are globs over module paths
+    (``"encoder.*"``) or classes (``"class:LayerNorm"``), all modules when left out.
+    ``gradients=False`` looks at outputs alone. A module that returns the very tensor of
+    another one is a row without a second measurement.
 
-    The numbers of the program do not change, and its hooks are gone when the block is left, also by an exception. On the
-    CPU a step costs about 1.05 of a plain one. Enter it before ``torch.compile`` compiles the model: a hook that is added
-    later never runs, which is said in a warning. Raises ``PatternError`` where a pattern names no module.
+    The numbers of the program do not change, and its hooks are gone when the block is
+    left, also by an exception. On the CPU a step costs about 1.05 of a plain one. Enter
+    it before ``torch.compile`` compiles the model: a hook that is added later never
+    runs, which is said in a warning. Raises ``PatternError`` where a pattern names no
+    module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -204,7 +215,8 @@ class Monitor:
         self.gradients = gradients
         self.patterns = (modules,) if isinstance(modules, str) else tuple(modules)
         self.number = 0
-        #: why nothing is observed any more: a fault of the monitor itself, which never stops the program
+        #: why nothing is observed any more: a fault of the monitor itself, which never
+        #: stops the program
         self.stopped: str | None = None
         #: True: what runs is not the program's own
         self.paused = False
@@ -274,7 +286,8 @@ class Monitor:
 
     @property
     def table(self) -> pl.DataFrame:
-        """One row for each output and each gradient, in the order of execution, of the steps that are kept.
+        """One row for each output and each gradient, in the order of execution, of the
+        steps that are kept.
 
         Columns: ``step``, ``module`` (path), ``kind`` (class), ``phase`` (forward: the
         output, backward: the gradient at it), ``call``, ``output``, ``numel``, ``min``,

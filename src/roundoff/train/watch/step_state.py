@@ -77,7 +77,9 @@ class StepState:
 
 
 def _measure(gradients: Sequence[Tensor]) -> tuple[int, int, float]:
-    """Return how many elements are NaN or Inf, how many there are, and the L2 norm of the others."""
+    """Return how many elements are NaN or Inf, how many there are, and the L2 norm of
+    the others.
+    """
     values = [g.detach()._values() if g.is_sparse else g.detach() for g in gradients]
     elements = sum(value.numel() for value in values)
     norms = torch._foreach_norm(values, 2, dtype=torch.float32)

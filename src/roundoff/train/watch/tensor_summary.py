@@ -1,4 +1,6 @@
-"""What the monitor reads of one tensor: in one pass on the CPU, in three reductions that stay there on other devices."""
+"""What the monitor reads of one tensor: in one pass on the CPU, in three reductions
+that stay there on other devices.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class TensorSummary(NamedTuple):
-    """Least, most, mean and norm of the finite elements (None without any), and how many are NaN or Inf (None: some)."""
+    """Least, most, mean and norm of the finite elements (None without any), and how
+    many are NaN or Inf (None: some).
+    """
 
     least: float | None
     most: float | None
@@ -51,7 +55,8 @@ def summarize_tensor(tensor: Tensor) -> TensorSummary | Tensor | None:
     waited for, None where there are no values to read (meta tensors).
     """
     with torch._C.DisableTorchFunction():  # modes of the program don't see us
-        # nearly all take this short way, since none of the rest is in the processor's caches
+        # nearly all take this short way, since none of the rest is in the processor's
+        # caches
         if _is_ordinary(tensor):
             count = tensor.numel()
             run = compiled("sums", tensor.dtype)
@@ -75,7 +80,9 @@ def summarize_tensor(tensor: Tensor) -> TensorSummary | Tensor | None:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Return True for a dense CPU tensor with memory of its own, of a type that has a compiled pass."""
+    """Return True for a dense CPU tensor with memory of its own, of a type that has a
+    compiled pass.
+    """
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -140,7 +147,9 @@ def reduced(value: Tensor) -> list[Tensor]:
 
 
 def from_reduced(values: Sequence[float], numel: int) -> TensorSummary:
-    """Read ``[least, most, sum, norm]``, or those of several tensors added up and how many (see ``SummarySink``)."""
+    """Read ``[least, most, sum, norm]``, or those of several tensors added up and how
+    many (see ``SummarySink``).
+    """
     low, high, total, norm, *calls = values
     if not (math.isfinite(low) and math.isfinite(high)):
         return UNKNOWN

@@ -182,8 +182,9 @@ def test_a_part_of_the_output(workload):
         "/relu": True,
         "last/linear": False,
     }
-    with pytest.raises(WorkloadError, match="no part named 'y'"):
+    with pytest.raises(WorkloadError, match="no part named 'y'") as caught:
         budget(workload, ["bf16"], of="y")
+    assert caught.value.where == "of"
 
 
 def test_a_site_as_the_target(workload):

@@ -31,6 +31,8 @@ from roundoff.workload import Workload
 #: share of the rows.
 MOST_CERTAIN = 24
 SHARE = 0.1
+#: All rows are tried where they are so few.
+FEW_ROWS = 64
 
 
 def refine(
@@ -52,8 +54,8 @@ def refine(
         of: what it measures, see ``roundoff.budget``.
         trials: most rows to measure, strongest evidence first. None: those with strong
             evidence, a tenth of the rows or 24 a format at most; more, down to some
-            strength of evidence, while they are no more than the probes; and every row
-            where all are no more.
+            strength of evidence, while they are no more than 64 or the probes; and
+            every row where all are no more.
         report: called with the stage and how much of it is done.
     """
     recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
@@ -87,7 +89,7 @@ def refine(
     formats = len(budget.about.formats)
     most = max(MOST_CERTAIN * formats, math.ceil(SHARE * len(rows)))
     certain = [s for s in doubtful if s.strength < DECIDES][:most]
-    limit = _affordable(rows, budget.about.probes)
+    limit = _affordable(rows, max(FEW_ROWS, budget.about.probes))
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
 
@@ -128,8 +130,8 @@ def _is_divisible(budget: Budget, pair: Pair) -> bool:
 def _affordable(rows: Sequence[Suspect], allowed: int) -> int:
     """Return how strong the evidence must be: the last strength not to be tried.
 
-    ``allowed`` is the number of trials, one for each probe that was sent back: a trial
-    is a forward pass. Rows without evidence are tried where that is enough for all.
+    ``allowed`` is the number of trials. Rows without evidence are tried where that is
+    enough for all.
     """
     if len(rows) <= allowed:
         return NO_EVIDENCE + 1

@@ -16,18 +16,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from roundoff.budget.noise_power import DB_PER_SHARE
+from roundoff.budget.noise_power import DB_PER_SHARE, casts
 from roundoff.budget.table import Budget, SiteCost
 from roundoff.budget.trials import Recording
+from roundoff.formats import parse_format
 
-#: A prediction this far from a measurement, in dB, with twice its standard error.
+#: A prediction this far from a measurement, in dB, with twice its standard error; with
+#: once that for sites whose errors reach a decision, which are doubtful anyway.
 DISAGREEMENT_DB = 0.5
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
 #: Strengths of evidence, see ``Suspect``.
 UNSEEN, DECIDER, CURVED, DECIDES, SAMPLING, NO_EVIDENCE = range(6)
-#: Sites that are rounded together in the second round.
+#: Sites that are rounded together on all batches.
 GROUP = 8
+#: Most groups of the sites of a format on the first batch.
+BANDS = 4
+#: The least exponent of a normal number in fp32.
+LEAST_EXPONENT = -126
 #: A group on all batches that disagrees is not divided from this size on: each of its
 #: rows by trial takes as many forward passes as finding the wrong ones among them.
 UNDIVIDED = 4
@@ -66,8 +72,8 @@ class Suspect:
 def suspects(budget: Budget, recording: Recording, noise_of: NoiseOf) -> list[Suspect]:
     """Return the rows to measure by trial, those of different formats in turn.
 
-    Formats are looked at from the one with the most noise. Where its sites together
-    cost what was predicted, so do the same sites with less noise.
+    Formats are looked at from the one with the most noise. Where its sites cost what
+    was predicted, so do the same sites with less noise, unless they may underflow.
     """
     total: dict[str, float] = dict.fromkeys(budget.about.formats, 0.0)
     for cost in budget.costs:
@@ -120,13 +126,19 @@ class _Search:
     ) -> set[str]:
         """Return the sites of groups whose prediction is wrong."""
         sites = frozenset(cost.site for cost in costs)
-        if any(sites <= agreed for agreed in self.agreed):
+        is_known = any(sites <= agreed for agreed in self.agreed)
+        if is_known and not _may_underflow(fmt):
             return set()
         groups = _Groups(self.budget, fmt, self.noise_of, on_all_batches)
         curved = groups.disagreeing([cost.site for cost in costs])
         if not curved:
             self.agreed.append(sites)
         return curved
+
+
+def _may_underflow(fmt: str) -> bool:
+    """Whether small values are lost that other formats keep."""
+    return casts(fmt) and parse_format(fmt).emin > LEAST_EXPONENT
 
 
 def _sampling_db(budget: Budget, cost: SiteCost) -> float:
@@ -171,14 +183,17 @@ class _Groups:
     def disagreeing(self, sites: Sequence[str]) -> set[str]:
         """Return the sites of groups whose prediction is wrong.
 
-        All together first; where they disagree, groups of like noise; then the halves
-        of those that disagree. Half as many passes as there are sites at most.
+        Groups are of like noise, because a small one beside a large one is not seen;
+        those that disagree are halved. Beside the first round, half as many passes as
+        there are sites at most.
         """
-        if not sites or not self._is_wrong(sites):
-            return set()
-        groups = [sites[i : i + GROUP] for i in range(0, len(sites), GROUP)]
-        undivided = UNDIVIDED if self.on_all_batches else 1
-        passes = len(sites) // 2
+        size = GROUP
+        undivided = UNDIVIDED
+        if not self.on_all_batches:
+            size = max(GROUP, math.ceil(len(sites) / BANDS))
+            undivided = 1
+        groups = [sites[i : i + size] for i in range(0, len(sites), size)]
+        passes = len(groups) + len(sites) // 2
         wrong: list[Sequence[str]] = []
         while groups and passes > 0:
             group = groups.pop(0)
@@ -202,4 +217,5 @@ class _Groups:
         if not math.isfinite(prediction.noise) or not math.isfinite(measured):
             return False
         off = DB_PER_SHARE * abs(math.log(measured / prediction.noise))
-        return off > DISAGREEMENT_DB + 2 * (prediction.stderr_db or 0.0)
+        errors = 1 if self.on_all_batches else 2
+        return off > DISAGREEMENT_DB + errors * (prediction.stderr_db or 0.0)

@@ -11,6 +11,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
+from roundoff.budget.precision import FEW_ROWS
 from roundoff.budget.suspects import DECIDES, NO_EVIDENCE, Suspect, every_row, suspects
 from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.trial_rows import Array, OutputView, TrialRows
@@ -31,8 +32,6 @@ from roundoff.workload import Workload
 #: share of the rows.
 MOST_CERTAIN = 24
 SHARE = 0.1
-#: All rows are tried where they are so few.
-FEW_ROWS = 64
 
 
 def refine(
@@ -197,11 +196,11 @@ def _term_rows(
         is_alone = key.part == "activation" and casts(fmt)
         rows = [] if is_alone else budget.rows(site, fmt)
         shares = [r for r in rows if result.in_one or r.part == key.part]
-        for term in _divided(whole, shares):
+        for term in divided_parts(whole, shares):
             yield MeasuredTerm(site, fmt, term)
 
 
-def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
+def divided_parts(whole: Term, rows: Sequence[Term]) -> list[Term]:
     """Return parts that were measured as one, divided as the adjoint divides them.
 
     With ``w`` the share of the power that the adjoint ``a`` gives a part, and ``c`` the

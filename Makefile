@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format check fast test times test-optional demo docs bench clean
+.PHONY: help install format check fast types test times test-optional demo docs bench clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
@@ -46,9 +46,13 @@ check: $(STAMP)
 fast: check
 	$(TEST) -m "not slow" --durations=5 --durations-min=1
 
-test: check docs
-	$(RUN)/mypy
+# Neither types nor the site can use a second processor: they take one each.
+test: check
+	$(MAKE) --no-print-directory --jobs 2 types docs
 	$(TEST)
+
+types: $(STAMP)
+	$(RUN)/mypy
 
 # Which tests are slow, measured anew: writes tests/slow_tests.txt.
 # TIMES='-m "not slow"' measures the others alone, and adds those that became slow.

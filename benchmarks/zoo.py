@@ -275,8 +275,8 @@ def prepared(file: Path, folder: Path) -> tuple[Path, str]:
         ("", {}),
         (", no symbolic shapes", {"skip_symbolic_shape": True}),
     ):
-        # it asserts, and raises bare exceptions
-        with contextlib.suppress(Exception):
+        # it asserts, raises bare exceptions, and leaves files where it runs
+        with contextlib.suppress(Exception), contextlib.chdir(folder):
             quant_pre_process(str(file), str(target), **options)
             return target, note
     return file, ", not preprocessed"

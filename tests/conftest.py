@@ -6,6 +6,7 @@ The tensors of these tests are tiny, so that threads cost more time than they sa
 
 import contextlib
 import functools
+import itertools
 import os
 import resource
 from collections.abc import Callable, Generator, Iterator
@@ -58,6 +59,60 @@ def bf16_lstm() -> None:
     """Skip the test where this CPU has no LSTM in bf16."""
     if not _runs_bf16_lstm():
         pytest.skip("this CPU has no LSTM kernel in bf16")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., Any]:
+    """``recorded(work, model)`` records ``work(model)`` as one step and loads the run.
+
+    With tensors unless ``keep`` says otherwise.
+    """
+    import torch
+
+    import roundoff
+
+    number = itertools.count()
+
+    def record(
+        work: Callable[..., object],
+        model: Any = None,
+        *,
+        path: str | None = None,
+        steps: int = 1,
+        keep: str = "tensors",
+        **options: Any,
+    ) -> Any:
+        torch.manual_seed(0)
+        folder = tmp_path / (path or f"run{next(number)}")
+        with roundoff.capture(folder, model, keep=keep, **options) as run:
+            for _ in range(steps):
+                work(model) if model is not None else work()
+                run.step()
+        return roundoff.load(folder)
+
+    return record
+
+
+@pytest.fixture(scope="session", name="TwoHeads")
+def _two_heads() -> Any:
+    """A model of two named outputs: scores of ten classes, and a price of about 5500."""
+    import torch
+    from torch import nn
+
+    class TwoHeads(nn.Module):
+        def __init__(self, function: Callable[..., Any] = torch.relu) -> None:
+            super().__init__()
+            self.function = function
+            self.body = nn.Linear(16, 32)
+            self.cls = nn.Linear(32, 10)
+            self.price = nn.Linear(32, 1)
+            nn.init.constant_(self.price.bias, 5500.0)
+
+        def forward(self, x: Any) -> Any:
+            h = self.function(self.body(x))
+            return {"cls": self.cls(h), "price": self.price(h)}
+
+    return TwoHeads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,24 +19,16 @@ from roundoff.plan.output_noise import output_noises
 from roundoff.plan.rounded_model import run_batches
 
 
-class TwoHeads(nn.Module):
-    """Scores of ten classes, and a price of about 5500."""
+class Changed(nn.Module):
+    """A model whose outputs a function changes."""
 
-    def __init__(self):
+    def __init__(self, model, change):
         super().__init__()
-        self.body = nn.Linear(16, 32)
-        self.cls = nn.Linear(32, 10)
-        self.price = nn.Linear(32, 1)
-        nn.init.constant_(self.price.bias, 5500.0)
+        self.model = model
+        self.change = change
 
     def forward(self, x):
-        h = torch.relu(self.body(x))
-        return {"cls": self.cls(h), "price": self.price(h)}
-
-
-def two_heads():
-    torch.manual_seed(0)
-    return Workload(TwoHeads(), [torch.randn(48, 16), torch.randn(16, 16)])
+        return self.change(self.model(x))
 
 
 def measured_db(workload, formats):
@@ -60,8 +52,9 @@ def all_in(measured, fmt):
 
 
 @pytest.fixture(scope="module")
-def workload():
-    return two_heads()
+def workload(TwoHeads):
+    torch.manual_seed(0)
+    return Workload(TwoHeads(), [torch.randn(48, 16), torch.randn(16, 16)])
 
 
 @pytest.fixture(scope="module")
@@ -265,26 +258,21 @@ def test_three_outputs_of_unlike_scales():
     assert [row.target_db for row in found.outputs] == [30.0, 45.0, None]
 
 
-def test_the_outputs_of_a_tuple_go_by_number():
-    class Net(TwoHeads):
-        def forward(self, x):
-            output = super().forward(x)
-            return output["cls"], output["price"], output["cls"].argmax(-1)
+def test_the_outputs_of_a_tuple_go_by_number(TwoHeads):
+    def as_tuple(output):
+        return output["cls"], output["price"], output["cls"].argmax(-1)
 
     torch.manual_seed(0)
-    workload = Workload(Net(), [torch.randn(32, 16)])
+    workload = Workload(Changed(TwoHeads(), as_tuple), [torch.randn(32, 16)])
     measured = budget(workload, ["int8"])
     assert [output.name for output in measured.outputs] == ["0", "1"]
     assert verify(workload, measured.plan("0=30dB,1=90dB"), budget=measured).met
 
 
-def test_the_outputs_of_a_dataclass_go_by_field():
-    class Net(TwoHeads):
-        def forward(self, x):
-            return Pair(*super().forward(x).values())
-
+def test_the_outputs_of_a_dataclass_go_by_field(TwoHeads):
     torch.manual_seed(0)
-    measured = budget(Workload(Net(), [torch.randn(32, 16)]), ["int8"])
+    model = Changed(TwoHeads(), lambda output: Pair(*output.values()))
+    measured = budget(Workload(model, [torch.randn(32, 16)]), ["int8"])
     assert [output.name for output in measured.outputs] == ["first", "second"]
 
 
@@ -326,17 +314,23 @@ def test_a_part_of_many_can_be_measured_apart():
     assert found.outputs[2].target_db == 30.0
 
 
-class WithLoss(TwoHeads):
+class WithLoss(nn.Module):
+    """A model that returns a loss beside its outputs where it has labels."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
     def forward(self, x, labels=None):
-        output = super().forward(x)
+        output = self.model(x)
         if labels is None:
             return output
         return {"loss": nn.functional.cross_entropy(output["cls"], labels), **output}
 
 
-def test_the_loss_is_no_output_unless_it_is_asked_for():
+def test_the_loss_is_no_output_unless_it_is_asked_for(TwoHeads):
     torch.manual_seed(0)
-    model = WithLoss()
+    model = WithLoss(TwoHeads())
     x = torch.randn(32, 16)
     plain = Workload(model, [x])
     labelled = Workload(model, [{"x": x, "labels": torch.arange(32) % 10}])
@@ -386,25 +380,20 @@ def _int8_linears(workload):
     return {site: "int8" for site, kind in sites.items() if kind == "linear"}
 
 
-def test_a_model_that_returns_one_number_is_judged_by_it():
-    class Net(TwoHeads):
-        def forward(self, x):
-            return super().forward(x)["cls"].square().mean()
-
+def test_a_model_that_returns_one_number_is_judged_by_it(TwoHeads):
     torch.manual_seed(0)
-    measured = budget(Workload(Net(), [torch.randn(8, 16)]), ["int8"])
+    model = Changed(TwoHeads(), lambda output: output["cls"].square().mean())
+    measured = budget(Workload(model, [torch.randn(8, 16)]), ["int8"])
     assert [output.name for output in measured.outputs] == ["output"]
 
 
-def test_outputs_that_cannot_be_measured_are_rows_with_a_reason():
-    class Net(TwoHeads):
-        def forward(self, x):
-            output = super().forward(x)
-            zero = output["price"] * 0.0
-            return {**output, "zero": zero, "cut": output["price"].detach()}
+def test_outputs_that_cannot_be_measured_are_rows_with_a_reason(TwoHeads):
+    def more(output):
+        zero = output["price"] * 0.0
+        return {**output, "zero": zero, "cut": output["price"].detach()}
 
     torch.manual_seed(0)
-    workload = Workload(Net(), [torch.randn(32, 16)])
+    workload = Workload(Changed(TwoHeads(), more), [torch.randn(32, 16)])
     measured = budget(workload, ["int8"])
     assert [output.name for output in measured.outputs] == ["cls", "price"]
     assert measured.about.not_measured == {

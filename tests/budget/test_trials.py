@@ -544,7 +544,7 @@ def test_a_small_wrong_row_beside_large_ones_is_found():
     torch.manual_seed(0)
     workload = Workload(Model(), [torch.randn(32, 8)])
     with mock.patch.object(refine, "FEW_ROWS", 0):
-        measured = budget(workload, ["int8"])
+        measured = budget(workload, ["int8"], probes=8)
     assert "adjoint" in {c.measured for c in measured.costs}
     exact = run_batches(workload).targets
     row = cost(measured, "small/linear", "int8")

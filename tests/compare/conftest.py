@@ -1,13 +1,10 @@
-"""What the tests of comparisons share: small programs and single calls, recorded."""
+"""What the tests of comparisons share: the rows of a recording, and single calls, recorded."""
 
 from __future__ import annotations
-
-from itertools import count
 
 import pytest
 import torch
 
-import roundoff
 from roundoff.compare.recorded_rows import RecordedRow, rows_of
 from roundoff.compare.replay import (
     CallReplay,
@@ -17,26 +14,6 @@ from roundoff.compare.replay import (
 )
 from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
 from roundoff.ops import describe, tensors_made
-
-
-@pytest.fixture
-def recorded(tmp_path):
-    """``recorded(work, model)`` records ``work(model)`` as one step and loads the run.
-
-    With tensors unless ``keep`` says otherwise.
-    """
-    number = count()
-
-    def record(work, model=None, *, path=None, steps=1, keep="tensors", **options):
-        torch.manual_seed(0)
-        folder = tmp_path / (path or f"run{next(number)}")
-        with roundoff.capture(folder, model, keep=keep, **options) as run:
-            for _ in range(steps):
-                work(model) if model is not None else work()
-                run.step()
-        return roundoff.load(folder)
-
-    return record
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Pools(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         largest, places = F.adaptive_max_pool2d(x[:, 0], (3, 2), return_indices=True)
-        deep = F.adaptive_max_pool3d(x, (2, 3, 2))
+        deep = F.adaptive_max_pool3d(x, (1, 2, 2))
         return largest, places.float(), deep, F.adaptive_avg_pool3d(x, (2, 3, 1))
 
 

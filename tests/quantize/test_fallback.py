@@ -62,27 +62,12 @@ def test_a_pin_in_the_way_of_a_target_is_named(workload):
     assert found.note.endswith("; fixed: 0/linear=w4a4")
 
 
-class TwoHeads(nn.Module):
-    """Scores, and a price of about 5500."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(16, 32)
-        self.cls = nn.Linear(32, 10)
-        self.price = nn.Linear(32, 1)
-        nn.init.constant_(self.price.bias, 5500.0)
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return {"cls": self.cls(h), "price": self.price(h)}
-
-
 @pytest.mark.parametrize("target", ["30dB", "cls=30dB,price=90dB", {"cls": 25}])
-def test_every_output_meets_its_own_target_on_held_out_batches(target):
+def test_every_output_meets_its_own_target_on_held_out_batches(TwoHeads, target):
     torch.manual_seed(0)
     x = torch.rand(5, 64, 16) * 2 - 1
     held_out = x[4:].clone()
-    workload = Workload(TwoHeads(), list(x[:4]), held_out=list(held_out))
+    workload = Workload(TwoHeads(torch.tanh), list(x[:4]), held_out=list(held_out))
     reached = reach(workload, target, ["int8", "w4a8", "w4a4"])
     assert reached.met
     with torch.no_grad():
@@ -98,8 +83,8 @@ def test_every_output_meets_its_own_target_on_held_out_batches(target):
     assert [row.output for row in reached.trials[-1].outputs] == ["cls", "price"]
 
 
-def test_a_target_for_an_output_that_is_not_there():
+def test_a_target_for_an_output_that_is_not_there(TwoHeads):
     torch.manual_seed(0)
-    workload = Workload(TwoHeads(), [torch.randn(8, 16)])
+    workload = Workload(TwoHeads(torch.tanh), [torch.randn(8, 16)])
     with pytest.raises(PlanError, match="did you mean price"):
         reach(workload, "prise=30dB")

@@ -217,9 +217,17 @@ def pooled(layout):
     return forward
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pool_that_a_linear_layer_reads(Model, layout, kind):
+# each layout behind one convolution, and each convolution before a layout whose channels
+# are the slowest and one whose channels are the fastest
+CONVOLUTION_AND_LAYOUT = [
+    *(("plain", layout) for layout in LAYOUTS),
+    *((kind, "flatten") for kind in CONVOLUTIONS if kind != "plain"),
+    *((kind, "tokens") for kind in CONVOLUTIONS if kind != "plain"),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CONVOLUTION_AND_LAYOUT)
+def test_a_pool_that_a_linear_layer_reads(Model, kind, layout):
     """Codes from a convolution through a pool: one scale, whatever axes the layer behind it sees."""
     torch.manual_seed(0)
     net = Model(

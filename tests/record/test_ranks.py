@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -51,36 +52,51 @@ for step in range(3):
 END = "\ndist.destroy_process_group()\n"
 
 
+ARGUMENTS = ["-m", "roundoff", "capture", "-o", "run", "--steps"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+
+
 def launch(tmp_path, text, *options, steps="0-1", head=HEAD, code=0):
+    """Record two processes that torchrun starts."""
     (tmp_path / "train.py").write_text(head + textwrap.dedent(text) + END)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "roundoff",
-            "capture",
-            "-o",
-            "run",
-            "--steps",
-            steps,
-            *options,
-            "--",
-            "train.py",
-        ],
+        [sys.executable, *TORCHRUN, *ARGUMENTS, steps, *options, "--", "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
     )
     assert (done.returncode == 0) == (code == 0), done.stderr
     return done
+
+
+def start_both(tmp_path, text, *options, steps="0-1"):
+    """Record two processes with the variables that torchrun sets: without its own, which takes seconds to start.
+
+    What they print, one after the other, and their warnings and errors.
+    """
+    (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(text) + END)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    both = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *ARGUMENTS, steps, *options, "--", "train.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT | both | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    printed = [process.communicate(timeout=400) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return tuple("".join(texts) for texts in zip(*printed, strict=True))
 
 
 def collectives(run, rank):
@@ -152,9 +168,9 @@ print(f"done {rank}")
 
 
 def test_fsdp2_and_dtensor(tmp_path):
-    done = launch(tmp_path, FSDP)
-    assert "done 0" in done.stdout
-    assert "RuntimeWarning" not in done.stderr
+    said, warned = start_both(tmp_path, FSDP)
+    assert "done 0" in said
+    assert "RuntimeWarning" not in warned
     run = load(tmp_path / "run")
     assert run.ranks == [0, 1]
     assert run.steps == [0, 1]
@@ -200,7 +216,7 @@ opt.step()
 
 
 def test_a_receive_before_its_send_does_not_hang(tmp_path):
-    launch(tmp_path, PAIRS, "--keep", "tensors", steps="0")
+    start_both(tmp_path, PAIRS, "--keep", "tensors", steps="0")
     run = load(tmp_path / "run")
     for rank in (0, 1):
         rows = run.ops.filter(pl.col("rank") == rank).sort("record").collect()
@@ -229,7 +245,7 @@ def test_one_rank_that_fails_leaves_the_steps_of_both(tmp_path):
 
 
 def test_a_second_launch_does_not_mix_with_the_first(tmp_path):
-    launch(tmp_path, DDP, steps="0")
+    start_both(tmp_path, DDP, steps="0")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
     done = launch(tmp_path, DDP, steps="0", code=2)
     assert "there is a run here already" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -468,23 +469,26 @@ def test_interrupted_in_a_step(tmp_path, number, code):
         assert "recorded by then" in err
 
 
-def test_no_space_left(tmp_path):
+def test_no_space_left(tmp_path, capsys):
     """A limit on the size of files stands for a full disk: the script goes on, one warning, exit code 2."""
     (tmp_path / "train.py").write_text(
         HEAD + "\ntrain(3)\nprint(sum(p.sum().item() for p in model.parameters()))\n"
     )
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
-    alone = subprocess.run([sys.executable, "train.py"], check=True, **options)
+    runpy.run_path(str(tmp_path / "train.py"))
+    alone = capsys.readouterr().out
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
     limit += "from roundoff.cli.app import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", limit, "capture", "-o", "run", "--", "train.py"],
-        **options,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert alone.stdout in done.stdout
+    assert alone in done.stdout
     assert "Traceback" not in done.stderr
     assert done.stderr.count("RuntimeWarning") == 1
     assert "roundoff: " in done.stderr

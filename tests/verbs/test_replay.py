@@ -33,7 +33,7 @@ def model_and_batch():
 
 
 @pytest.fixture
-def recorded(tmp_path):
+def recorded_model(tmp_path):
     def make(keep="tensors", model=None, name="run"):
         model, x = model or model_and_batch()
         with (
@@ -46,8 +46,8 @@ def recorded(tmp_path):
     return make
 
 
-def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
-    run = recorded()
+def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded_model):
+    run = recorded_model()
     found = replay(run).table
     assert dict(found.schema) == {
         f.name: f.metadata["dtype"] for f in fields(ReplayedOutput)
@@ -81,21 +81,21 @@ def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded):
     assert (ran["sqnr_db"] > 120).all()  # fp32: 2**-24 is 144 dB, sums of 7
 
 
-def test_the_recorded_format_gives_the_recorded_numbers(recorded):
-    run = recorded()
+def test_the_recorded_format_gives_the_recorded_numbers(recorded_model):
+    run = recorded_model()
     ran = replay(run, dtype="same").table.filter(pl.col("reason").is_null())
     assert ran.height >= 4
     assert (ran["own_l2"] == 0).all()
     assert replay(run, dtype="bf16", site="*/addmm").table["sqnr_db"].max() < 60
 
 
-def test_views_that_share_memory_are_taken_again(recorded):
+def test_views_that_share_memory_are_taken_again(recorded_model):
     class Views(nn.Module):
         def forward(self, x):
             a, b = x.t().split([2, 4])
             return a.exp() @ b.t()[:, :2]
 
-    run = recorded(model=(Views(), torch.randn(4, 6)))
+    run = recorded_model(model=(Views(), torch.randn(4, 6)))
     found = replay(run).table
     assert set(found["reason"].drop_nulls()) == {"a view rounds nothing"}
     ran = found.filter(pl.col("reason").is_null())
@@ -103,8 +103,8 @@ def test_views_that_share_memory_are_taken_again(recorded):
     assert (ran["own_max"] < 1e-5).all()
 
 
-def test_selection(recorded):
-    run = recorded()
+def test_selection(recorded_model):
+    run = recorded_model()
     one = replay(run, site="*/addmm", phase="forward", rank=0, step=0).table
     assert set(one["site"]) == {
         s for s in replay(run).table["site"] if s.endswith("/addmm")
@@ -126,8 +126,8 @@ def test_selection(recorded):
         replay(run, dtype="fp65")
 
 
-def test_what_is_not_stored_is_a_reason(recorded, tmp_path):
-    run = recorded()
+def test_what_is_not_stored_is_a_reason(recorded_model, tmp_path):
+    run = recorded_model()
     rows = run.ops.collect().to_dicts()
     bias = next(row for row in rows if row["name"] == "0.bias")
     bias |= {"blob": None, "reason": "too large"}
@@ -154,14 +154,14 @@ def test_what_is_not_stored_is_a_reason(recorded, tmp_path):
     )
 
 
-def test_a_run_without_tensors_says_how_to_capture_them(recorded):
-    run = recorded(keep="stats")
+def test_a_run_without_tensors_says_how_to_capture_them(recorded_model):
+    run = recorded_model(keep="stats")
     with pytest.raises(RunError, match="capture with --keep tensors"):
         replay(run)
 
 
-def test_bad_input_is_exit_code_2_and_one_message(recorded, capsys, tmp_path):
-    run = recorded()
+def test_bad_input_is_exit_code_2_and_one_message(recorded_model, capsys, tmp_path):
+    run = recorded_model()
     for arguments in (
         ["nowhere"],
         [str(run.path), "--site", "nothing"],
@@ -176,8 +176,8 @@ def test_bad_input_is_exit_code_2_and_one_message(recorded, capsys, tmp_path):
         assert "Traceback" not in captured.err
 
 
-def test_the_verb_prints_a_table_or_json(recorded, capsys):
-    run = recorded()
+def test_the_verb_prints_a_table_or_json(recorded_model, capsys):
+    run = recorded_model()
     assert main(["replay", str(run.path)]) == 0
     text = capsys.readouterr().out
     assert "Own error against fp64 on cpu" in text

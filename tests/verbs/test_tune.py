@@ -176,7 +176,14 @@ def test_matrix_products_in_fp32_are_said(tuned):
 
 def test_fewer_operators_in_fp32_at_lower_error(work):
     found = ro.tune(
-        work, ["bf16"], device="cuda", steps=1, probes=16, runs=3, cost="operators"
+        work,
+        ["bf16"],
+        device="cuda",
+        steps=1,
+        probes=8,
+        runs=3,
+        batches=1,
+        cost="operators",
     )
     base, plan = found.runs[1:]
     assert plan.fp32_operators <= base.fp32_operators
@@ -322,7 +329,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
     (tmp_path / "net.py").write_text(SOURCE)
-    arguments = "tune net.py --formats bf16 --device cuda --steps 2 --probes 16 --loss -o out.toml"
+    arguments = (
+        "tune net.py --formats bf16 --device cuda --steps 2 --probes 8 --batches 1 --loss"
+        " -o out.toml"
+    )
     assert main(arguments.split()) == 0
     shown = capsys.readouterr().out
     for word in (
@@ -358,7 +368,7 @@ def test_a_plan_that_misses_is_mended_within_the_runs(work, monkeypatch):
         )
 
     monkeypatch.setattr(Search, "plan", spoilt)
-    found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=16)
+    found = ro.tune(work, ["bf16"], device="cuda", steps=1, probes=8, batches=1)
     assert [run.name for run in found.runs] == [
         "fp32",
         "autocast",

@@ -122,6 +122,7 @@ Trait = Literal[
     "clip codes",
     "join or pool codes",
     "hand codes on",
+    "multiply by their sigmoid",
     "stand before attention's softmax",
 ]
 
@@ -370,6 +371,8 @@ _TRAITS: dict[Trait, str] = {
         max_pool1d max_pool2d max_pool3d upsample_nearest1d upsample_nearest2d
         upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d""",
+    # x * sigmoid(x), which ONNX Runtime looks up and multiplies as codes
+    "multiply by their sigmoid": "silu",
     # scaling, masks and position biases between the scores and their softmax
     "stand before attention's softmax": "mul div add sub where masked_fill clamp tanh",
 }

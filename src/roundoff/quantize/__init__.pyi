@@ -21,6 +21,7 @@ from .graph import Node as Node
 from .graph import trace as trace
 from .graph import trace_sampled as trace_sampled
 from .layout import Route as Route
+from .model import GATE_STEP as GATE_STEP
 from .model import Passing as Passing
 from .model import QuantizedModel as QuantizedModel
 from .model import average_bits as average_bits

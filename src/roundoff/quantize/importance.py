@@ -147,6 +147,9 @@ class _StatisticsTaps(Passing):
     ) -> Tensor:
         return bias
 
+    def gate(self, _site: str, gate: Tensor) -> Tensor:
+        return gate
+
     def unknown(self, model: QuantizedModel, site: str) -> None:
         """Say nothing: the pass that rounds meets the call too."""
 

@@ -30,6 +30,8 @@ class Route:
             operands.
         divided: place of an argument -> name of the factors that it is divided by first
             (``channels.divide``).
+        gated: the call multiplies codes by the codes of their own sigmoid
+            (``code_flow``).
     """
 
     site: str
@@ -38,6 +40,7 @@ class Route:
     bias: int = -1
     executes: Format | None = None
     divided: dict[int, str] = field(default_factory=dict)
+    gated: bool = False
 
 
 class QuantizerLayout:

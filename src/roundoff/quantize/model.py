@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from roundoff.quantize.channels.groups import ChannelGroup
 
 
+#: Step of the codes of a sigmoid, which are 0 to 255: 1/255 in fp32.
+GATE_STEP = float(torch.tensor(1 / 255, dtype=torch.float32))
+
+
 class Passing:
     """What happens to values that have quantizers, and to biases of integer sums.
 
@@ -41,6 +45,10 @@ class Passing:
     def bias(self, _site: str, bias: Tensor, quantizers: list[Quantizer]) -> Tensor:
         """Return a bias on the grid of the sums."""
         return round_bias(bias, quantizers)
+
+    def gate(self, _site: str, gate: Tensor) -> Tensor:
+        """Return a sigmoid that a call multiplies codes by (``Route.gated``): as codes."""
+        return straight(gate, torch.round(gate.detach() / GATE_STEP) * GATE_STEP)
 
     def result(self, _site: str, result: Any) -> Any:
         """Return what a call with quantized operands returned."""
@@ -65,6 +73,10 @@ class Unquantized(Passing):
     def bias(self, _site: str, bias: Tensor, _quantizers: list[Quantizer]) -> Tensor:
         """Return the bias itself."""
         return bias
+
+    def gate(self, _site: str, gate: Tensor) -> Tensor:
+        """Return the sigmoid itself."""
+        return gate
 
     def unknown(self, model: QuantizedModel, site: str) -> None:
         """Say nothing: calibration will."""
@@ -373,6 +385,9 @@ class RoutedCall:
             leaves = list(leaves)
             bias = leaves[self.route.bias]
             leaves[self.route.bias] = passing.bias(self.site, bias, readers)
+        if self.route.gated:
+            gate = passing.gate(self.site, torch.sigmoid(leaves[0]))
+            return passing.result(self.site, leaves[0] * gate)
         return passing.result(self.site, self.call.again(leaves))
 
 

@@ -36,7 +36,7 @@ TENSORS = {
     "2": torch.tensor([1 + 2j, 0]),  # stored as bytes
     "3": torch.zeros(0, 2),
 }
-FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 EACH = pytest.mark.parametrize("name", FILES)
 
 
@@ -262,7 +262,7 @@ def replaced(value, at: tuple, new: object):
 
 
 @pytest.mark.parametrize("name", ["about", "checksums"])
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=100)
 @given(data=st.data())
 def test_another_value_in_the_json(whole, name, data):
     content = json.loads(whole[FILES[name]])

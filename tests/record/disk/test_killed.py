@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,41 +20,65 @@ from roundoff.record.disk.writer import Writer
 
 SOURCE = Path(__file__).parents[2] / "src"
 
+#: For each line it reads, a mode, a tab and a path, it records in a fork of itself:
+#: most of the time goes into importing torch.
 LOOP = """
-import sys, torch
+import os, sys, torch
 from roundoff.record.disk.writer import Writer
 from roundoff.record.disk import tensors
-writer = Writer(sys.argv[1], about={"id": "one"}, overwrite=sys.argv[2] == "overwrite")
-print("begun", flush=True)
-step = 0
-while True:
-    for key in range(4):
-        writer.add(step, str(key), torch.full((2000,), float(step * 10 + key)))
-    writer.scalar(step, "loss", step)
-    writer.write_step(step, {"record": list(range(4)), "blob": [str(key) for key in range(4)]})
-    print(step, flush=True)
-    step += 1
+
+def record(path, mode):
+    writer = Writer(path, about={"id": "one"}, overwrite=mode == "overwrite")
+    print("begun", os.getpid(), flush=True)
+    step = 0
+    while True:
+        for key in range(4):
+            writer.add(step, str(key), torch.full((2000,), float(step * 10 + key)))
+        writer.scalar(step, "loss", step)
+        writer.write_step(step, {"record": list(range(4)), "blob": [str(key) for key in range(4)]})
+        print(step, flush=True)
+        step += 1
+
+for line in iter(sys.stdin.readline, ""):
+    mode, _, path = line.rstrip("\\n").partition("\\t")
+    child = os.fork()
+    if child == 0:
+        record(path, mode)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
 """
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is of POSIX")
 
 
-def run_and_kill(path: Path, seconds: float, mode: str = "") -> int:
-    """Record until it is killed, ``seconds`` after it has begun; the last step it said was finished, or -1."""
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, str(path), mode],
+        [sys.executable, "-c", LOOP],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
     )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        time.sleep(seconds)
-    finally:
-        process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate()
-    return int(said.split()[-1]) if said.split() else -1
+    with process:
+        yield process
+
+
+def run_and_kill(
+    recorder: subprocess.Popen[str], path: Path, seconds: float, mode: str = ""
+) -> int:
+    """Record until it is killed, ``seconds`` after it has begun; the last step it said was finished, or -1."""
+    assert recorder.stdin is not None
+    assert recorder.stdout is not None
+    recorder.stdin.write(f"{mode}\t{path}\n")
+    recorder.stdin.flush()
+    word, number = recorder.stdout.readline().split()
+    assert word == "begun"
+    time.sleep(seconds)
+    os.kill(int(number), signal.SIGKILL)
+    # a pipe takes a line this short whole or not at all
+    said = list(iter(recorder.stdout.readline, "killed\n"))
+    return int(said[-1]) if said else -1
 
 
 def check(path: Path, last: int) -> None:
@@ -75,18 +100,18 @@ def check(path: Path, last: int) -> None:
 
 
 @pytest.mark.slow
-def test_whenever_it_is_killed_whole_steps_stay(tmp_path):
+def test_whenever_it_is_killed_whole_steps_stay(recorder, tmp_path):
     times = random.Random(0)
     for attempt in range(6):
         path = tmp_path / str(attempt)
-        last = run_and_kill(path, times.uniform(0.1, 0.5))
+        last = run_and_kill(recorder, path, times.uniform(0.1, 0.5))
         assert last >= 0
         check(path, last)
 
 
-def test_killed_and_begun_again(tmp_path):
+def test_killed_and_begun_again(recorder, tmp_path):
     path = tmp_path / "run"
-    last = run_and_kill(path, 0.3)
+    last = run_and_kill(recorder, path, 0.3)
     check(path, last)
     # Something half done of each kind, whether or not this kill has left it.
     for name in (".step000900.partial", ".step000901.partial"):
@@ -109,5 +134,5 @@ def test_killed_and_begun_again(tmp_path):
     hidden = [file.name for file in path.rglob(".*")]
     assert hidden == []
 
-    again = run_and_kill(path, 0.2, "overwrite")
+    again = run_and_kill(recorder, path, 0.2, "overwrite")
     check(path, again)

@@ -713,7 +713,7 @@ FILES = [
     "dump_tensor_data/Functional.gelu.0.forward.output.0.pt",
 ]
 NAMED = pytest.mark.parametrize("name", FILES)
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def with_bytes(name: str, data: bytes) -> None:
@@ -789,7 +789,7 @@ def replaced(value, at, new):
 
 @pytest.mark.parametrize("name", FILES[:3])
 @pytest.mark.parametrize("of", ["tensor", "tensor_l0"])
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=60)
 @given(data=st.data())
 def test_another_value_in_the_json(name, of, data):
     content = json.loads((DUMPS / of / STEP / name).read_text())

@@ -29,6 +29,7 @@ from roundoff.export.onnx.general import (
     remarks,
 )
 from roundoff.export.onnx.inlined import Inlined
+from roundoff.export.onnx.known_operators import known_operators
 from roundoff.export.onnx.operators import translations
 from roundoff.export.onnx.passes import Passes, runnable_batches
 from roundoff.export.onnx.readings import Reading, Repeating
@@ -227,16 +228,17 @@ def _refused_batches(workload: Workload, captured: Captured) -> list[Any]:
 def _translated(exported: Any, traced: Traced) -> Any:
     """Return an exported program as an ONNX program."""
     probes = [f"probe_{index}" for index in range(len(traced.probes))]
-    return torch.onnx.export(
-        decomposed(exported),
-        (),
-        dynamo=True,
-        opset_version=OPSET,
-        verbose=False,
-        input_names=list(traced.inputs),
-        output_names=[*traced.outputs, *probes],
-        custom_translation_table=translations(),
-    )
+    with known_operators():
+        return torch.onnx.export(
+            decomposed(exported),
+            (),
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            input_names=list(traced.inputs),
+            output_names=[*traced.outputs, *probes],
+            custom_translation_table=translations(),
+        )
 
 
 def _shapes_of_batches(

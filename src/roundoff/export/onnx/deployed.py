@@ -23,12 +23,21 @@ from roundoff.export.onnx.operators import (
     quantize_dequantize,
     site,
 )
-from roundoff.quantize import Passing, QuantizedModel, round_bias, sum_scale
+from roundoff.quantize import (
+    GATE_STEP,
+    Passing,
+    QuantizedModel,
+    round_bias,
+    sum_scale,
+)
 
 #: A bound of codes, for all of them or as a tensor that broadcasts.
 Bound = float | Tensor
 _KEY = str.maketrans("./#", "___")
 _INT32 = torch.iinfo(torch.int32)
+#: Key of the operands of all sigmoids that are codes.
+_GATE = "gate"
+_NO_OFFSET = torch.zeros((), dtype=torch.uint8)
 
 
 class Deployed(nn.Module):
@@ -67,6 +76,9 @@ class Deployed(nn.Module):
         self.values: dict[str, Tensor] = {}
         self._layouts: dict[str, tuple[int, int]] = {}
         self._bounds: dict[str, tuple[Bound, Bound]] = {}
+        if not plain and any(route.gated for route in model.routes.values()):
+            step = torch.tensor(GATE_STEP)
+            self.keep(_GATE, QdqOperands(step.new_empty(0), step, _NO_OFFSET))
         for index, (name, quantizer) in enumerate(model.named()):
             self.places[name] = f"q{index}"
             if not quantizer.weight and not plain:
@@ -143,7 +155,8 @@ class _Lowered(Passing):
             return self._weight(name, key, quantizer, value)
         passed = self._passed(name, key, quantizer, value)
         if self.owner.probe:
-            self.owner.values.setdefault(name, passed)
+            # a copy: the model may write into the value itself
+            self.owner.values.setdefault(name, passed.clone())
         return passed
 
     def _passed(self, name: str, key: str, quantizer: Any, value: Tensor) -> Tensor:
@@ -196,6 +209,13 @@ class _Lowered(Passing):
             scale = scale.reshape(())
         zero = torch.zeros_like(scale, dtype=torch.int32)
         self.owner.keep(key, QdqOperands(codes, scale, zero))
+
+    def gate(self, name: str, gate: Tensor) -> Tensor:
+        if self.owner.plain:
+            return super().gate(name, gate)
+        scale, zero, axis, block = self.owner.stored_operands(_GATE)
+        marked = _tensor(site(gate, f"{name}:gate"))
+        return _tensor(quantize_dequantize(marked, scale, zero, axis, block))
 
     def result(self, name: str, result: Any) -> Any:
         if self.owner.plain:

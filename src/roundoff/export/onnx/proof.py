@@ -303,8 +303,10 @@ class _Recorder(Passing):
         rounded: Tensor = quantizer(value)
         if quantizer.weight or name in self.values:
             return rounded
-        self.values[name] = rounded.detach()
-        return self.replacements.get(name, rounded)
+        # copies: the model may write into its values
+        self.values[name] = rounded.detach().clone()
+        replacement = self.replacements.get(name)
+        return rounded if replacement is None else replacement.clone()
 
 
 class _ExactValues:

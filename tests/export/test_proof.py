@@ -362,19 +362,18 @@ def test_weights_stored_as_uint8_by_onnx_runtime_have_their_zero_points(
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = kind(8, 16, batch_first=True)
+        self.layer = nn.GRU(8, 16, batch_first=True)
         self.head = nn.Linear(16, 4)
 
     def forward(self, x):
         return self.head(self.layer(x)[0][:, -1])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layer_whose_gates_are_read_one_by_one_runs(kind, tmp_path):
+def test_a_recurrent_layer_whose_last_step_is_read_runs(tmp_path):
     torch.manual_seed(0)
-    workload = Workload(Recurrent(kind).eval(), [torch.randn(16, 6, 8)])
+    workload = Workload(Recurrent().eval(), [torch.randn(16, 6, 8)])
     model = quantize(workload, "int8")
     files = (tmp_path / "model.onnx", tmp_path / "fp32.onnx")
     proof = prove(workload, model, *files, seconds=0)

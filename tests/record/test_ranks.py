@@ -111,12 +111,19 @@ def collectives(run, rank):
     )
 
 
-def test_ddp_and_collectives_with_groups(tmp_path):
-    done = launch(tmp_path, DDP, "--keep", "tensors")
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """Two steps of DDP: the folder in which they were recorded, and what was printed."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return folder, launch(folder, DDP, "--keep", "tensors")
+
+
+def test_ddp_and_collectives_with_groups(ddp):
+    folder, done = ddp
     assert (
         done.stdout.count("Recorded steps 0 to 1 in run, ranks 0 to 1") == 1
     )  # one process speaks
-    run = load(tmp_path / "run")
+    run = load(folder / "run")
     assert run.ranks == [0, 1]
     assert run.steps == [0, 1]
     assert run.verify() == []
@@ -244,12 +251,10 @@ def test_one_rank_that_fails_leaves_the_steps_of_both(tmp_path):
     assert run.about.complete is False
 
 
-def test_a_second_launch_does_not_mix_with_the_first(tmp_path):
-    start_both(tmp_path, DDP, steps="0")
-    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
-    done = launch(tmp_path, DDP, steps="0", code=2)
+def test_a_second_launch_does_not_mix_with_the_first(ddp):
+    folder, _ = ddp
+    before = sorted((p, p.stat().st_mtime_ns) for p in (folder / "run").rglob("*"))
+    done = launch(folder, DDP, steps="0", code=2)
     assert "there is a run here already" in done.stderr
-    assert (
-        sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "run").rglob("*"))
-        == before
-    )
+    after = sorted((p, p.stat().st_mtime_ns) for p in (folder / "run").rglob("*"))
+    assert after == before

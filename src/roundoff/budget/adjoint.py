@@ -39,6 +39,7 @@ from roundoff.budget.samples import Division, sample_axis
 from roundoff.budget.scan import exceeds
 from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import Projector, TermKey, Terms
+from roundoff.budget.written_over import KeptTensor
 from roundoff.formats import Format
 from roundoff.ops import (
     Call,
@@ -142,18 +143,6 @@ def _parameters(call: Call) -> tuple[str, ...]:
     return tuple(sorted(name for name in sources if name and "/" not in name))
 
 
-class _KeptTensor:
-    """A tensor kept until the backward pass.
-
-    It is copied first if something is about to write into it.
-    """
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
 #: What a hook does with the gradient of an output: the call, its exact result, the number
 #: of the output, and the gradient.
 _Receiver = Callable[["Call | _Use", Any, int, Tensor], None]
@@ -218,7 +207,7 @@ class Probe:
     largest: int = 1
     loops: bool = False
     limit: float = 0.0
-    _kept: dict[int, list[weakref.ref[_KeptTensor]]] = field(
+    _kept: dict[int, list[weakref.ref[KeptTensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     _stored: dict[tuple[int, int], list[Tensor]] = field(
@@ -244,7 +233,7 @@ class Probe:
         for reference in self._kept.pop(tensor.untyped_storage().data_ptr(), []):
             kept = reference()
             if kept is not None:
-                kept.tensor = kept.tensor.clone()
+                kept.copy()
 
     def call(self, call: Call) -> Any:
         """Run a call so that gradients reach its output, and listen to them.
@@ -307,10 +296,12 @@ class Probe:
 
     def _keep(self, value: Any) -> Any:
         """Return a tensor as it is kept for the backward pass, other values as is."""
-        if not isinstance(value, Tensor):
-            return value
-        kept = _KeptTensor(value)
-        self._kept[value.untyped_storage().data_ptr()].append(weakref.ref(kept))
+        return self.keep(value) if isinstance(value, Tensor) else value
+
+    def keep(self, tensor: Tensor) -> KeptTensor:
+        """Keep a tensor as it is now, whatever the model writes over it."""
+        kept = KeptTensor(tensor)
+        self._kept[tensor.untyped_storage().data_ptr()].append(weakref.ref(kept))
         return kept
 
     def _attach(self, exact: Any, kept: Call, chosen: Format | None) -> tuple[Any, Any]:
@@ -486,13 +477,13 @@ def _opened(kept: Call) -> Call:
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """``tree_map`` that knows what most results are."""
-    if isinstance(value, (Tensor, _KeptTensor)):
+    if isinstance(value, (Tensor, KeptTensor)):
         return function(value)
     return tree_map(function, value)
 
 
 def _tensor_of(value: Any) -> Any:
-    return value.tensor if isinstance(value, _KeptTensor) else value
+    return value.tensor if isinstance(value, KeptTensor) else value
 
 
 def measure_batch(

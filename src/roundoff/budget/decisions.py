@@ -9,7 +9,6 @@ tensor carries the sites that it comes from, and those that decided about it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -48,15 +47,13 @@ class CallPlace:
     """Where a site is called in one batch, and where its errors go.
 
     Attributes:
-        module: that calls it.
-        number: how many functions of torch this module has called, with this one.
+        number: how many functions of torch the forward pass has called, with this one.
         call: the call, without its tensors.
         reaches: errors reach the target, as values or through decisions.
         decides: they reach a decision that the target depends on.
         is_direct: no site lies between it and such a decision.
     """
 
-    module: str
     number: int
     call: Call
     reaches: bool = True
@@ -139,8 +136,7 @@ class CallPlaces:
         self.last = self.bits.setdefault(name, 1 << len(self.bits))
         if name not in self.places and self.mode is not None:
             template = replace(call, leaves=[])
-            number = self.mode.numbers[call.site.module]
-            self.places[name] = CallPlace(call.site.module, number, template)
+            self.places[name] = CallPlace(self.mode.number, template)
         return result
 
     def before_write(self, tensor: Tensor) -> None:
@@ -165,7 +161,7 @@ class FollowingMode(CallMode):
     """A ``CallMode`` that also follows where values come from; made by ``watch``.
 
     Attributes:
-        numbers: how many functions of torch each module has called so far.
+        number: how many functions of torch the forward pass has called so far.
     """
 
     def __init__(self, model: nn.Module, handler: Handler) -> None:
@@ -174,7 +170,7 @@ class FollowingMode(CallMode):
             raise TypeError("a FollowingMode needs CallPlaces as its handler")
         self.noted = handler
         self.noted.mode = self
-        self.numbers: Counter[str] = Counter()
+        self.number = 0
         self._traces: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._program = _NOTHING
 
@@ -182,7 +178,7 @@ class FollowingMode(CallMode):
         """Start a new forward pass."""
         super().begin()
         self.noted.begin()
-        self.numbers.clear()
+        self.number = 0
         self._traces = WeakIdKeyDictionary()
         self._program = _NOTHING
 
@@ -190,7 +186,7 @@ class FollowingMode(CallMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.numbers[self.position.module] += 1
+        self.number += 1
         if function_body(func) is not None:
             return super().__torch_function__(func, types, args, kwargs)
         operator = Operator.of(func)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
@@ -35,6 +33,7 @@ from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.budget.trial_signs import DrawnSigns
+from roundoff.budget.written_over import Writes, saving
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import (
@@ -179,11 +178,15 @@ class _BudgetRun:
         self.probes = sampling.probes
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
-        # how probes go back, and if tensors that the model has written over since are kept
-        # (fine in inference, an error in training); what fails is done in the next way
+        # how probes go back, and what is done about tensors that the model writes over;
+        # what fails is done in the next way
         self.way = Way.TOGETHER
-        self.mutation = False
-        self.other_ways = [(Way.TOGETHER, True), (Way.ALONE, True)]
+        self.writes = Writes.REFUSED
+        self.other_ways = [
+            (Way.TOGETHER, Writes.COPIED),
+            (Way.TOGETHER, Writes.FOLLOWED),
+            (Way.ALONE, Writes.FOLLOWED),
+        ]
         self.division: Division | None = None
         self.mixed_share = 1.0
         self.is_precise = False
@@ -215,7 +218,7 @@ class _BudgetRun:
             except RuntimeError as error:
                 if isinstance(error, CheckpointError) or not self.other_ways:
                     raise _no_backward(self.workload, index, error) from error
-                self.way, self.mutation = self.other_ways.pop(0)
+                self.way, self.writes = self.other_ways.pop(0)
                 forget()
         _forget_graph(self.workload.model)
         powers = {
@@ -257,7 +260,11 @@ class _BudgetRun:
     def fewest_batches(self) -> int:
         """Batches that are measured at least."""
         few = FEWEST_BATCHES if self.mixed_share <= FEW_MIXED else FEWEST_MIXED_BATCHES
-        return min(few, len(self.workload.batches))
+        return min(few, self._all_batches)
+
+    @property
+    def _all_batches(self) -> int:
+        return len(self.workload.batches)
 
     def _judge(self, mode: CallMode) -> None:
         """Stop measuring where the precision is reached by some of the batches.
@@ -319,15 +326,14 @@ class _BudgetRun:
             axes=self.axes,
             limit=range_limit(self.formats),
         )
-        mutation = allow_mutation_on_saved_tensors()
-        with mutation if self.mutation else nullcontext():
+        with saving(self.writes, probe.keep):
             values, division = measure_batch(
                 mode,
                 probe,
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
                 divided=functools.partial(self._divisions, index),
-                probes=self._count,
+                probes=functools.partial(self._count, mode),
                 spread=self._spread,
                 generator=self.generator,
                 way=self.way,
@@ -348,17 +354,21 @@ class _BudgetRun:
         chosen = self.division
         return [divide(chosen.way, batch, targets, chosen.preferred)]
 
-    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
+    def _count(
+        self, mode: CallMode, samples: int, mixed_share: float, fitting: int
+    ) -> int:
         """Return K, which is chosen at the first batch.
 
-        Where batches are left to be measured, no more than ``fitting``.
+        Where batches are left to be measured, no more than ``fitting``. A model that
+        decides has all its batches measured, so each needs fewer.
         """
         self.mixed_share = mixed_share
         self.state = self.generator.get_state()  # the sign vectors are drawn next
         if self.probes is None:
             outputs = len(self.rows.names)
             most = MOST_ROWS // outputs if outputs > 1 else math.inf
-            batches = self.fewest_batches
+            decides = _decides(mode)
+            batches = self._all_batches if decides else self.fewest_batches
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)

@@ -6,6 +6,7 @@ All are relative to the power of the target tensor: ``SQNR in dB = -10 log10(noi
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,6 +114,32 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
     if not unmeasured and all(term.measured == TRIAL for term in terms):
         stderr = 0.0
     return max(total, 0.0), stderr
+
+
+def group_powers(
+    groups: Sequence[Sequence[Term]], *, unmeasured: float = 0.0
+) -> list[tuple[float, float]]:
+    """Return ``power`` of many groups of terms: those of one shape at once."""
+    results = [(0.0, 0.0)] * len(groups)
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, terms in enumerate(groups):
+        if len({(term.pooled, term.values.shape) for term in terms}) == 1:
+            places[terms[0].values.shape].append(place)
+        elif terms:
+            results[place] = power(terms, unmeasured=unmeasured)
+    for alike in places.values():
+        summed = [np.sum([t.values for t in groups[place]], axis=0) for place in alike]
+        squares = np.square(np.stack(summed))
+        with np.errstate(invalid="ignore", over="ignore"):
+            noise = squares.mean(axis=1).sum(axis=1)
+            errors = standard_errors(squares, unmeasured=unmeasured)
+        for place, total, error in zip(alike, noise, errors, strict=True):
+            terms = groups[place]
+            is_exact = not unmeasured and all(t.measured == TRIAL for t in terms)
+            results[place] = (float(total), 0.0 if is_exact else float(error))
+            if not np.isfinite(total):
+                results[place] = power(terms, unmeasured=unmeasured)
+    return results
 
 
 def together(terms: Sequence[Term]) -> list[Term]:

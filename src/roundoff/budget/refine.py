@@ -12,7 +12,14 @@ import polars as pl
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
 from roundoff.budget.precision import FEW_ROWS
-from roundoff.budget.suspects import DECIDES, NO_EVIDENCE, Suspect, every_row, suspects
+from roundoff.budget.suspects import (
+    CURVED,
+    DECIDES,
+    NO_EVIDENCE,
+    Suspect,
+    every_row,
+    suspects,
+)
 from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.trial_rows import Array, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
@@ -57,12 +64,12 @@ def refine(
             every row where all are no more.
         report: called with the stage and how much of it is done.
     """
-    recording = record(workload, of, max(drawn.index for drawn in signs) + 1)
+    last = max(drawn.index for drawn in signs) + 1
+    recording = _recording(workload, budget, of, last)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
     ]
-
     indices = [drawn.index for drawn in signs]
 
     def noise_of(formats: dict[str, str], on_all_batches: bool) -> float:
@@ -70,10 +77,13 @@ def refine(
         return _noise(workload, recording, views, formats, measured)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
+        if not chosen:
+            return {}
         pairs = [_pair(suspect) for suspect in chosen]
+        is_whole = len(recording.batches) >= last
         return measure_by_trial(
             workload,
-            recording,
+            recording if is_whole else record(workload, of, last),
             pairs,
             views,
             signs,
@@ -87,10 +97,27 @@ def refine(
     rows = every_row(budget, doubtful)
     formats = len(budget.about.formats)
     most = max(MOST_CERTAIN * formats, math.ceil(SHARE * len(rows)))
-    certain = [s for s in doubtful if s.strength < DECIDES][:most]
+    certain = _certain(doubtful)[:most]
     limit = _affordable(rows, max(FEW_ROWS, budget.about.probes))
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
+
+
+def _recording(
+    workload: Workload, budget: Budget, of: str | None, last: int
+) -> Recording:
+    """Return the first batch followed, or all ``last`` where that does not show enough.
+
+    So it is where a decision is taken, which other batches may take otherwise, where a
+    site has no gradient, and where another batch calls sites that the first does not.
+    """
+    first = record(workload, of, 1)
+    [batch] = first.batches
+    decides = any(place.decides for place in batch.places.values())
+    is_seen = all(
+        site.site in batch.places and site.no_path is None for site in budget.sites
+    )
+    return first if is_seen and not decides else record(workload, of, last)
 
 
 def _noise(
@@ -124,6 +151,17 @@ def _is_divisible(budget: Budget, pair: Pair) -> bool:
     """Whether the adjoint says what share of a row each part of it has."""
     site, fmt = pair
     return 0 < power(budget.rows(site, fmt.name))[0] < math.inf
+
+
+def _certain(doubtful: Sequence[Suspect]) -> list[Suspect]:
+    """Return the rows with strong evidence, then those that reach a decision.
+
+    The latter only where some of them cost another power than predicted.
+    """
+    strong = [suspect for suspect in doubtful if suspect.strength < DECIDES]
+    if not any(suspect.strength == CURVED and suspect.decides for suspect in strong):
+        return strong
+    return strong + [s for s in doubtful if s.strength == DECIDES]
 
 
 def _affordable(rows: Sequence[Suspect], allowed: int) -> int:

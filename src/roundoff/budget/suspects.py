@@ -21,8 +21,7 @@ from roundoff.budget.table import Budget, SiteCost
 from roundoff.budget.trials import Recording
 from roundoff.formats import parse_format
 
-#: A prediction this far from a measurement, in dB, with twice its standard error; with
-#: once that for sites whose errors reach a decision, which are doubtful anyway.
+#: A prediction this far from a measurement, in dB, with its standard error.
 DISAGREEMENT_DB = 0.5
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
@@ -56,12 +55,14 @@ class Suspect:
         format: name of the format.
         strength: place of the evidence in that list, from 0.
         noise: noise power by the adjoint.
+        decides: its errors reach a decision.
     """
 
     site: str
     format: str
     strength: int
     noise: float
+    decides: bool = False
 
     @property
     def order(self) -> tuple[int, float]:
@@ -107,7 +108,8 @@ class _Search:
     def of_format(self, fmt: str) -> list[Suspect]:
         """Return the suspects of one format, strongest evidence first."""
         costs = {c.site: c for c in self.budget.costs if c.format == fmt}
-        strengths = dict(_by_flow(self.budget, self.recording, fmt))
+        flow = dict(_by_flow(self.budget, self.recording, fmt))
+        strengths = dict(flow)
         decide = [c for s, c in costs.items() if strengths.get(s) == DECIDES]
         others = [cost for site, cost in costs.items() if site not in strengths]
         for cost in others:
@@ -115,8 +117,9 @@ class _Search:
                 strengths[cost.site] = SAMPLING
         for site in self._curved(fmt, decide, True) | self._curved(fmt, others, False):
             strengths[site] = CURVED
+        noises = {site: cost.noise for site, cost in costs.items()}
         by_site = [
-            Suspect(site, fmt, strength, costs[site].noise if site in costs else 0.0)
+            Suspect(site, fmt, strength, noises.get(site, 0.0), site in flow)
             for site, strength in strengths.items()
         ]
         return sorted(by_site, key=lambda suspect: suspect.order)
@@ -217,5 +220,4 @@ class _Groups:
         if not math.isfinite(prediction.noise) or not math.isfinite(measured):
             return False
         off = DB_PER_SHARE * abs(math.log(measured / prediction.noise))
-        errors = 1 if self.on_all_batches else 2
-        return off > DISAGREEMENT_DB + errors * (prediction.stderr_db or 0.0)
+        return off > DISAGREEMENT_DB + (prediction.stderr_db or 0.0)

@@ -24,6 +24,7 @@ from roundoff.budget.noise_power import (
     Term,
     absorbed,
     decibels,
+    group_powers,
     power,
     significant,
     sqnr_db,
@@ -195,19 +196,17 @@ class Budget:
     @cached_property
     def _terms(self) -> dict[tuple[str, str], list[Term]]:
         terms: dict[tuple[str, str], list[Term]] = defaultdict(list)
-        rows = self.about.probes * len(self.outputs)
-        for row in self.terms.iter_rows(named=True):
-            values = np.asarray(row["projections"], dtype=np.float64)
-            term = Term(
-                row["part"],
-                row["operand"],
-                tuple(row["sources"]),
-                row["pooled"],
-                row["overflow"],
-                values.reshape(rows, -1),
-                row["measured"],
+        probes = self.about.probes * len(self.outputs)
+        projections = _arrays(self.terms["projections"])
+        facts = self.terms.select(_TERM_FACTS).iter_rows()
+        for row, values in zip(facts, projections, strict=True):
+            site, fmt, part, operand, sources, pooled, overflow, measured = row
+            by_probe = values.reshape(probes, -1)
+            terms[site, fmt].append(
+                Term(
+                    part, operand, tuple(sources), pooled, overflow, by_probe, measured
+                )
             )
-            terms[row["site"], row["format"]].append(term)
         return dict(terms)
 
     def rows(self, site: str, format: str) -> list[Term]:
@@ -224,23 +223,31 @@ class Budget:
     def costs(self) -> tuple[SiteCost, ...]:
         """What each site costs in each format, worst first."""
         sites = {site.site: site for site in self.sites}
-        worst = {key: self._worst(terms) for key, terms in self._terms.items()}
+        worst = self._worst_outputs()
         totals: dict[str, float] = defaultdict(float)
         for (_, fmt), cost in worst.items():
             totals[fmt] += cost.noise if math.isfinite(cost.noise) else 0.0
+        parts = _part_powers([cost.terms for cost in worst.values()])
         costs = [
-            _site_cost(sites[site], fmt, cost, totals[fmt])
-            for (site, fmt), cost in worst.items()
+            _site_cost(sites[site], fmt, cost, totals[fmt], powers)
+            for ((site, fmt), cost), powers in zip(worst.items(), parts, strict=True)
         ]
         return tuple(sorted(costs, key=lambda cost: (-cost.noise, cost.site)))
 
-    def _worst(self, terms: Sequence[Term]) -> _WorstOutput:
-        """Return what terms cost the output that they cost most."""
-        seen = each_output(terms, len(self.outputs))
-        noises = [power(terms, unmeasured=self.about.unmeasured) for terms in seen]
-        place = noises.index(max(noises))
-        name = self.outputs[place].name if len(seen) > 1 else ""
-        return _WorstOutput(name, *noises[place], seen[place])
+    def _worst_outputs(self) -> dict[tuple[str, str], _WorstOutput]:
+        """Return what the terms of each row cost the output that they cost most."""
+        count = len(self.outputs)
+        seen = [each_output(terms, count) for terms in self._terms.values()]
+        of_rows = group_powers(
+            [terms for row in seen for terms in row], unmeasured=self.about.unmeasured
+        )
+        worst = {}
+        for number, (key, row) in enumerate(zip(self._terms, seen, strict=True)):
+            noises = of_rows[number * count : (number + 1) * count]
+            place = noises.index(max(noises))
+            name = self.outputs[place].name if count > 1 else ""
+            worst[key] = _WorstOutput(name, *noises[place], row[place])
+        return worst
 
     @cached_property
     def table(self) -> pl.DataFrame:
@@ -362,6 +369,20 @@ class Budget:
             ) from error
 
 
+#: Columns of ``Budget.terms`` that say what a term is.
+_TERM_FACTS = (
+    *("site", "format", "part", "operand"),
+    *("sources", "pooled", "overflow", "measured"),
+)
+
+
+def _arrays(lists: pl.Series) -> list[np.ndarray]:
+    """Return the numbers of each list of a column, float64."""
+    lengths = lists.list.len().to_numpy()
+    flat = lists.filter(lengths > 0).explode().to_numpy().astype(np.float64)
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
 def _whole(terms: pl.DataFrame) -> pl.DataFrame:
     """Return the terms of a file with all columns; older files knew no trials."""
     if "measured" in terms.columns:
@@ -448,7 +469,7 @@ def _predicted(
     """Return the noise of rounded parts at one output."""
     signal = 1.0 if batch is None else output.batch_signal[batch]
     noise, stderr = power(terms, unmeasured=unmeasured)
-    additive = sum(power([term])[0] for term in terms)
+    additive = sum(noise for noise, _ in group_powers([[term] for term in terms]))
     if math.isfinite(noise):
         noise = additive + significant(noise - additive, terms)
     if signal <= 0:  # zero in this batch: nothing is relative to it
@@ -458,11 +479,16 @@ def _predicted(
 
 
 def _site_cost(
-    site: MeasuredSite, fmt: str, worst: _WorstOutput, total: float
+    site: MeasuredSite,
+    fmt: str,
+    worst: _WorstOutput,
+    total: float,
+    parts: Mapping[str, float],
 ) -> SiteCost:
     """Return the row of one site in one format.
 
-    ``total`` is the noise of all sites in the format, the infinite left out.
+    ``total`` is the noise of all sites in the format, the infinite left out; ``parts``
+    are the powers of the row's parts.
     """
     noise = worst.noise
     terms = worst.terms
@@ -475,17 +501,32 @@ def _site_cost(
         sqnr_db=decibels(noise),
         stderr_db=stderr_db(noise, worst.stderr),
         share=_share(noise, total),
-        activation_db=_part_db(terms, "activation"),
-        weight_db=_part_db(terms, "weight"),
-        output_db=_part_db(terms, "output"),
+        activation_db=decibels(parts["activation"]),
+        weight_db=decibels(parts["weight"]),
+        output_db=decibels(parts["output"]),
         measured=terms[0].measured,
         note=_note(noise, sum(term.overflow for term in terms)),
         output=worst.name,
     )
 
 
-def _part_db(terms: Sequence[Term], part: str) -> float | None:
-    return decibels(power([term for term in terms if term.part == part])[0])
+def _part_powers(rows: Sequence[Sequence[Term]]) -> list[dict[str, float]]:
+    """Return the noise power of each part of each row."""
+    groups = [
+        [term for term in terms if term.part == part]
+        for terms in rows
+        for part in _PARTS
+    ]
+    noises = [noise for noise, _ in group_powers(groups)]
+    count = len(_PARTS)
+    return [
+        dict(zip(_PARTS, noises[start : start + count], strict=True))
+        for start in range(0, len(noises), count)
+    ]
+
+
+#: The parts of a call that have columns of their own.
+_PARTS = ("activation", "weight", "output")
 
 
 def _share(noise: float, total: float) -> float:

@@ -63,23 +63,18 @@ def metric_curve(
     starts = np.cumsum(about.batch_samples)[:-1]
     profiles = np.split(_noise_profile(budget), starts)
     signals = _signals(reference)
-
     # batches that were not measured are taken as one sample of the measured ones' mean
     share = len(profiles) / len(reference)
     unmeasured = len(reference) - len(profiles)
     profiles = [profile * share for profile in profiles]
     profiles.extend([np.array([1 / len(reference)])] * unmeasured)
-    signals = _signals(reference)
-
-    # batches that were not measured are taken as one sample of the measured ones' mean
-    unmeasured = len(reference) - len(profiles)
-    profiles.extend([np.array([1 / len(profiles)])] * unmeasured)
+    noisy_batches = [
+        _NoisyOutput(output, profile, signals)
+        for output, profile in zip(reference, profiles, strict=True)
+    ]
 
     def noisy_metric(power: float) -> float:
-        noisy = [
-            _add_noise(output, power * profile, signals, generator)
-            for output, profile in zip(reference, profiles, strict=True)
-        ]
+        noisy = [batch.with_noise(power, generator) for batch in noisy_batches]
         return _metric(workload, noisy, reference)
 
     def level(db: int) -> MetricLevel:
@@ -138,33 +133,50 @@ def _signals(outputs: Sequence[Any]) -> dict[str, float]:
     return signals
 
 
-def _add_noise(
-    output: Any,
-    power: Array,
-    signals: Mapping[str, float],
-    generator: torch.Generator,
-) -> Any:
-    """Return an output with noise of this power, one value a sample.
+class _NoisyOutput:
+    """The output of a batch, to which noise of any power is added.
 
-    It is relative to the power of each tensor.
+    Args:
+        output: of the batch.
+        profile: share of the noise that falls on each sample.
+        signals: power of each tensor over all batches.
     """
-    samples = len(power)
-    signal_of = {id(t): signals[name] for name, t in named_tensors(output).items()}
 
-    def noisy(tensor: Tensor) -> Tensor:
-        if id(tensor) not in signal_of:  # without elements
-            return tensor
-        share = signal_of[id(tensor)] * samples / tensor.numel()
-        deviation = torch.as_tensor(power * share, dtype=torch.float32).sqrt()
-        draw = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim and tensor.shape[0] and tensor.shape[0] % samples == 0:
-            by_row = deviation.repeat_interleave(tensor.shape[0] // samples)
-            draw *= by_row.view(-1, *[1] * (tensor.ndim - 1))
-        else:
-            draw *= float(deviation.square().mean().sqrt())
-        return tensor + draw.to(tensor.device, tensor.dtype)
+    def __init__(
+        self, output: Any, profile: Array, signals: Mapping[str, float]
+    ) -> None:
+        self.output = output
+        self._deviations = {
+            id(tensor): _deviation(tensor, profile * signals[name])
+            for name, tensor in named_tensors(output).items()
+        }
 
-    return replaced(output, noisy)
+    def with_noise(self, power: float, generator: torch.Generator) -> Any:
+        """Return the output with noise, relative to the power of each tensor."""
+        root = math.sqrt(power)
+
+        def noisy(tensor: Tensor) -> Tensor:
+            deviation = self._deviations.get(id(tensor))
+            if deviation is None:  # without elements
+                return tensor
+            draw = torch.randn(tensor.shape, generator=generator)
+            draw.mul_(deviation).mul_(root)
+            return tensor + draw.to(tensor.device, tensor.dtype)
+
+        return replaced(self.output, noisy)
+
+
+def _deviation(tensor: Tensor, powers: Array) -> Tensor:
+    """Return the standard deviation of noise that has so much power in each sample.
+
+    It broadcasts against the tensor.
+    """
+    samples = len(powers)
+    variance = torch.as_tensor(powers * samples / tensor.numel())
+    if not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % samples:
+        return variance.mean().sqrt().float()
+    by_row = variance.sqrt().float().repeat_interleave(tensor.shape[0] // samples)
+    return by_row.view(-1, *[1] * (tensor.ndim - 1))
 
 
 def metric_at(curve: MetricCurve, db: float) -> tuple[float, float]:

@@ -121,9 +121,10 @@ def _inner(signs: Tensor, difference: Tensor) -> Array:
     count = len(signs)
     total = torch.zeros(count, len(difference), dtype=torch.float64)
     together = max(1, _ELEMENTS // max(1, difference.numel()))
+    column = difference.unsqueeze(2)
     for start in range(0, count, together):
-        rows = signs[start : start + together].double()
-        total[start : start + together] = (rows * difference).sum(2).cpu()
+        rows = signs[start : start + together].double().transpose(0, 1)
+        total[start : start + together] = torch.bmm(rows, column)[:, :, 0].T.cpu()
     return total.numpy()
 
 

@@ -30,7 +30,6 @@ from roundoff.formats import Format
 from roundoff.ops import (
     Call,
     CallMode,
-    Position,
     RoundingStep,
     float_tensors,
     function_body,
@@ -136,43 +135,46 @@ def _fingerprint(model: nn.Module) -> list[Any]:
 class _QuickMode(TorchFunctionMode):
     """Runs one call in another way; made as cheap as a mode can be.
 
-    It names nothing and asks nobody: the call is the one with a number among those of
-    its module. Up to that call the model computes what it computed when it was
-    recorded, so the numbers are the same.
+    It names nothing and asks nobody, and no module needs a hook: the call is the one
+    with a number among those of the forward pass. Up to that call the model computes
+    what it computed when it was recorded, so the numbers are the same.
     """
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.position = position
         self.place: CallPlace | None = None
         self.change: Callable[[Call], Any] | None = None
-        self.number = 0
+        self.left = 0
 
     def begin(self, place: CallPlace, change: Callable[[Call], Any]) -> None:
         """Start a forward pass in which ``change`` runs the call at ``place``."""
-        self.position.begin()
         self.place = place
         self.change = change
-        self.number = 0
+        self.left = place.number
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        place = self.place
-        if place is None or place.module != self.position.module:
+        if self.left <= 0:
             return func(*args, **kwargs)
-        self.number += 1
-        if self.number == place.number and self.change is not None:
-            self.place = None
-            inputs = {key: value for key, value in kwargs.items() if key != "out"}
-            leaves = tree_leaves((list(args), inputs))
-            return self.change(replace(place.call, leaves=leaves))
+        self.left -= 1
+        if not self.left:
+            return self._changed(func, args, kwargs)
         body = function_body(func)
         if body is None:
             return func(*args, **kwargs)
         with self:
             return body(*args, **kwargs)
+
+    def _changed(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the call in the other way; as it is, where it is not the one recorded."""
+        place = self.place
+        if place is None or self.change is None or place.call.func is not func:
+            return func(*args, **kwargs)
+        inputs = {key: value for key, value in kwargs.items() if key != "out"}
+        leaves = tree_leaves((list(args), inputs))
+        return self.change(replace(place.call, leaves=leaves))
 
 
 class _NamedCall(Plain):
@@ -306,7 +308,10 @@ def measure_by_trial(
     handler = _NamedCall(_wanted(recording.target))
     with preserve(workload.model), torch.no_grad():
         _prepare(workload.model)
-        with watch(workload.model, handler) as mode:
+        # without a name to look for, no module needs hooks, and compiled code runs
+        # uncompiled all the same
+        watched = workload.model if handler.wanted else nn.Module()
+        with watch(watched, handler) as mode:
             runner = _OneCall(workload, recording, mode, handler)
             measured = {drawn.index: drawn for drawn in signs}
             for index in range(len(recording.batches)):
@@ -358,7 +363,7 @@ class _OneCall:
         self.recording = recording
         self.mode = mode
         self.handler = handler
-        self.quick = _QuickMode(mode.position)
+        self.quick = _QuickMode()
 
     def targets(
         self, index: int, place: CallPlace, change: _Rounding

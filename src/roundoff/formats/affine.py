@@ -120,12 +120,17 @@ def choose_qparams(
 
 
 def _symmetric_scale(low: Tensor, high: Tensor, fmt: Format) -> Tensor:
-    largest = torch.finfo(low.dtype).max
+    target, limit = scale_limits(fmt, low.dtype)
+    return (torch.maximum(high, -low) / target).clamp_(max=limit)
+
+
+def scale_limits(fmt: Format, dtype: torch.dtype) -> tuple[float, float]:
+    """Return what the largest magnitude is scaled to, and the largest scale of a dtype."""
+    largest = torch.finfo(dtype).max
     target = min(fmt.scale_target or fmt.max_finite, largest)
     # Rounded up, the scale of the largest fp32 number would make it overflow on the way
     # back.
-    limit = largest / target * (1 - 2.0**-23)
-    return (torch.maximum(high, -low) / target).clamp_(max=limit)
+    return target, largest / target * (1 - 2.0**-23)
 
 
 def _asymmetric_qparams(

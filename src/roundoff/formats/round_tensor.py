@@ -9,6 +9,7 @@ from torch import Tensor
 
 from roundoff.errors import FormatError
 from roundoff.formats.affine import QParams, choose_qparams, fake_quantize
+from roundoff.formats.amax import round_by_amax
 from roundoff.formats.block import round_blocks
 from roundoff.formats.granularity import Granularity, PerGroup
 from roundoff.formats.named import parse_format
@@ -96,6 +97,11 @@ def round_tensor(
             fmt = replace(fmt, scale_rule=scale_rule)
         axis = _block_axis(fmt, granularity, axis)
         return round_blocks(x, fmt, axis, rounding, generator)
+    has_default_scales = scale is None and zero_point is None and saturate is None
+    if granularity is not None and has_default_scales and rounding is fmt.rounding:
+        rounded = round_by_amax(x, fmt, granularity)
+        if rounded is not None:
+            return rounded
     qparams = _qparams(x, fmt, granularity, scale, zero_point)
     if qparams is None:
         return cast(x, fmt, rounding, fmt.saturates(saturate), generator)

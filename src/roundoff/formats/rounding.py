@@ -66,8 +66,8 @@ def cast(
         dtype = _cast_dtype(fmt, x, saturate)
         if dtype is not None:
             return x.to(dtype).to(x.dtype)
-    fp32_to_bf16 = fmt == FORMATS["bf16"] and x.dtype == torch.float32
-    if rounding is RoundingMode.STOCHASTIC and not saturate and fp32_to_bf16:
+    is_stochastic = rounding is RoundingMode.STOCHASTIC and not saturate
+    if is_stochastic and x.dtype == torch.float32 and fmt == FORMATS["bf16"]:
         return _stochastic_bf16(x, generator)
     rounded = round_values(x.to(working_dtype(x)), fmt, rounding, saturate, generator)
     if not fmt.has_negative_zero:

@@ -36,6 +36,7 @@ INTEGER_RESULT = "integer or boolean result"
 _MOVES = operators_that("move values")
 _CREATES = operators_that("create")
 _EXACT = operators_that("create exactly")
+_INVENTS = _CREATES - _EXACT
 _DRAWS = operators_that("draw")
 _DROPS_OUT = operators_that("drop out")
 
@@ -287,17 +288,21 @@ class CallMode(TorchFunctionMode):
         return Operand(argument.leaf, role, -1, 0, sources)
 
     def _sources_of(self, value: Any) -> frozenset[str]:
+        if isinstance(value, Tensor):
+            return self._sources_of_tensor(value)
         sources: frozenset[str] = frozenset()
-        for leaf in tree_flatten(value)[0]:
-            if isinstance(leaf, Tensor):
-                name = self._params.get(id(leaf))
-                if name:
-                    sources |= {name}
-                elif leaf in self._sources:
-                    sources |= self._sources[leaf]
-                elif is_floating(leaf) and leaf.ndim:
-                    sources |= {""}
+        for tensor in _tensors_in(value):
+            sources |= self._sources_of_tensor(tensor)
         return sources
+
+    def _sources_of_tensor(self, tensor: Tensor) -> frozenset[str]:
+        name = self._params.get(id(tensor))
+        if name:
+            return frozenset((name,))
+        sources: frozenset[str] | None = self._sources.get(tensor)  # type: ignore[no-untyped-call]
+        if sources is not None:
+            return sources
+        return _UNKNOWN if is_floating(tensor) and tensor.ndim else _NOWHERE
 
     def _made(self, tensor: Tensor, sources: frozenset[str], inplace: bool) -> None:
         if id(tensor) not in self._params:
@@ -320,7 +325,7 @@ class CallMode(TorchFunctionMode):
         ``reason``.
         """
         sources: frozenset[str] = frozenset()
-        if reason == "random" or operator.name in _CREATES - _EXACT:
+        if reason == "random" or operator.name in _INVENTS:
             sources = frozenset(("",))
         elif operator.name not in _EXACT:
             sources = self._sources_of((args, kwargs))
@@ -340,9 +345,31 @@ class CallMode(TorchFunctionMode):
             row.examples.append(where)
 
 
+#: The sources of a tensor that no call made, and of one that comes from no values.
+_UNKNOWN = frozenset(("",))
+_NOWHERE: frozenset[str] = frozenset()
+
+#: Arguments without a tensor in them.
+_NUMBERS = (type(None), bool, int, float, str, slice, torch.dtype, torch.Size)
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in a nest of arguments, in order; most are not nested."""
+    if not isinstance(values, (list, tuple)):
+        return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif type(value) not in _NUMBERS:
+            tensors += _tensors_in(value)
+    return tensors
+
+
 #: The layout of an argument that is a tensor or a number.
 _LEAF = tree_flatten(0)[1]
 _PLAIN = (Tensor, nn.Parameter, int, float, bool, str)
+_FLAT = (*_PLAIN, *_NUMBERS)
 
 
 def _flattened(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -504,9 +531,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _has_float(args: Any, kwargs: Any) -> bool:
-    return any(map(is_floating, args)) or any(
-        is_floating(leaf) for leaf in tree_flatten((args, kwargs))[0]
-    )
+    if any(map(is_floating, args)):
+        return True
+    nested = any(type(value) not in _FLAT for value in args)
+    if not nested and not kwargs:
+        return False
+    return any(map(is_floating, _tensors_in((args, kwargs))))
 
 
 #: The trait of an operator that makes no site, and the reason that is told.
@@ -524,19 +554,31 @@ def _no_site(operator: Operator, args: Any, kwargs: Any) -> str | None:
     for names, reason in _NO_SITE:
         if operator.name in names:
             return reason
-    return _unreadable([t for t in tree_flatten(args)[0] if isinstance(t, Tensor)])
+    return _unreadable(_tensors_in(args))
 
 
 def _unreadable(tensors: list[Tensor]) -> str | None:
     """Why these operands hide their values from a site, or None."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    if any(t.is_floating_point() and wrapped(t) for t in tensors):
-        return "inside torch.vmap or torch.func"
-    if any(t.is_sparse or t.is_nested for t in tensors):
-        return "sparse or nested tensor"
-    if any(t.is_complex() for t in tensors):
-        return "complex numbers"
-    return None
+    reasons = [_hidden(tensor) for tensor in tensors]
+    return min(filter(None, reasons), key=_REASONS.index, default=None)
+
+
+#: Why a tensor's values cannot be seen, the first first.
+_REASONS = (
+    "inside torch.vmap or torch.func",
+    "sparse or nested tensor",
+    "complex numbers",
+)
+
+
+def _hidden(tensor: Tensor) -> str | None:
+    """Why the values of a tensor cannot be seen, or None."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if is_wrapped and tensor.is_floating_point():
+        return _REASONS[0]
+    if tensor.is_sparse or tensor.is_nested:
+        return _REASONS[1]
+    return _REASONS[2] if tensor.is_complex() else None
 
 
 def _dropout(args: Any, kwargs: Any) -> str:

@@ -26,6 +26,7 @@ from roundoff.export.onnx.editing import (
     replace_node,
 )
 from roundoff.export.onnx.group_norm import split_group_norms
+from roundoff.export.onnx.indices import widen_indices
 from roundoff.export.onnx.operators import DOMAIN
 from roundoff.export.onnx.pixel_shuffle import shuffles_as_moves
 from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
@@ -45,6 +46,7 @@ def tidy(model: Any, pack: bool = True) -> None:
 
     graph = model.graph
     _name_sites(graph)
+    widen_indices(graph)
     split_group_norms(graph)
     drop_repeated(graph)
     raise_codes(graph)

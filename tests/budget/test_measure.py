@@ -60,7 +60,7 @@ def test_a_precision_is_reached_by_some_of_the_batches():
     torch.manual_seed(0)
     batches = [torch.randn(32, 8) for _ in range(6)]
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    coarse = budget(Workload(model, batches), ["bf16"])
+    coarse = budget(Workload(model, batches), ["bf16"], precision="0.6dB")
     assert coarse.about.batch_samples == (32, 32)
     assert coarse.about.workload_batches == 6
     assert coarse.about.unmeasured == pytest.approx(4 / 6)
@@ -93,7 +93,7 @@ def test_a_batch_that_shows_something_new_is_measured(late):
     batches = [torch.randn(256, 4) for _ in range(5)]
     batches[4][0, 0] = late
     model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
-    found = budget(Workload(model, batches), ["fp16"])
+    found = budget(Workload(model, batches), ["fp16"], precision=0.6)
     # a model that decides by its values is measured on every batch
     assert len(found.about.batch_samples) == (5 if late == 1000.0 else 3)
     if late == 1000.0:
@@ -182,8 +182,9 @@ def test_a_part_of_the_output(workload):
         "/relu": True,
         "last/linear": False,
     }
-    with pytest.raises(WorkloadError, match="no part named 'y'"):
+    with pytest.raises(WorkloadError, match="no part named 'y'") as caught:
         budget(workload, ["bf16"], of="y")
+    assert caught.value.where == "of"
 
 
 def test_a_site_as_the_target(workload):

@@ -78,15 +78,27 @@ def test_a_file_that_cannot_be_written_is_a_row(folder: Path) -> None:
     assert "where: write model.onnx" in reason
 
 
+REFUSING = """
+import torch
+
+class Refusing(torch.nn.Identity):
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("not to be pickled")
+
+    def __deepcopy__(self, memo):
+        return self
+"""
+
+
 def test_a_model_that_pickle_refuses_has_the_other_files(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parametrized modules cannot be saved whole."""
-    parametrized = WORKLOAD.replace(
+    """A module that refuses to be pickled in its own words, as parametrized ones do."""
+    refusing = WORKLOAD.replace(
         "return torch.nn.Sequential(",
-        "return torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)), ",
+        "return torch.nn.Sequential(Refusing(), ",
     )
-    (folder / "net.py").write_text(parametrized)
+    (folder / "net.py").write_text(REFUSING + refusing)
     assert main("quantize net.py -o out --no-onnx --no-pareto".split()) == 0
     assert (folder / "out" / "report.html").exists()
     assert not (folder / "out" / "model.pt").exists()

@@ -36,6 +36,17 @@ class Pools(nn.Module):
         return largest, places.float(), deep, F.adaptive_avg_pool3d(x, (2, 3, 1))
 
 
+class Resynthesized(nn.Module):
+    """A signal by way of its spectrum, as masks in speech are applied."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        window = torch.hann_window(16)
+        spectrum = torch.stft(x, 16, 4, window=window, return_complex=True)
+        parts = torch.view_as_real(spectrum) * 0.5
+        changed = torch.view_as_complex(parts.contiguous())
+        return (torch.istft(changed, 16, 4, window=window, length=x.shape[-1]),)
+
+
 def assert_computes(model: nn.Module, batch, tmp_path, inference_session) -> None:
     workload = Workload(model.eval(), [batch], name="parts")
     captured = write(workload, workload.model, tmp_path / "parts.onnx")
@@ -57,3 +68,8 @@ def test_adaptive_pools_of_sizes_that_do_not_divide(tmp_path, inference_session)
     torch.manual_seed(0)
     batch = torch.randn(2, 3, 4, 7, 5)
     assert_computes(Pools(), batch, tmp_path, inference_session)
+
+
+def test_a_signal_from_its_changed_spectrum(tmp_path, inference_session):
+    torch.manual_seed(0)
+    assert_computes(Resynthesized(), torch.randn(2, 64), tmp_path, inference_session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,3 +142,23 @@ def test_the_file_is_proved_for_each_output(tmp_path):
         assert row.sqnr_db == pytest.approx(simulated, abs=0.5)
     assert (rows["cls"].met, rows["price"].met) == (True, False)
     assert proof.sqnr_db == rows["price"].sqnr_db
+
+
+def test_a_file_that_misses_the_target_is_missed(tmp_path, monkeypatch, capsys):
+    """The simulation keeps it; kernels with an error of their own would not."""
+
+    def noisy(*args, **kwargs):
+        proof = prove(*args, **{**kwargs, "seconds": 0})
+        rows = tuple(replace(row, sqnr_db=9.0, met=False) for row in proof.outputs)
+        return replace(proof, outputs=rows, sqnr_db=9.0)
+
+    monkeypatch.setattr("roundoff.verbs.quantize.prove", noisy)
+    workload = Workload(nn.Linear(8, 4), list(torch.randn(3, 32, 8)))
+    made = quantize(workload, output=tmp_path / "a", target="20dB", tradeoff=False)
+    assert made.summary.result.met
+    assert not made.summary.proof.met
+    assert not made.met
+    said = " ".join(text_of(made.summary).split())
+    assert "The target is met by the simulation and missed by model.onnx: " in said
+    assert "dB, 9.0 dB of the file, 20dB asked." in said
+    assert "missed" in (tmp_path / "a" / "report.html").read_text()

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_a_residual_net_by_hand(calibrated, Model):
     with torch.no_grad():
         y = conv("a", x, "a/conv2d:0", padding=1).relu()
         z = value(conv("b", y, "/relu"), q["b/conv2d"]) + value(y, q["/relu"])
-        want = value(conv("c", z.clamp(0, 2), "/clamp"), q["c/conv2d"])
+        want = conv("c", z.clamp(0, 2), "/clamp")
     assert set(q) == {
         "a.weight",
         "b.weight",
@@ -87,7 +88,6 @@ def test_a_residual_net_by_hand(calibrated, Model):
         "/relu",
         "b/conv2d",
         "/clamp",
-        "c/conv2d",
     }
     assert torch.equal(model(x), want)
 
@@ -403,14 +403,13 @@ def test_biases_on_sums(small):
     assert round_bias(bias, [x, grouped]) is bias
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_model_that_cannot_be_copied():
-    net = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
-    net(torch.ones(1, 4))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    vars(net)["lock"] = threading.Lock()
     with pytest.raises(QuantizationError, match="the model cannot be copied") as error:
         ro.quantize(net, "int8", data(2, 4))
-    assert "Only Tensors created explicitly by the user" in error.value.got
-    nn.utils.remove_weight_norm(net[0])
+    assert "lock" in error.value.got
+    del vars(net)["lock"]
     assert rows(ro.quantize(net, "int8", data(2, 4)))["0/linear"] == ("int8", "")
 
 

@@ -190,8 +190,8 @@ def command(
 
     Writes model.onnx (Q/DQ), fake_quant.onnx, fp32.onnx, model.pt, plan.toml,
     record.toml, record.txt (AMCT's format), report.html and summary.json; with
-    --checkpoint a folder for compressed-tensors too. The exit code is 1 when the target
-    is missed or out of reach.
+    --checkpoint a folder for compressed-tensors too. The exit code is 1 when the model
+    or model.onnx misses the target, or none can meet it.
     """
     import roundoff
     from roundoff.export import asked_formats, rounding

@@ -10,6 +10,7 @@ from .channels.smoothing_factors import dmq as dmq
 from .channels.smoothing_factors import smoothquant as smoothquant
 from .code_flow import CLIPS as CLIPS
 from .code_flow import FOLLOWS as FOLLOWS
+from .code_flow import is_as_quick_in_floats as is_as_quick_in_floats
 from .entry import Entry as Entry
 from .entry import format_named as format_named
 from .entry import granularity_name as granularity_name

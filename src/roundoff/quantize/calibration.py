@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.plan import worst_noise
+from roundoff.quantize.computed_weights import (
+    computed_tensors,
+    store_computed_weights_,
+)
 from roundoff.quantize.graph import Graph, no_data
 from roundoff.quantize.model import QuantizedModel
 from roundoff.workload import Workload, named_tensors
@@ -131,9 +135,13 @@ def with_batches(workload: Workload, batches: Sequence[Any]) -> Workload:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode that shares nothing with the model."""
+    """Return a copy in evaluation mode that shares nothing with the model.
+
+    Weights that modules compute of others are parameters of the copy.
+    """
+    memo = {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
     try:
-        return copy.deepcopy(model).eval()
+        copied = copy.deepcopy(model, memo).eval()
     # tensors with a history, locks, open files
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise QuantizationError(
@@ -141,9 +149,11 @@ def copy_model(model: nn.Module) -> nn.Module:
             where=type(model).__name__,
             got=str(error).partition(". ")[0],
             expected="a module that copy.deepcopy takes",
-            do="fold torch.nn.utils.weight_norm in with remove_weight_norm, or make the module "
-            "forget tensors that it computed",
+            do="make the module forget what cannot be copied: locks, open files, "
+            "tensors that it computed and keeps in lists",
         ) from error
+    store_computed_weights_(copied)
+    return copied
 
 
 def check_weights(model: QuantizedModel) -> None:

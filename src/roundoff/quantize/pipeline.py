@@ -182,9 +182,13 @@ def _lay_out(
     was folded.
     """
     copied = workload.with_model(copy_model(workload.model))
+    plain = workload
+    if _has_other_parameters(copied.model, workload.model):
+        graph = trace_sampled(copied)
+        plain = workload.with_model(copy_model(workload.model))
     notes: list[SiteFormat] = []
     if request.fold and any(n.operator == "batch_norm" for n in graph.nodes.values()):
-        like = with_batches(workload, workload.batches[:1])
+        like = with_batches(plain, workload.batches[:1])
         folded = fold_norms_(copied, graph, like=like)
         notes = [
             SiteFormat(row.norm, "fp32", f"not folded: {row.reason}")
@@ -206,6 +210,12 @@ def _lay_out(
         batches=copied.batches,
         reference=reference_outputs(workload),
     )
+
+
+def _has_other_parameters(copied: nn.Module, model: nn.Module) -> bool:
+    """Return True where weights that modules computed became parameters of a copy."""
+    names = [[name for name, _ in each.named_parameters()] for each in (copied, model)]
+    return names[0] != names[1]
 
 
 def _calibrate_(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundoff.budget import deciding
+from roundoff.budget import OutputRow, deciding
 from roundoff.export import (
     AverageBits,
     NotPruned,
@@ -50,20 +51,39 @@ def verdict(summary: Summary) -> str:
     """Say if the target is met, with what was asked and measured."""
     result = summary.result
     asked = summary.asked
-    noise = f"{db(result.sqnr_db)} dB{_at(result)}"
+    noise = f"{db(result.sqnr_db)} dB{_at(result.outputs)}"
     fall = _fall(result)
     if asked.target is None:
         return f"Quantized: {fall or noise}."
-    met = "The target is met" if result.met else "The target is missed"
+    met = _met(summary)
+    in_file = _in_file(summary)
     if asked.kind == "db":
-        return f"{met}: {noise}, {_asked_db(summary)} asked."
-    return f"{met}: {fall}; at most {asked.target} less asked."
+        return f"{met}: {noise}{in_file}, {_asked_db(summary)} asked."
+    return f"{met}: {fall}{in_file}; at most {asked.target} less asked."
 
 
-def _at(result: Result) -> str:
+def _met(summary: Summary) -> str:
+    """Return if the target is met, by the simulation and by the file."""
+    if summary.met:
+        return "The target is met"
+    if summary.result.met:
+        return "The target is met by the simulation and missed by model.onnx"
+    return "The target is missed"
+
+
+def _in_file(summary: Summary) -> str:
+    """Return what the file reaches where that decides; empty elsewhere."""
+    proof = summary.proof
+    if proof is None or proof.met or not summary.result.met:
+        return ""
+    if summary.asked.kind == "db":
+        return f", {db(proof.sqnr_db)} dB{_at(proof.outputs)} of the file"
+    return f", {metric(proof.metric)} of the file"
+
+
+def _at(outputs: Sequence[OutputRow]) -> str:
     """Return the output that the SQNR belongs to; empty where there is only one."""
-    several = len(result.outputs) > 1
-    return f" at {deciding(result.outputs).output}" if several else ""
+    return f" at {deciding(outputs).output}" if len(outputs) > 1 else ""
 
 
 def _asked_db(summary: Summary) -> str:

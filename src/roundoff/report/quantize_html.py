@@ -56,4 +56,4 @@ def _mark(summary: Summary) -> Mark | None:
     """Return the mark of the target's verdict; None where none was asked for."""
     if not summary.asked.target:
         return None
-    return "met" if summary.result.met else "missed"
+    return "met" if summary.met else "missed"

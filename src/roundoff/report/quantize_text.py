@@ -56,7 +56,7 @@ def print_files(summary: Summary, folder: str, console: Console) -> None:
 def _verdict_style(summary: Summary) -> str:
     if summary.asked.target is None:
         return "bold"
-    return "bold green" if summary.result.met else "bold red"
+    return "bold green" if summary.met else "bold red"
 
 
 def _print_steps(summary: Summary, console: Console) -> None:

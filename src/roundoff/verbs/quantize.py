@@ -86,8 +86,8 @@ class Delivery:
 
     @property
     def met(self) -> bool:
-        """True if the target is met, or there is none."""
-        return self.summary.result.met
+        """True if model and file keep the target, or there is none."""
+        return self.summary.met
 
 
 @overload

@@ -352,3 +352,39 @@ def test_bad_arguments(nets) -> None:
         channel_groups(net, [])
     with pytest.raises(QuantizationError, match="expected: remove or rescale"):
         channel_groups(net, [net.example], purpose="prune")
+
+
+class Pooled(nn.Module):
+    """Rows of one graph are added up by a store."""
+
+    example = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.store = store
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.store(self.a(x)))
+
+
+STORES = {
+    "index_put": lambda h: h.new_zeros(2, 4).index_put(
+        (torch.arange(6) // 3,), h, accumulate=True
+    ),
+    "index_put_": lambda h: h.new_zeros(2, 4).index_put_(
+        (torch.arange(6) // 3,), h, True
+    ),
+    "put_": lambda h: h.new_zeros(2, 4).put_(
+        torch.arange(24) % 8, h.flatten(), accumulate=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_channels_that_a_store_adds_up_are_pinned(name: str) -> None:
+    """Labels are names, not numbers: the sum of two is none."""
+    pooled = channel_groups(Pooled(STORES[name]), [Pooled.example], purpose="rescale")
+    (group,) = (g for g in pooled if g.producers[0].name == "a.weight")
+    assert group.size == 4
+    assert name.rstrip("_") in str(group.pinned)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from roundoff.budget import all_met
+from roundoff.budget import OutputRow, all_met
 from roundoff.export.delivery.judge import Judge, ModelQuality
 from roundoff.export.delivery.records import NotPruned, PrunedRow, PruningCost, TrialRow
-from roundoff.export.delivery.request import Ask
+from roundoff.export.delivery.request import Ask, QualityTarget
 from roundoff.plan import Plan
 from roundoff.quantize import QuantizedModel
 from roundoff.workload import Workload
@@ -52,18 +52,34 @@ class QuantizationResult:
 
     def met(self, ask: Ask) -> bool:
         """Return True if every output of the judged model keeps its target, or there is none."""
-        goal = ask.goal
-        if goal is None:
-            return True
-        if goal.kind == "db":
-            return all_met(self.judged.outputs)
-        drop = self.drop
-        most = goal.value or 0.0
-        return drop is not None and drop <= most + METRIC_ROUNDING
+        return keeps(ask.goal, self.judged.outputs, self.drop)
 
     @property
     def drop(self) -> float | None:
         """By how much the metric fell; None without one."""
-        if self.judged.metric is None or self.judge.metric is None:
-            return None
-        return self.judge.metric - self.judged.metric
+        return fall(self.judge.metric, self.judged.metric)
+
+
+def keeps(
+    goal: QualityTarget | None, outputs: Iterable[OutputRow], drop: float | None
+) -> bool:
+    """Return True if these figures keep a target, or there is none.
+
+    Args:
+        goal: the target.
+        outputs: each named output, judged.
+        drop: by how much the metric fell; None where it is not known.
+    """
+    if goal is None:
+        return True
+    if goal.kind == "db":
+        return all_met(outputs)
+    most = goal.value or 0.0
+    return drop is not None and drop <= most + METRIC_ROUNDING
+
+
+def fall(reference: float | None, metric: float | None) -> float | None:
+    """Return by how much a metric is below that of the reference; None without both."""
+    if reference is None or metric is None:
+        return None
+    return reference - metric

@@ -303,11 +303,13 @@ class ProofSummary:
     """What ONNX Runtime computed, and how fast; the fields of ``Proof`` that are totals.
 
     Attributes:
+        met: the file keeps the target, or there is none.
         outputs: each named output of the file against fp32.
         kernels: integer operators of the optimised graph, and how many there are.
         operators: all of its operators.
     """
 
+    met: bool
     samples: int
     metric: float | None
     metric_fp32: float | None
@@ -375,3 +377,8 @@ class Summary:
     notes: tuple[str, ...]
     lost: tuple[str, ...]
     seconds: Mapping[str, float]
+
+    @property
+    def met(self) -> bool:
+        """True if model and file keep the target, or there is none."""
+        return self.result.met and (self.proof is None or self.proof.met)

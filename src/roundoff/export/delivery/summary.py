@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from roundoff.export.delivery.judge import count_samples
-from roundoff.export.delivery.outcome import QuantizationResult
+from roundoff.export.delivery.outcome import QuantizationResult, fall, keeps
 from roundoff.export.delivery.records import (
     Asked,
     AverageBits,
@@ -90,7 +90,7 @@ def summarize(
         pruned=outcome.pruned,
         pruning=outcome.pruning,
         tradeoff=tuple(tradeoff),
-        proof=None if proof is None else _proof_summary(proof),
+        proof=None if proof is None else _proof_summary(proof, ask),
         files=tuple(files),
         notes=(*outcome.notes, *(() if proof is None else proof.remarks)),
         lost=tuple(lost),
@@ -151,8 +151,10 @@ def _coverage(
     )
 
 
-def _proof_summary(proof: Proof) -> ProofSummary:
+def _proof_summary(proof: Proof, ask: Ask) -> ProofSummary:
+    drop = fall(proof.metric_fp32, proof.metric)
     return ProofSummary(
+        met=keeps(ask.goal, proof.outputs, drop),
         samples=proof.samples,
         metric=proof.metric,
         metric_fp32=proof.metric_fp32,

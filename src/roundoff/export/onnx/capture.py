@@ -54,6 +54,8 @@ class Captured:
         exported: the ``torch.export.ExportedProgram`` that it was made of.
         traced: what was traced.
         sizes: which sizes it takes.
+        outputs: names of its outputs, without those of values that are probed.
+        probes: names of the values that are probed.
         remarks: what it fixes, in sentences.
         apart: batches that take another path through the model's code.
         general: lines that branch on computed sizes, of which it has the general case.
@@ -63,6 +65,8 @@ class Captured:
     exported: Any
     traced: Traced
     sizes: Sizes
+    outputs: tuple[str, ...]
+    probes: tuple[str, ...]
     remarks: list[str] = field(default_factory=list)
     apart: list[Any] = field(default_factory=list)
     general: list[str] = field(default_factory=list)
@@ -102,6 +106,8 @@ class _Attempt:
         traced.inlined = inlined
         axes = [dict.fromkeys(a, torch.export.Dim.AUTO) or None for a in self.free]
         try:
+            if self.readings:  # the last batch that ran may have taken another path
+                traced(*self.tensors)
             # lengths 0 and 1 are lengths as others are
             with (
                 general_case(lambda: inlined.depth > 0) as lines,
@@ -117,9 +123,15 @@ class _Attempt:
         finally:
             traced.reading = None
             traced.inlined = None
-        sizes = Sizes(exported, list(traced.inputs))
-        program = _translated(exported, traced)
-        return Captured(program, exported, traced, sizes, general=lines)
+        return Captured(
+            program=_translated(exported, traced),
+            exported=exported,
+            traced=traced,
+            sizes=Sizes(exported, list(traced.inputs)),
+            outputs=tuple(traced.outputs),
+            probes=tuple(traced.probes),
+            general=lines,
+        )
 
 
 def capture(workload: Workload, traced: Traced) -> Captured:

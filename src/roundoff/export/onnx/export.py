@@ -92,7 +92,7 @@ def write(
     _remark(program.model, captured.remarks)
     if probed is not None:
         _save(program, probed)
-        del program.model.graph.outputs[len(traced.outputs) :]
+        del program.model.graph.outputs[len(captured.outputs) :]
         drop_unread(program.model)
     _save(program, path)
     return captured

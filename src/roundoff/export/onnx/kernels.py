@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from roundoff.export.onnx.deployed import Deployed
 from roundoff.export.onnx.runtime import Kernels, is_integer
 from roundoff.ops import facts
-from roundoff.quantize import CLIPS, QuantizedModel, Quantizer, Route
+from roundoff.quantize import (
+    CLIPS,
+    QuantizedModel,
+    Quantizer,
+    Route,
+    is_as_quick_in_floats,
+)
 
 #: Kinds of calls for which ONNX Runtime's CPU has no kernel on codes.
 _NO_KERNEL = {
@@ -148,6 +154,9 @@ def _no_codes_written(site: str, route: Route, quantized: QuantizedModel) -> str
     if not facts(operator).operands or route.output:
         return None
     clip = _clip_behind(site, route, quantized)
+    node = quantized.graph.nodes.get(site)
+    if node is not None and is_as_quick_in_floats(node):
+        return "nothing reads codes of its result, which is not rounded: with so few products fp32 is as fast"
     if clip is None:
         return "its result is no code: a float reads it too, or a clip stands between"
     if clip.zero_point is None:

@@ -179,7 +179,7 @@ def prove(
             quantized,
             exact or workload.model,
             batches,
-            probed.traced,
+            probed,
             probed_path,
         )
     outputs = _outputs(batches, original.traced, simulated, path_quantized)
@@ -253,7 +253,7 @@ def _measure(
     quantized: QuantizedModel,
     exact: nn.Module,
     batches: list[Any],
-    probed: Traced,
+    probed: Captured,
     path: Path,
 ) -> tuple[dict[str, ValueDifferences], list[Any]]:
     """Run file, simulation and full precision side by side, a batch at a time.
@@ -266,7 +266,7 @@ def _measure(
     ready = session(path)
     names = [output.name for output in ready.get_outputs()]
     for batch in batches:
-        arrays = dict(zip(names, run(ready, _feed(probed, batch)), strict=True))
+        arrays = dict(zip(names, run(ready, _feed(probed.traced, batch)), strict=True))
         in_file = {
             name: torch.from_numpy(arrays[f"probe_{index}"])
             for index, name in enumerate(probed.probes)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 #: What hands numbers of a tensor to Python.
 _READERS: frozenset[Callable[..., Any]] = frozenset(
@@ -46,11 +47,13 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Numbers that one line read from a tensor.
+    """A number that one line read from a tensor.
+
+    A list is read number by number, as torch does where it traces.
 
     Attributes:
         line: ``file:line`` of the user's code; empty where there is none.
-        value: a bool, an int, a float, or nested lists of them.
+        value: a bool, an int or a float.
     """
 
     line: str
@@ -102,9 +105,10 @@ class Recording(ReadingMode):
         self.readings = []
 
     def read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Read, and record it."""
+        """Read, and record it: of a list each number."""
         value = func(*args, **kwargs)
-        self.readings.append(Reading(user_line(), value))
+        line = user_line()
+        self.readings += [Reading(line, number) for number in tree_leaves(value)]
         return value
 
 
@@ -126,6 +130,8 @@ class Repeating(ReadingMode):
 
     def read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Give back what was read in this place; read where nothing was."""
+        if func is Tensor.tolist and args[0].ndim:
+            return [self.read(func, (part,), {}) for part in args[0].unbind()]
         reading = None
         if self._next < len(self.readings):
             reading = self.readings[self._next]
@@ -160,14 +166,11 @@ def follows(readings: Sequence[Reading], kept: Sequence[Reading | None]) -> bool
 def as_text(value: Any) -> str:
     """Return a value as short text.
 
-    >>> as_text(3), as_text(0.1 + 0.2), as_text(list(range(9)))
-    ('3', '0.3', '[0, 1, 2, ... 9 numbers]')
+    >>> as_text(3), as_text(0.1 + 0.2)
+    ('3', '0.3')
     """
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.6g}"
-    if isinstance(value, list) and len(value) > 4:
-        head = ", ".join(as_text(item) for item in value[:3])
-        return f"[{head}, ... {len(value)} numbers]"
     return str(value)
 
 

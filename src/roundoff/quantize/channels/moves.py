@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from roundoff.ops import float_tensors, operators_that
+from roundoff.ops import facts, float_tensors, operators_that
 from roundoff.quantize.channels.labels import (
     CANNOT_FOLLOW,
     Labels,
@@ -182,6 +182,11 @@ _RULES: tuple[tuple[Collection[str], Callable[[Labels, Move], None]], ...] = (
 
 def _run_on_labels(labels: Labels, move: Move) -> None:
     """Run the operator on labels, and tie the channels that it moves together."""
+    if _adds(move):
+        for tensor in move.inputs:
+            labels.pin(labels.get(tensor), f"{move.name} ({move.site}) adds values")
+        labels.forget(move.outputs)
+        return
     _note_constants(labels, move)
     move = replace(move, args=_without_numbers(move))
     replaced = _labels_of_inputs(labels, move)
@@ -203,6 +208,13 @@ def _run_on_labels(labels: Labels, move: Move) -> None:
     for tensor, channels in zip(move.outputs, after, strict=True):
         labels.put(tensor, channels)
     _tie_parts(labels, move, before[0], after)
+
+
+def _adds(move: Move) -> bool:
+    """Return True for a store that adds to what is there: labels are no numbers."""
+    name = facts(move.name).stores_unless
+    value = None if name is None else move.argument(name, 3, None)
+    return value is True or isinstance(value, str)
 
 
 def _note_constants(labels: Labels, move: Move) -> None:

@@ -30,9 +30,10 @@ from common import (
 from decision_nets import NETS
 from decision_nets import workload as decision_net
 from scipy.stats import spearmanr
+from torch import Tensor
 
 import roundoff as ro
-from roundoff.plan import run_batches
+from roundoff.plan import output_noises, run_batches
 from roundoff.workload import Workload
 
 BAR = 0.97
@@ -145,11 +146,20 @@ def _network(name: str, workload: Workload) -> list[tuple[object, ...]]:
     rows = []
     for fmt in FORMATS:
         sites = [site.site for site in tried.sites if fmt not in site.refused]
-        measured = {s: measured_noise(workload, {s: fmt}, reference) for s in sites}
+        measured = {s: _worst_output(workload, {s: fmt}, reference) for s in sites}
         trials = sum(c.measured == "trial" for c in tried.costs if c.format == fmt)
         columns = [*_agreement(plain, fmt, measured), *_agreement(tried, fmt, measured)]
         rows.append((name, fmt, len(sites), trials, *columns))
     return rows
+
+
+def _worst_output(
+    workload: Workload, formats: dict[str, str], reference: list[dict[str, Tensor]]
+) -> float:
+    """Noise of the named output that has most, as a row of a budget has it."""
+    targets = run_batches(workload, formats).targets
+    rows = output_noises(targets, reference, workload.judged.apart)
+    return max(row.noise for row in rows if row.noise is not None)
 
 
 def _agreement(

@@ -5,7 +5,7 @@ Every network is quantized by `roundoff.quantize(workload, output=folder)` as it
 file of `torch.onnx.export`, on the same batches; both files run on the same held-out batches. Without VNNI the usual
 kernels clip sums of two products of u8 and s8 to 16 bits: all files run with the session option that avoids it, which
 serves ONNX Runtime's files best too; what its file would take without the option is a column of its own. Where no file
-of its own with a scale a channel runs, one with a scale a tensor counts; where it fails with the option, it runs without.
+of its own with a scale a channel runs, one with a scale a tensor counts; where it fails with the option, both run without.
 Latencies are of one thread, in turns in one process, on the first held-out batch. Rows are kept: networks may be measured
 one at a time.
 """
@@ -437,7 +437,9 @@ def measure(name: str, folder: Path) -> Row:
     if whole.exists():
         sessions["fp32"] = Session(whole)
     if own.file is not None:
-        sessions["ours"] = Session(own.file)
+        # where the peer's file fails with the option, both run without
+        precise = other.file is None or other.precise
+        sessions["ours"] = Session(own.file, precise=precise)
     if other.file is not None:
         sessions["peer"] = Session(other.file, precise=other.precise)
         sessions["peer, clipping"] = Session(other.file, precise=False)

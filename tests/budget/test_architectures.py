@@ -221,6 +221,7 @@ def test_attention(batch_first):
         measured = check(
             nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
             [torch.randn(8, 5, 12)],
+            within=2.5,  # of eight sequences: the draws of one seed are 2 dB off others
         )
     assert {"scaled_dot_product_attention", "linear", "layer_norm"} <= kinds(measured)
 

@@ -50,17 +50,22 @@ def test_the_number_of_probes_reaches_the_precision(samples, batches, probes):
 
     They come from all samples of one batch, or of two where there are more.
     """
-    found = budget(
-        Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches), ["bf16"]
-    )
-    assert found.about.probes == probes
+    workload = Workload(nn.Linear(2, 2), [torch.randn(samples, 2)] * batches)
+    assert budget(workload, ["bf16"], trials=0).about.probes == probes
+
+
+def test_where_every_row_is_tried_the_projections_come_from_all_batches():
+    workload = Workload(nn.Linear(2, 2), [torch.randn(16, 2)] * 4)
+    # 157.2 projections from 16 samples of two batches, and of all four
+    assert budget(workload, ["bf16"], trials=0).about.probes == 5
+    assert budget(workload, ["bf16"]).about.probes == 3
 
 
 def test_a_precision_is_reached_by_some_of_the_batches():
     torch.manual_seed(0)
     batches = [torch.randn(32, 8) for _ in range(6)]
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    coarse = budget(Workload(model, batches), ["bf16"])
+    coarse = budget(Workload(model, batches), ["bf16"], precision="0.6dB")
     assert coarse.about.batch_samples == (32, 32)
     assert coarse.about.workload_batches == 6
     assert coarse.about.unmeasured == pytest.approx(4 / 6)
@@ -93,7 +98,7 @@ def test_a_batch_that_shows_something_new_is_measured(late):
     batches = [torch.randn(256, 4) for _ in range(5)]
     batches[4][0, 0] = late
     model = Sometimes() if late == 1000.0 else nn.Linear(4, 4)
-    found = budget(Workload(model, batches), ["fp16"])
+    found = budget(Workload(model, batches), ["fp16"], precision=0.6)
     # a model that decides by its values is measured on every batch
     assert len(found.about.batch_samples) == (5 if late == 1000.0 else 3)
     if late == 1000.0:
@@ -182,8 +187,9 @@ def test_a_part_of_the_output(workload):
         "/relu": True,
         "last/linear": False,
     }
-    with pytest.raises(WorkloadError, match="no part named 'y'"):
+    with pytest.raises(WorkloadError, match="no part named 'y'") as caught:
         budget(workload, ["bf16"], of="y")
+    assert caught.value.where == "of"
 
 
 def test_a_site_as_the_target(workload):

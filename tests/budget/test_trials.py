@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.budget import measure
+from roundoff.budget import measure, refine
 from roundoff.budget.decisions import CallPlaces, FollowingMode
-from roundoff.budget.noise_power import power
-from roundoff.budget.refine import with_trials
+from roundoff.budget.noise_power import Term, power
+from roundoff.budget.refine import divided_parts, with_trials
 from roundoff.budget.table import Budget
 from roundoff.budget.trial_rows import OutputView, with_mean_products
 from roundoff.budget.trials import measure_by_trial, record
@@ -480,3 +480,126 @@ def test_a_plan_lowers_a_site_that_only_a_trial_can_see(experts):
     plan = measured.plan("10dB")
     names = [site.site for site in measured.sites]
     assert "router/linear" in plan.formats(dict.fromkeys(names, "linear"))
+
+
+class _Sine(nn.Module):
+    """Nothing decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin()
+
+
+class _Chosen(_Sine):
+    """The largest element decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * (y.argmax(-1, keepdim=True) + 1)
+
+
+@pytest.mark.parametrize(("model", "followed"), [(_Sine, [1]), (_Chosen, [1, 3])])
+def test_further_batches_are_followed_where_the_first_shows_a_decision(
+    model, followed, monkeypatch
+):
+    asked = []
+
+    def counting(workload, target=None, batches=None):
+        asked.append(batches)
+        return record(workload, target, batches)
+
+    monkeypatch.setattr("roundoff.budget.refine.record", counting)
+    monkeypatch.setattr("roundoff.budget.refine.suspects", lambda *_: [])
+    monkeypatch.setattr("roundoff.budget.refine.FEW_ROWS", 0)
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3) for _ in range(3)]
+    budget(Workload(model(), batches), probes=4)
+    assert asked == followed
+
+
+def test_a_trial_in_one_pass_is_divided_as_the_adjoint_divides(chain):
+    """Smooth and fp16: each part keeps its direction and its power, and the sum is exact.
+
+    Of K = 16 probes and 16 samples a power is known to sqrt(2 / 256) = 9 %, four times
+    that is allowed.
+    """
+    plain = budget(chain, ["fp16"], trials=0, probes=16)
+    tried = budget(chain, ["fp16"], trials=ALL, probes=16)
+    exact = run_batches(chain).targets
+    for row in tried.costs:
+        if row.measured != "trial":
+            continue
+        alone = noise(run_batches(chain, {row.site: "fp16"}).targets, exact)
+        assert row.noise == pytest.approx(alone, rel=1e-5)
+        for old, new in zip(
+            plain.rows(row.site, "fp16"), tried.rows(row.site, "fp16"), strict=True
+        ):
+            assert (old.part, old.operand, old.sources) == (
+                new.part,
+                new.operand,
+                new.sources,
+            )
+            assert power([new])[0] == pytest.approx(power([old])[0], rel=0.36)
+
+
+def test_parts_of_a_jump_keep_their_shares_of_its_power():
+    """Where trial and adjoint have nothing to do with each other; 4 sigma of 4000 products."""
+    generator = np.random.default_rng(1)
+    parts = [
+        Term("weight", 1, ("w",), False, 0, 0.01 * generator.normal(size=(40, 100))),
+        Term("output", -1, (), False, 0, 0.02 * generator.normal(size=(40, 100))),
+    ]
+    whole = Term("output", -1, (), False, 0, generator.normal(size=(40, 100)), "trial")
+    divided = divided_parts(whole, parts)
+    total = power([whole])[0]
+    assert np.sum([p.values for p in divided], axis=0) == pytest.approx(whole.values)
+    shares = [power([part])[0] / total for part in divided]
+    assert shares == pytest.approx([0.2, 0.8], abs=4 / math.sqrt(4000))
+    pooled = [
+        Term(p.part, p.operand, p.sources, True, 0, p.values[:, :2]) for p in parts
+    ]
+    again = divided_parts(whole, pooled)
+    assert np.sum([p.values for p in again], axis=0) == pytest.approx(whole.values)
+    assert not any(part.pooled for part in again)
+
+
+def test_a_small_wrong_row_beside_large_ones_is_found():
+    """Softplus of 500 x is a kink to errors of int8: its derivative says too little."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large = nn.ModuleList(nn.Linear(8, 8) for _ in range(11))
+            self.small = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = sum(layer(x) for layer in self.large)
+            return y + 1e-3 * nn.functional.softplus(500 * self.small(x)).sqrt()
+
+    torch.manual_seed(0)
+    workload = Workload(Model(), [torch.randn(32, 8)])
+    with mock.patch.object(refine, "FEW_ROWS", 0):
+        measured = budget(workload, ["int8"], probes=8)
+    assert "adjoint" in {c.measured for c in measured.costs}
+    exact = run_batches(workload).targets
+    row = cost(measured, "small/linear", "int8")
+    alone = noise(run_batches(workload, {"small/linear": "int8"}).targets, exact)
+    assert row.measured == "trial"
+    assert row.noise == pytest.approx(alone, rel=1e-5)
+
+
+def test_few_rows_are_tried_on_all_batches():
+    """Every batch weighs otherwise: a part of them would not stand for the others."""
+    torch.manual_seed(0)
+    batches = [scale * torch.randn(16, 4) for scale in (1.0, 4.0, 0.2, 3.0, 0.5, 2.0)]
+    workload = Workload(nn.Sequential(nn.Linear(4, 4), nn.GELU()), batches)
+    measured = budget(workload, ["bf16", "int8"])
+    exact = run_batches(workload).targets
+    assert {c.measured for c in measured.costs} == {"trial"}
+    for row in measured.costs:
+        alone = noise(run_batches(workload, {row.site: row.format}).targets, exact)
+        assert row.noise == pytest.approx(alone, rel=1e-5)
+        assert row.stderr_db == 0.0

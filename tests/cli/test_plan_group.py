@@ -11,10 +11,12 @@ from roundoff.cli.app import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 NET = """
+import collections
 import torch
 
 def model():
-    return torch.nn.ModuleDict({"fc1": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)})
+    parts = {"fc1": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)}
+    return torch.nn.Sequential(collections.OrderedDict(parts))
 
 def batches():
     return [torch.ones(3, 4)]
@@ -127,6 +129,9 @@ def test_with_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run("plan explain te.toml fc2/linear -w net.py", capsys)
     assert code == 2
     assert "no module 'fc2'" in err
+    code, _, err = run("plan explain te.toml fc1/liner -w net.py", capsys)
+    assert code == 2
+    assert "does not call 'fc1/liner'" in err
 
 
 def test_what_cannot_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

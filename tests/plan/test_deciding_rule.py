@@ -92,3 +92,13 @@ def test_classes_need_the_model() -> None:
         explain(PLAN, ["head.wieght"], model=Net())
     with pytest.raises(PlanError, match="no autocast on such a device"):
         explain(PLAN, ["norm/linear"], model=Net(), device="tpu")
+
+
+def test_an_operator_that_the_model_does_not_call() -> None:
+    called = ["norm/layer_norm", "head/linear"]
+    sites = ["head/linear", "op:softmax", "head.weight"]
+    explained = explain(Plan(()), sites, model=Net(), called=called)
+    assert [decision.site for decision in explained] == sites
+    with pytest.raises(PatternError, match="does not call 'head/liner'") as caught:
+        explain(Plan(()), ["head/liner"], model=Net(), called=called)
+    assert caught.value.do == "did you mean head/linear?"

@@ -25,6 +25,7 @@ from .output_row import deciding as deciding
 from .output_row import output_rows as output_rows
 from .output_row import reached_db as reached_db
 from .output_row import rows_aside as rows_aside
+from .rescaled import rescaled as rescaled
 from .signs import draw_signs as draw_signs
 from .sqnr_target import SqnrTarget as SqnrTarget
 from .sqnr_target import TargetText as TargetText

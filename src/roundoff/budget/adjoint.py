@@ -57,7 +57,7 @@ from roundoff.site import Site
 #: Bytes that are not worth another backward pass.
 _SMALL = 2**27
 #: Bytes of the gradients of all probes at one site below which a call costs more than they.
-_TOGETHER_BYTES = 2**20
+_TOGETHER_BYTES = 2**22
 #: Bytes of the outputs of all sites from which on gradients are stored in bf16.
 _LARGE = 2**22
 #: Up to here probes cost less one by one than batched, where their gradients may be kept.
@@ -363,7 +363,7 @@ class Probe:
         That changes a projection by less than 0.4 %, a small part of its spread.
         """
         is_large = self.kept_bytes > _LARGE and gradient.dtype == torch.float32
-        return gradient.detach().to(torch.bfloat16 if is_large else gradient.dtype)
+        return gradient.detach().to(torch.bfloat16) if is_large else gradient.detach()
 
     def last(
         self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor

@@ -11,7 +11,15 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
-from roundoff.budget.suspects import NO_EVIDENCE, SAMPLING, Suspect, every_row, suspects
+from roundoff.budget.precision import FEW_ROWS
+from roundoff.budget.suspects import (
+    CURVED,
+    DECIDES,
+    NO_EVIDENCE,
+    Suspect,
+    every_row,
+    suspects,
+)
 from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.trial_rows import Array, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
@@ -27,8 +35,9 @@ from roundoff.formats import parse_format
 from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
-#: Trials that are made whatever they cost: so many a format, or this share of the rows.
-FEWEST = 4
+#: Rows with strong evidence that are tried whatever it costs: so many a format, or this
+#: share of the rows.
+MOST_CERTAIN = 24
 SHARE = 0.1
 
 
@@ -49,9 +58,10 @@ def refine(
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
         of: what it measures, see ``roundoff.budget``.
-        trials: most rows to measure, strongest evidence first. None: a tenth of the
-            rows or four a format; more, down to some strength of evidence, while they
-            are no more than the probes; and every row where all are no more.
+        trials: most rows to measure, strongest evidence first. None: those with strong
+            evidence, a tenth of the rows or 24 a format at most; more, down to some
+            strength of evidence, while they are no more than 64 or the probes; and
+            every row where all are no more.
         report: called with the stage and how much of it is done.
     """
     last = max(drawn.index for drawn in signs) + 1
@@ -60,30 +70,35 @@ def refine(
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
     ]
+    indices = [drawn.index for drawn in signs]
 
-    def noise_of(formats: dict[str, str]) -> float:
-        return _first_noise(workload, recording, views, formats)
+    def noise_of(formats: dict[str, str], on_all_batches: bool) -> float:
+        measured = indices if on_all_batches else indices[:1]
+        return _noise(workload, recording, views, formats, measured)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
         if not chosen:
             return {}
+        pairs = [_pair(suspect) for suspect in chosen]
         is_whole = len(recording.batches) >= last
         return measure_by_trial(
             workload,
             recording if is_whole else record(workload, of, last),
-            map(_pair, chosen),
+            pairs,
             views,
             signs,
             lambda done, total: report("trials", done, total),
+            in_one={pair for pair in pairs if _is_divisible(budget, pair)},
         )
 
     doubtful = suspects(budget, recording, noise_of)
     if trials is not None:
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
-    fewest = max(FEWEST * len(budget.about.formats), math.ceil(SHARE * len(rows)))
-    certain = [s for s in doubtful if s.strength < SAMPLING][:fewest]
-    limit = _affordable(rows, budget.about.probes)
+    formats = len(budget.about.formats)
+    most = max(MOST_CERTAIN * formats, math.ceil(SHARE * len(rows)))
+    certain = _certain(doubtful)[:most]
+    limit = _affordable(rows, max(FEW_ROWS, budget.about.probes))
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
 
@@ -105,31 +120,55 @@ def _recording(
     return first if is_seen and not decides else record(workload, of, last)
 
 
-def _first_noise(
+def _noise(
     workload: Workload,
     recording: Recording,
     views: Sequence[OutputView],
     formats: dict[str, str],
+    batches: Sequence[int],
 ) -> float:
-    """Return the noise of a choice of formats on the first batch, at the worst output."""
-    exact = recording.batches[0].targets
-    try:
-        ran = run_batches(
-            workload, formats, target=recording.target, batches=slice(0, 1)
-        )
-    except WorkloadError:
-        return math.inf  # the model refuses rounded values
-    [targets] = ran.targets
-    if not same_shapes(exact, targets):
-        return math.inf
-    return max(view.noise(targets, exact) for view in views)
+    """Return the noise of a choice of formats on some batches, at the worst output."""
+    exact = []
+    rounded = []
+    for index in batches:
+        try:
+            ran = run_batches(
+                workload,
+                formats,
+                target=recording.target,
+                batches=slice(index, index + 1),
+            )
+        except WorkloadError:
+            return math.inf  # the model refuses rounded values
+        exact.append(recording.batches[index].targets)
+        rounded += ran.targets
+        if not same_shapes(exact[-1], rounded[-1]):
+            return math.inf
+    return max(view.noise(rounded, exact) for view in views)
+
+
+def _is_divisible(budget: Budget, pair: Pair) -> bool:
+    """Whether the adjoint says what share of a row each part of it has."""
+    site, fmt = pair
+    return 0 < power(budget.rows(site, fmt.name))[0] < math.inf
+
+
+def _certain(doubtful: Sequence[Suspect]) -> list[Suspect]:
+    """Return the rows with strong evidence, then those that reach a decision.
+
+    The latter only where some of them cost another power than predicted.
+    """
+    strong = [suspect for suspect in doubtful if suspect.strength < DECIDES]
+    if not any(suspect.strength == CURVED and suspect.decides for suspect in strong):
+        return strong
+    return strong + [s for s in doubtful if s.strength == DECIDES]
 
 
 def _affordable(rows: Sequence[Suspect], allowed: int) -> int:
     """Return how strong the evidence must be: the last strength not to be tried.
 
-    ``allowed`` is the number of trials, one for each probe that was sent back: a trial
-    is a forward pass. Rows without evidence are tried where that is enough for all.
+    ``allowed`` is the number of trials. Rows without evidence are tried where that is
+    enough for all.
     """
     if len(rows) <= allowed:
         return NO_EVIDENCE + 1
@@ -193,35 +232,62 @@ def _term_rows(
         overflow = result.overflow[key]
         whole = Term(key.part, key.operand, key.sources, False, overflow, values, TRIAL)
         is_alone = key.part == "activation" and casts(fmt)
-        shares = [] if is_alone else budget.rows(site, fmt)
-        for term in _divided(whole, shares):
+        rows = [] if is_alone else budget.rows(site, fmt)
+        shares = [r for r in rows if result.in_one or r.part == key.part]
+        for term in divided_parts(whole, shares):
             yield MeasuredTerm(site, fmt, term)
 
 
-def _divided(whole: Term, rows: Sequence[Term]) -> list[Term]:
-    """Return a part that was measured as one, divided as the adjoint divides it.
+def divided_parts(whole: Term, rows: Sequence[Term]) -> list[Term]:
+    """Return parts that were measured as one, divided as the adjoint divides them.
 
-    The shares of the adjoint are kept, and what is missing to the sum is added in
-    proportion to their powers. Undivided where the adjoint says nothing.
+    With ``w`` the share of the power that the adjoint ``a`` gives a part, and ``c`` the
+    ratio of the amplitudes of ``whole`` and of the sum of all ``a``, a part becomes
+    ``c a + w (whole - c sum a)``. The sum is ``whole``. Where the adjoint is right a
+    part is ``a``; and where the two have nothing to do with each other, parts that are
+    independent have their shares of the power and stay so.
+
+    Undivided where the adjoint says nothing.
     """
-    shares = [row for row in rows if row.part == whole.part]
-    powers = [power([row])[0] for row in shares]
-    if len(shares) < 2 or not 0 < sum(powers) < math.inf:
+    powers = [power([row])[0] for row in rows]
+    total = sum(powers)
+    if not rows or not 0 < total < math.inf or not np.isfinite(whole.values).all():
         return [whole]
-    is_alike = all(_has_columns_of(row, whole) for row in shares)
-    if not is_alike or not np.isfinite(whole.values).all():
+    parts = _of_shape(whole.values, rows, powers)
+    summed = np.sum(parts, axis=0)
+    squares = float(np.square(summed).sum())
+    if not squares:
         return [whole]
-    missing = whole.values - np.sum([row.values for row in shares], axis=0)
+    ratio = math.sqrt(float(np.square(whole.values).sum()) / squares)
+    missing = whole.values - ratio * summed
     return [
         replace(
-            row, values=row.values + missing * (noise / sum(powers)), measured=TRIAL
+            row,
+            values=ratio * part + (noise / total) * missing,
+            pooled=False,
+            overflow=whole.overflow,
+            measured=TRIAL,
         )
-        for row, noise in zip(shares, powers, strict=True)
+        for row, part, noise in zip(rows, parts, powers, strict=True)
     ]
 
 
-def _has_columns_of(row: Term, whole: Term) -> bool:
-    return not row.pooled and row.values.shape == whole.values.shape
+def _of_shape(
+    whole: Array, rows: Sequence[Term], powers: Sequence[float]
+) -> list[Array]:
+    """Return the values of rows in the shape of those of a trial.
+
+    Those that are summed over samples say nothing of single ones: in their place stand
+    values with their power and without any correlation.
+    """
+    if all(not row.pooled and row.values.shape == whole.shape for row in rows):
+        return [row.values for row in rows]
+    generator = np.random.default_rng(0)
+    signs = [generator.choice((-1.0, 1.0), whole.shape) for _ in rows]
+    return [
+        math.sqrt(noise) * sign * whole
+        for noise, sign in zip(powers, signs, strict=True)
+    ]
 
 
 def _columns(projections: Array | None, budget: Budget, samples: int) -> Array:

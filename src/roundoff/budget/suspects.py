@@ -1,9 +1,12 @@
 """Which rows of a budget first order may have wrong, strongest evidence first.
 
-Four kinds of evidence. A site has no gradient, yet its errors reach the target. Its
-errors reach a decision (``roundoff.budget.decisions``). Sites rounded together, in one
-forward pass, cost another power than their rows say; groups that disagree are divided.
-And the sampling error of a row is large.
+Four kinds of evidence. A site has no gradient, yet its errors reach the target. A
+decision is taken on its result (``roundoff.budget.decisions``). Sites rounded together,
+in one forward pass, cost another power than their rows say; groups that disagree are
+divided. And the sampling error of a row is large.
+
+Errors that reach a decision from further away change it now and then, in any batch: the
+groups of such sites run on all batches, those of the others on the first.
 """
 
 from __future__ import annotations
@@ -13,21 +16,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from roundoff.budget.noise_power import DB_PER_SHARE
+from roundoff.budget.noise_power import DB_PER_SHARE, casts
 from roundoff.budget.table import Budget, SiteCost
 from roundoff.budget.trials import Recording
+from roundoff.formats import parse_format
 
-#: A prediction this far from a measurement, in dB, with twice its standard error.
+#: A prediction this far from a measurement, in dB, with its standard error.
 DISAGREEMENT_DB = 0.5
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
 #: Strengths of evidence, see ``Suspect``.
 UNSEEN, DECIDER, CURVED, DECIDES, SAMPLING, NO_EVIDENCE = range(6)
-#: Sites that are rounded together in the second round.
+#: Sites that are rounded together on all batches.
 GROUP = 8
+#: Most groups of the sites of a format on the first batch.
+BANDS = 4
+#: The least exponent of a normal number in fp32.
+LEAST_EXPONENT = -126
+#: A group on all batches that disagrees is not divided from this size on: each of its
+#: rows by trial takes as many forward passes as finding the wrong ones among them.
+UNDIVIDED = 4
 
-#: Measures the noise of a choice of formats on the first batch, as a relative power.
-NoiseOf = Callable[[dict[str, str]], float]
+#: Measures the noise of a choice of formats as a relative power: on the first batch, or
+#: on all that the budget measured.
+NoiseOf = Callable[[dict[str, str], bool], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +47,22 @@ class Suspect:
     """A row of a budget to be measured by trial.
 
     The evidence is, from the strongest: the site has no gradient; a decision is taken
-    on its result; groups that it is in cost another power; it reaches a decision; its
-    sampling error is large; none.
+    on its result; groups that it is in cost another power; it reaches a decision, but
+    groups that it is in cost what was predicted; its sampling error is large; none.
 
     Attributes:
         site: name of the site.
         format: name of the format.
         strength: place of the evidence in that list, from 0.
         noise: noise power by the adjoint.
+        decides: its errors reach a decision.
     """
 
     site: str
     format: str
     strength: int
     noise: float
+    decides: bool = False
 
     @property
     def order(self) -> tuple[int, float]:
@@ -59,8 +73,8 @@ class Suspect:
 def suspects(budget: Budget, recording: Recording, noise_of: NoiseOf) -> list[Suspect]:
     """Return the rows to measure by trial, those of different formats in turn.
 
-    Formats are looked at from the one with the most noise. Where its sites together
-    cost what was predicted, so do the same sites with less noise.
+    Formats are looked at from the one with the most noise. Where its sites cost what
+    was predicted, so do the same sites with less noise, unless they may underflow.
     """
     total: dict[str, float] = dict.fromkeys(budget.about.formats, 0.0)
     for cost in budget.costs:
@@ -94,28 +108,40 @@ class _Search:
     def of_format(self, fmt: str) -> list[Suspect]:
         """Return the suspects of one format, strongest evidence first."""
         costs = {c.site: c for c in self.budget.costs if c.format == fmt}
-        by_site: dict[str, Suspect] = {}
-        for site, strength in _by_flow(self.budget, self.recording, fmt):
-            noise = costs[site].noise if site in costs else 0.0
-            by_site[site] = Suspect(site, fmt, strength, noise)
-        others = [cost for site, cost in costs.items() if site not in by_site]
-        curved = self._curved(fmt, others)
+        flow = dict(_by_flow(self.budget, self.recording, fmt))
+        strengths = dict(flow)
+        decide = [c for s, c in costs.items() if strengths.get(s) == DECIDES]
+        others = [cost for site, cost in costs.items() if site not in strengths]
         for cost in others:
-            if cost.site in curved:
-                by_site[cost.site] = Suspect(cost.site, fmt, CURVED, cost.noise)
-            elif _sampling_db(self.budget, cost) > DOUBTFUL_DB:
-                by_site[cost.site] = Suspect(cost.site, fmt, SAMPLING, cost.noise)
-        return sorted(by_site.values(), key=lambda suspect: suspect.order)
+            if _sampling_db(self.budget, cost) > DOUBTFUL_DB:
+                strengths[cost.site] = SAMPLING
+        for site in self._curved(fmt, decide, True) | self._curved(fmt, others, False):
+            strengths[site] = CURVED
+        noises = {site: cost.noise for site, cost in costs.items()}
+        by_site = [
+            Suspect(site, fmt, strength, noises.get(site, 0.0), site in flow)
+            for site, strength in strengths.items()
+        ]
+        return sorted(by_site, key=lambda suspect: suspect.order)
 
-    def _curved(self, fmt: str, costs: Sequence[SiteCost]) -> set[str]:
+    def _curved(
+        self, fmt: str, costs: Sequence[SiteCost], on_all_batches: bool
+    ) -> set[str]:
         """Return the sites of groups whose prediction is wrong."""
         sites = frozenset(cost.site for cost in costs)
-        if any(sites <= agreed for agreed in self.agreed):
+        is_known = any(sites <= agreed for agreed in self.agreed)
+        if is_known and not _may_underflow(fmt):
             return set()
-        curved = _Groups(self.budget, fmt, self.noise_of).disagreeing(costs)
+        groups = _Groups(self.budget, fmt, self.noise_of, on_all_batches)
+        curved = groups.disagreeing([cost.site for cost in costs])
         if not curved:
             self.agreed.append(sites)
         return curved
+
+
+def _may_underflow(fmt: str) -> bool:
+    """Whether small values are lost that other formats keep."""
+    return casts(fmt) and parse_format(fmt).emin > LEAST_EXPONENT
 
 
 def _sampling_db(budget: Budget, cost: SiteCost) -> float:
@@ -149,29 +175,35 @@ def _by_flow(
 class _Groups:
     """Sites of one format rounded together, against what their rows predict."""
 
-    def __init__(self, budget: Budget, fmt: str, noise_of: NoiseOf) -> None:
+    def __init__(
+        self, budget: Budget, fmt: str, noise_of: NoiseOf, on_all_batches: bool
+    ) -> None:
         self.budget = budget
         self.fmt = fmt
         self.noise_of = noise_of
+        self.on_all_batches = on_all_batches
 
-    def disagreeing(self, costs: Sequence[SiteCost]) -> set[str]:
+    def disagreeing(self, sites: Sequence[str]) -> set[str]:
         """Return the sites of groups whose prediction is wrong.
 
-        All together first; where they disagree, groups of like noise; then the halves
-        of those that disagree most. Half as many passes as there are sites at most.
+        Groups are of like noise, because a small one beside a large one is not seen;
+        those that disagree are halved. Beside the first round, half as many passes as
+        there are sites at most.
         """
-        sites = [cost.site for cost in costs]
-        if not sites or not self._is_wrong(sites):
-            return set()
-        groups = [sites[i : i + GROUP] for i in range(0, len(sites), GROUP)]
-        passes = len(sites) // 2
-        wrong: list[list[str]] = []
+        size = GROUP
+        undivided = UNDIVIDED
+        if not self.on_all_batches:
+            size = max(GROUP, math.ceil(len(sites) / BANDS))
+            undivided = 1
+        groups = [sites[i : i + size] for i in range(0, len(sites), size)]
+        passes = len(groups) + len(sites) // 2
+        wrong: list[Sequence[str]] = []
         while groups and passes > 0:
             group = groups.pop(0)
             passes -= 1
             if not self._is_wrong(group):
                 continue
-            if len(group) == 1:
+            if len(group) <= undivided:
                 wrong.append(group)
                 continue
             middle = len(group) // 2
@@ -180,11 +212,12 @@ class _Groups:
 
     def _is_wrong(self, sites: Sequence[str]) -> bool:
         formats = dict.fromkeys(sites, self.fmt)
-        prediction = self.budget.predict(formats, batch=0)
-        measured = self.noise_of(formats)
+        batch = None if self.on_all_batches else 0
+        prediction = self.budget.predict(formats, batch=batch)
+        measured = self.noise_of(formats, self.on_all_batches)
         if not (prediction.noise > 0 and measured > 0):
             return prediction.noise != measured
         if not math.isfinite(prediction.noise) or not math.isfinite(measured):
             return False
         off = DB_PER_SHARE * abs(math.log(measured / prediction.noise))
-        return off > DISAGREEMENT_DB + 2 * (prediction.stderr_db or 0.0)
+        return off > DISAGREEMENT_DB + (prediction.stderr_db or 0.0)

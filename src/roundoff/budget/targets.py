@@ -55,8 +55,8 @@ def metric_curve(
 
     The model is not run. The noise of a level has, relative to each tensor of the
     output, that level's power, shared among the samples as the budget's own noise is
-    (averaged over sites and formats), and is white within a sample. Each level is drawn
-    ``REPEATS`` times.
+    (averaged over sites and formats), and is white within a sample. It is drawn
+    ``REPEATS`` times, each time once for all levels.
     """
     generator = torch.Generator().manual_seed(seed)
     about = budget.about
@@ -73,20 +73,31 @@ def metric_curve(
         for output, profile in zip(reference, profiles, strict=True)
     ]
 
-    def noisy_metric(power: float) -> float:
-        noisy = [batch.with_noise(power, generator) for batch in noisy_batches]
-        return _metric(workload, noisy, reference)
-
-    def level(db: int) -> MetricLevel:
-        power = 10 ** (-db / 10)
-        draws = [noisy_metric(power) for _ in range(REPEATS)]
-        return MetricLevel(
-            float(db), float(np.mean(draws)), float(np.std(draws, ddof=1))
-        )
-
     name = getattr(workload.metric, "__name__", "metric")
     exact = _metric(workload, reference, reference)
-    return MetricCurve(name, exact, tuple(level(db) for db in LEVELS))
+    draws = [_draw(workload, noisy_batches, generator) for _ in range(REPEATS)]
+    levels = tuple(
+        MetricLevel(float(db), float(np.mean(values)), float(np.std(values, ddof=1)))
+        for db, values in zip(LEVELS, zip(*draws, strict=True), strict=True)
+    )
+    return MetricCurve(name, exact, levels)
+
+
+def _draw(
+    workload: Workload, batches: Sequence[_NoisyOutput], generator: torch.Generator
+) -> list[float]:
+    """Return the metric at each level, with one draw of the noise for all of them."""
+    noises = [batch.draw(generator) for batch in batches]
+    reference = [batch.output for batch in batches]
+    values = []
+    for db in LEVELS:
+        amplitude = 10 ** (-db / 20)
+        noisy = [
+            batch.with_noise(noise, amplitude)
+            for batch, noise in zip(batches, noises, strict=True)
+        ]
+        values.append(_metric(workload, noisy, reference))
+    return values
 
 
 def _noise_profile(budget: Budget) -> Array:
@@ -147,21 +158,25 @@ class _NoisyOutput:
     ) -> None:
         self.output = output
         self._deviations = {
-            id(tensor): _deviation(tensor, profile * signals[name])
+            id(tensor): (tensor.shape, _deviation(tensor, profile * signals[name]))
             for name, tensor in named_tensors(output).items()
         }
 
-    def with_noise(self, power: float, generator: torch.Generator) -> Any:
-        """Return the output with noise, relative to the power of each tensor."""
-        root = math.sqrt(power)
+    def draw(self, generator: torch.Generator) -> dict[int, Tensor]:
+        """Draw noise of the power of each tensor, by the tensor's identity."""
+        return {
+            key: torch.randn(shape, generator=generator).mul_(deviation)
+            for key, (shape, deviation) in self._deviations.items()
+        }
+
+    def with_noise(self, noise: Mapping[int, Tensor], amplitude: float) -> Any:
+        """Return the output with so much of a draw of noise."""
 
         def noisy(tensor: Tensor) -> Tensor:
-            deviation = self._deviations.get(id(tensor))
-            if deviation is None:  # without elements
+            drawn = noise.get(id(tensor))
+            if drawn is None:  # without elements
                 return tensor
-            draw = torch.randn(tensor.shape, generator=generator)
-            draw.mul_(deviation).mul_(root)
-            return tensor + draw.to(tensor.device, tensor.dtype)
+            return tensor + (drawn * amplitude).to(tensor.device, tensor.dtype)
 
         return replaced(self.output, noisy)
 

@@ -16,8 +16,7 @@ from torch import Tensor
 BLOCK = 2**19
 
 
-@dataclass(frozen=True)
-class TermKey:
+class TermKey(NamedTuple):
     """One part of one site's error in one format: the smallest entry of the budget."""
 
     site: str
@@ -213,7 +212,9 @@ def arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor
     error = _wide(error)
     if axis is None:
         return error.reshape(1, 1, -1)
-    return error.movedim(axis[0], 0).reshape(samples, 1, -1)
+    if axis[0]:
+        error = error.movedim(axis[0], 0)
+    return error.reshape(samples, 1, -1)
 
 
 def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:

@@ -41,15 +41,18 @@ class OutputView:
     signal: float
 
     def noise(
-        self, targets: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+        self,
+        targets: Sequence[Mapping[str, Tensor]],
+        exact: Sequence[Mapping[str, Tensor]],
     ) -> float:
-        """Return what one batch differs by, relative to that batch."""
+        """Return what some batches differ by, relative to those batches."""
         error = power = 0.0
-        for name, weight in self.weights.items():
-            if name in exact:
-                difference = targets[name].double() - exact[name].double()
-                error += weight**2 * float(difference.square().sum())
-                power += weight**2 * float(exact[name].double().square().sum())
+        for rounded, plain in zip(targets, exact, strict=True):
+            for name, weight in self.weights.items():
+                if name in plain:
+                    difference = rounded[name].double() - plain[name].double()
+                    error += weight**2 * float(difference.square().sum())
+                    power += weight**2 * float(plain[name].double().square().sum())
         return error / power if math.isfinite(error) and power else math.inf
 
 
@@ -135,11 +138,13 @@ class TrialRows:
             parts that change nothing are zero.
         overflow: elements of the target that became infinite or NaN, by part.
         forwards: forward passes that it took.
+        in_one: all parts of the site were measured as one.
     """
 
     batches: list[dict[TermKey, Array]] = field(default_factory=list)
     overflow: Counter[TermKey] = field(default_factory=Counter)
     forwards: int = 0
+    in_one: bool = False
 
     def add(
         self,

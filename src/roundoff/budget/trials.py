@@ -10,7 +10,7 @@ sampling error, and its cross terms with other sites keep their meaning.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +42,9 @@ from roundoff.workload import Workload
 
 #: A site and a format.
 Pair = tuple[str, Format]
+
+#: The part that stands for all parts, where they were measured as one.
+WHOLE_PART = "output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +204,14 @@ class _Rounding:
 
     Weights and biases are one part. So are the operands that it computes with, unless
     the format rounds by a plain cast: a plan pays for each of those by itself.
+    With ``in_one`` all parts are one, which takes one forward pass.
 
     ``steps`` are the parts that change the result, ``unchanged`` the others.
     """
 
-    def __init__(self, fmt: Format) -> None:
+    def __init__(self, fmt: Format, in_one: bool = False) -> None:
         self.fmt = fmt
+        self.in_one = in_one
         self.steps: list[tuple[TermKey, Any]] = []
         self.unchanged: list[TermKey] = []
         self.forwards = 0
@@ -250,12 +255,16 @@ class _Rounding:
 
     def _part(self, step: RoundingStep) -> tuple[str, int]:
         """Return what steps have in common that are measured together."""
+        if self.in_one:
+            return WHOLE_PART, -1
         is_alone = step.part == "activation" and casts(self.fmt.name)
         if is_alone and step.operand is not None:
             return step.part, step.operand.leaf
         return step.part, -1
 
     def _key(self, site: str, steps: Sequence[RoundingStep]) -> TermKey:
+        if self.in_one:
+            return TermKey(site, self.fmt.name, WHOLE_PART, -1, ())
         operands = [step.operand for step in steps if step.operand is not None]
         first = operands[0].leaf if operands else -1
         sources = {name for operand in operands for name in operand.sources}
@@ -276,6 +285,7 @@ def measure_by_trial(
     views: Sequence[OutputView],
     signs: Sequence[DrawnSigns],
     progress: Callable[[int, int], None] | None = None,
+    in_one: Collection[Pair] = (),
 ) -> dict[Pair, TrialRows]:
     """Measure what rounding each site alone to its format does to the target.
 
@@ -286,12 +296,13 @@ def measure_by_trial(
         views: the outputs of the budget.
         signs: of each batch that is measured.
         progress: called after each batch, with their number and that of all.
+        in_one: pairs whose parts are measured as one, in one forward pass a batch.
 
     Returns:
         The rows of each pair. A pair that the model refuses to run, or that changes the
         shape of the target, is left out.
     """
-    results = {pair: TrialRows() for pair in pairs}
+    results = {pair: TrialRows(in_one=pair in in_one) for pair in pairs}
     if not results:
         return results
     handler = _NamedCall(_wanted(recording.target))
@@ -327,7 +338,7 @@ def _measure_batch(
         if place is None:
             rows.batches.append({})
             continue
-        rounding = _Rounding(fmt)
+        rounding = _Rounding(fmt, rows.in_one)
         changes = runner.changes(place, rounding, signs)
         if changes is None:
             del results[pair]

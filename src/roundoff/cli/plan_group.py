@@ -190,12 +190,19 @@ def explain(
     """Say for each site which rule of a plan decides, and what autocast's own lists
     say on CPU and CUDA."""
     from roundoff.plan import explain as decide
-    from roundoff.plan import read_lists
+    from roundoff.plan import read_lists, run_batches
     from roundoff.workload import Workload
 
-    model = Workload.load(workload).model if workload is not None else None
+    model = None
+    called = None
+    if workload is not None:
+        loaded = Workload.load(workload)
+        model = loaded.model
+        called = run_batches(loaded).handler.sites
     lists = read_lists(source, model=model)
-    decisions = decide(lists, sites, model=model, device=device, file=source)
+    decisions = decide(
+        lists, sites, model=model, called=called, device=device, file=source
+    )
     if json:
         rows = [{**dataclasses.asdict(row), "why": row.why} for row in decisions]
         o.print_json(rows)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roundoff.errors import PatternError, PlanError, examples
+from roundoff.errors import PatternError, PlanError, did_you_mean, examples, nearest
 from roundoff.formats import parse_format
 from roundoff.ops import autocast_class
 from roundoff.plan.rules import FOLLOW, Plan, Rule
@@ -61,16 +61,19 @@ def explain(
     sites: Iterable[str],
     *,
     model: nn.Module | None = None,
+    called: Iterable[str] | None = None,
     device: str = "cpu",
     file: str | Path | None = None,
 ) -> list[SiteDecision]:
     """Say what decides the format of each site (``module/operator``, or ``op:NAME`` anywhere).
 
     ``model`` is needed for plans with ``class:`` patterns, and then a module that it
-    does not have is an error. ``device`` is the one whose lists decide where no rule
-    does. ``file`` is the plan's, for the lines. Raises ``PatternError`` for a module
-    that the model lacks, ``PlanError`` for a ``class:`` pattern without a model and for
-    a device without autocast.
+    does not have is an error. ``called`` are the sites that it calls, where they are
+    known: then an operator that it does not call is an error too. ``device`` is the one
+    whose lists decide where no rule does. ``file`` is the plan's, for the lines. Raises
+    ``PatternError`` for a module, parameter or operator that the model lacks,
+    ``PlanError`` for a ``class:`` pattern without a model and for a device without
+    autocast.
 
     >>> plan = Plan((Rule("fp32", ("op:softmax",)),), autocast="bf16")
     >>> [(d.format, d.why) for d in explain(plan, ["a/softmax", "a/linear"])]
@@ -87,7 +90,11 @@ def explain(
             do="give it: --workload WORKLOAD.py",
         )
     explained = _Explained(plan, model, device, file)
-    return [explained.decision(site) for site in sites]
+    wanted = list(sites)
+    decisions = [explained.decision(site) for site in wanted]
+    if called is not None:
+        _check_called(wanted, set(called))
+    return decisions
 
 
 def lines(file: str | Path) -> dict[tuple[int, str], int]:
@@ -202,6 +209,19 @@ def _format_without_rule(plan: Plan, operator: str, device: str) -> str:
     behaviour = autocast_class(operator, device) if operator else "follow"
     formats = {"lower": plan.autocast, "fp32": "fp32", "promote": _PROMOTED}
     return formats.get(behaviour, _FOLLOWED)
+
+
+def _check_called(sites: Iterable[str], called: Collection[str]) -> None:
+    """Raise ``PatternError`` where a module of the model calls no such operator."""
+    for site in sites:
+        if site in called or site.startswith("op:") or not _operator(site):
+            continue
+        raise PatternError(
+            f"the model does not call {site!r}",
+            where=site,
+            expected=f"one of its calls, such as {examples(site, called)}",
+            do=did_you_mean(nearest(site, called)),
+        )
 
 
 def _check(site: str, model: nn.Module) -> None:

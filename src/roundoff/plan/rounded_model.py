@@ -178,7 +178,7 @@ def named_targets(
         if site_output is None:
             raise WorkloadError(
                 f"no site named {target!r} was called",
-                where="target",
+                where="of",
                 expected="a site of this model",
                 got=repr(target),
                 do="take a name from the ranked table",

@@ -62,6 +62,8 @@ def follow(layout: QuantizerLayout) -> None:
                 changed |= _join(layout, node)
     for site in list(layout.routes):
         _write_codes(layout, layout.graph.nodes[site])
+    for site in list(layout.routes):
+        _tie_parts(layout, layout.graph.nodes[site])
     for node in layout.graph.nodes.values():
         if node.operator in GATES and node.site not in layout.routes:
             _gate(layout, node)
@@ -252,6 +254,25 @@ def _channel_axis(node: Node) -> int:
     if node.kind == "conv":
         return 1 - len(node.uses[1].shape)
     return 1 if len(node.shapes[0]) > 2 else -1
+
+
+def _tie_parts(layout: QuantizerLayout, node: Node) -> None:
+    """Let a call read a part of written codes on the grid that they were written on.
+
+    A grid of its own would round them once more, and keep the cut from moving codes.
+    """
+    route = layout.routes[node.site]
+    for use in node.activations:
+        name = f"{node.site}:{use.operand.leaf}"
+        written = layout.routes.get(use.value)
+        if route.uses.get(use.operand.leaf) != name or written is None:
+            continue
+        whole = layout.quantizers.get(use.value)
+        part = layout.quantizers[name]
+        if written.output != use.value or whole is None or part.dynamic:
+            continue
+        if (whole.fmt, whole.granularity) == (part.fmt, part.granularity):
+            part.source = use.value
 
 
 def _gate(layout: QuantizerLayout, node: Node) -> None:

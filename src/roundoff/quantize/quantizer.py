@@ -44,6 +44,8 @@ class Quantizer(nn.Module):
         exact: places along the contracted axis that stay in full precision beside the
             codes (``split_outliers_``), or None.
         sites: who reads the value through it.
+        source: name of the quantizer whose scale it takes, where the value is a part of
+            what a kernel writes through that one; or empty.
         observer, note: who chose the scale, and what it could not scale as it should
             (``Observer.degenerate``).
     """
@@ -69,6 +71,7 @@ class Quantizer(nn.Module):
         self.granularity = granularity
         self.sites = sites
         self.dynamic = dynamic or granularity is None or isinstance(fmt, BlockFormat)
+        self.source = ""
         self.observer = ""
         self.note = ""
         self.register_buffer("scale", None)

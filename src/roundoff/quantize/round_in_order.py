@@ -346,7 +346,7 @@ class _Order:
         """Choose the scale of a value from what all runs have there."""
         quantizer = self.model.quantizer(name)
         node = self.model.graph.nodes.get(name)
-        source = None if node is None else self._source_of_codes(node, quantizer)
+        source = self._source_of_codes(node, quantizer)
         if source is not None:
             quantizer.set_(source.qparams(), source.observer)
             return
@@ -373,14 +373,27 @@ class _Order:
         _limit_to_clip_(qparams, node, quantizer.fmt)
         quantizer.set_(qparams, rounding.observer, observer.degenerate)
 
-    def _source_of_codes(self, node: Node, quantizer: Quantizer) -> Quantizer | None:
-        """Return what a call reads through that only chooses among the codes it reads."""
-        route = self.model.routes.get(node.site)
-        if route is None or node.operator not in PASSES or not route.uses:
+    def _source_of_codes(
+        self, node: Node | None, quantizer: Quantizer
+    ) -> Quantizer | None:
+        """Return the quantizer on whose grid a value lies already, or None.
+
+        That is what a call reads through that only chooses among the codes it reads, or
+        what the whole was written through of which this is a part.
+        """
+        name = quantizer.source or self._read_by_choosing(node)
+        if not name:
             return None
-        source = self.model.quantizer(next(iter(route.uses.values())))
+        source = self.model.quantizer(name)
         same_grid = source.fmt == quantizer.fmt and source.scale is not None
         return source if same_grid else None
+
+    def _read_by_choosing(self, node: Node | None) -> str:
+        """Return what a call reads through that only chooses codes; or an empty name."""
+        route = None if node is None else self.model.routes.get(node.site)
+        if node is None or route is None or node.operator not in PASSES:
+            return ""
+        return next(iter(route.uses.values()), "")
 
     def _power(self, name: str, quantizer: Quantizer, value: Tensor) -> Tensor | None:
         """Return what an error of each element costs the output, where that is known."""

@@ -81,12 +81,14 @@ def tune(
 ) -> Tuning:
     """Find which operators must stay in high precision in training, and prove it over real steps.
 
-    One budget of the gradients (and the ``loss``) prices every site in every format. The
-    built-in autocast's own choice of formats, by its lists for ``device`` ("cpu", "cuda",
-    ...; by default the model's), is the baseline. ``aim`` says which plan is wanted:
-    "equal" (the most exact within autocast's cost), "more" (within ``extra`` above it) or
-    "cheapest" (as exact as autocast). Costs are ``plan.cost``'s of the forward pass; the
-    backward pass moves the same tensors and their gradients in the same formats.
+    Judged are the gradients against those of built-in autocast, and no named output by
+    itself: several count by what the loss makes of each. One budget of the gradients
+    (and the ``loss``) prices every site in every format. The built-in autocast's own
+    choice of formats, by its lists for ``device`` ("cpu", "cuda", ...; by default the
+    model's), is the baseline. ``aim`` says which plan is wanted: "equal" (the most
+    exact within autocast's cost), "more" (within ``extra`` above it) or "cheapest" (as
+    exact as autocast). Costs are ``plan.cost``'s of the forward pass; the backward pass
+    moves the same tensors and their gradients in the same formats.
 
     Then at most ``runs`` configurations train for ``steps`` real steps each, formats
     simulated: fp32, autocast, the plan of the aim (once more, from a budget measured

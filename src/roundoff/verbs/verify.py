@@ -21,18 +21,23 @@ from roundoff.budget import (
     output_rows,
     parse_target,
     reached_db,
+    rescaled,
     rows_aside,
 )
 from roundoff.budget import budget as measure
 from roundoff.errors import InfeasibleError
 from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
+from roundoff.verbs.blame import blamed
 from roundoff.workload import Workload
 
 #: Prediction and measurement that differ by more than this call for another round.
 AGREEMENT_DB = 1.0
 #: Plans tried at most.
 ROUNDS = 3
+#: What is done after a round.
+LINEARISED = "linearised again around the rounded model"
+TRACED = "its noise traced to sites"
 #: dB asked for beyond the target, where the metric drops although the target is met.
 EXTRA_DB = 3.0
 
@@ -108,7 +113,10 @@ def verify(
 
     With a ``budget``, a plan whose prediction and measurement differ by more than 1 dB,
     or that misses its target, is linearised again around the rounded model and solved
-    again; without one the plan is only measured.
+    again. Where that does not explain what was measured, as where decisions changed,
+    the plan's noise is traced to its sites, by leaving them unrounded in turn. A plan
+    that stands although its prediction was wrong has it corrected by the measurement.
+    Without a budget the plan is only measured.
 
     Args:
         workload: model, batches and metric.
@@ -144,6 +152,7 @@ def verify(
             break
         candidate = verifier.mended(trial)
     best = verifier.best()
+    verifier.correct(best)
     if not native:
         return verifier.verification(best, None, "not asked for")
     native_db, note = verifier.natively(best.candidate.formats)
@@ -339,44 +348,87 @@ class _Verifier:
 
         None where there is nothing; the trial says why.
         """
-        if self.budget is None or trial.measured_db == -math.inf:
+        known = self.budget
+        if known is None or trial.measured_db == -math.inf:
             trial.action = (
                 "the rounded model overflows: no linearisation exists around it"
             )
             return None
         candidate = trial.candidate
-        budget = measure(
-            self.workload,
-            self.budget.about.formats,
-            probes=self.budget.about.probes,
-            of=self.part,
-            around=candidate.formats,
-            seed=trial.number,
-            progress=self.progress,
-        )
-        refreshed = budget.predict(candidate.formats)
+        around = self._around(trial, known)
+        refreshed = around.predict(candidate.formats)
         # what even the new linearisation leaves unexplained is carried over to the
         # next plan's prediction
         shift = _shift(refreshed, trial.outputs)
-        if not math.isfinite(shift.get(deciding(trial.outputs).output, math.nan)):
+        output = deciding(trial.outputs).output
+        if not math.isfinite(shift.get(output, math.nan)):
             trial.action = (
                 "the plan's noise is not finite: no linearisation exists around it"
             )
             return None
         if self.target is None:
-            trial.action = "linearised again around the rounded model"
+            trial.action = LINEARISED
             return _Candidate.of(candidate.plan, candidate.formats, refreshed, {})
-        shift = {name: db for name, db in shift.items() if math.isfinite(db)}
-        return self._solved_again(trial, budget, self.target, shift)
+        if abs(shift[output]) > AGREEMENT_DB:
+            learned = self._learned(trial, known)
+            left = _shift(learned.predict(candidate.formats), trial.outputs)
+            if abs(left[output]) <= abs(shift[output]):
+                self.budget = learned
+                return self._solved_again(trial, learned, self.target, left, TRACED)
+        return self._solved_again(trial, around, self.target, shift, LINEARISED)
+
+    def _around(self, trial: _PlanTrial, known: Budget) -> Budget:
+        """Return a budget like the known one, around a plan that ran."""
+        return measure(
+            self.workload,
+            known.about.formats,
+            probes=known.about.probes,
+            of=self.part,
+            around=trial.candidate.formats,
+            seed=trial.number,
+            progress=self.progress,
+        )
+
+    def _learned(self, trial: _PlanTrial, known: Budget) -> Budget:
+        """Return the known budget with rows as the run of a plan shows them.
+
+        No derivative explains that plan: what each of its sites costs there is measured
+        by leaving it unrounded, and rows that say less are raised.
+        """
+        output = deciding(trial.outputs).output
+        formats = {
+            site: fmt for site, fmt in trial.candidate.formats.items() if fmt != "fp32"
+        }
+        noise = 10 ** (-trial.measured_db / 10)
+
+        def noise_of(others: dict[str, str]) -> float:
+            ran = self._run(others, f"trace {trial.number}")
+            rows = {row.output: row.sqnr_db for row in self._rows(ran, {})}
+            reached = rows[output]
+            return math.inf if reached is None else 10 ** (-reached / 10)
+
+        factors: dict[tuple[str, str], float] = {}
+        for blame in blamed(formats, noise, noise_of):
+            chosen = {site: formats[site] for site in blame.sites}
+            predicted = _noise_at(known.predict(chosen), output)
+            if 0 < predicted < blame.noise:
+                factor = blame.noise / predicted
+                factors |= dict.fromkeys(chosen.items(), factor)
+        return rescaled(known, factors, output)
 
     def _solved_again(
         self,
         trial: _PlanTrial,
         budget: Budget,
         target: SqnrTarget,
-        shift: Mapping[str, float],
+        shifts: Mapping[str, float],
+        way: str,
     ) -> _Candidate | None:
-        """Return the cheapest plan for the target; predictions are ``shift`` too high."""
+        """Return the cheapest plan for the target.
+
+        Predictions of ``budget`` are ``shifts`` too high; ``way`` says how it was made.
+        """
+        shift = {name: db for name, db in shifts.items() if math.isfinite(db)}
         extra = EXTRA_DB if all_met(trial.outputs) and not trial.good else 0.0
         problem = Problem(budget, self.goal)
         asked = target.of_each(output.name for output in budget.outputs)
@@ -389,9 +441,9 @@ class _Verifier:
             chosen = problem.cheapest(SqnrTarget(None, tuple(needed.items())))
         except InfeasibleError as error:
             reached = _reached(target.moved(extra), error.short_db)
-            trial.action = f"linearised again: no plan reaches {reached}"
+            trial.action = f"{way}: no plan reaches {reached}"
             return None
-        trial.action = "linearised again around the rounded model, solved again"
+        trial.action = f"{way}, solved again"
         plan = problem.plan(chosen, asked=target)
         return _Candidate.of(plan, chosen, budget.predict(chosen), shift)
 
@@ -401,6 +453,22 @@ class _Verifier:
         Else one that is good, else the most exact one.
         """
         return max(self.trials, key=lambda trial: trial.merit)
+
+    def correct(self, trial: _PlanTrial) -> None:
+        """Correct the prediction of a plan that stands although it was wrong."""
+        predicted = deciding(trial.outputs).predicted_db
+        is_finite = math.isfinite(trial.measured_db)
+        if self.budget is None or trial.agrees or predicted is None or not is_finite:
+            return
+        measured = {
+            row.output: row.sqnr_db for row in trial.outputs if row.sqnr_db is not None
+        }
+        trial.candidate = replace(trial.candidate, predicted=measured)
+        trial.outputs = tuple(
+            replace(row, predicted_db=row.sqnr_db) for row in trial.outputs
+        )
+        trial.metric_predicted = self._metric_at(trial.measured_db)[0]
+        trial.action += f" (predicted {predicted:.1f} dB, corrected by this run)"
 
     def natively(self, formats: dict[str, str]) -> tuple[float | None, str]:
         """Return the SQNR with real casts, and how many calls had them."""
@@ -452,6 +520,12 @@ def _shift(refreshed: Prediction, rows: tuple[OutputRow, ...]) -> dict[str, floa
         for output in refreshed.outputs
         if (db := measured.get(output.output)) is not None
     }
+
+
+def _noise_at(prediction: Prediction, output: str) -> float:
+    """Return the predicted noise power of one output; NaN where nothing is."""
+    noises = {known.output: known.noise for known in prediction.outputs}
+    return noises.get(output, math.nan)
 
 
 def _reached(target: SqnrTarget, short_db: float) -> str:

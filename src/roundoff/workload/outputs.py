@@ -136,7 +136,7 @@ def target_tensors(
     if not chosen:
         raise WorkloadError(
             f"the output has no part named {target!r}",
-            where="target",
+            where="of",
             expected="one of " + ", ".join(tensors) + ", 'loss', or the name of a site",
             got=repr(target),
             do=did_you_mean(nearest(str(target), tensors)),

@@ -24,7 +24,7 @@ _JOINS = ("Concat", "DepthToSpace")
 #: Operators that move codes where a Q/DQ pair stands on both sides.
 _MOVES = ("DepthToSpace", "Split", "Slice")
 #: Operators through which it moves QuantizeLinear itself.
-_RESHAPES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
+RESHAPES = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")
 
 
 def raise_codes(graph: Any) -> None:
@@ -71,9 +71,19 @@ def drop_repeated(graph: Any) -> None:
         for use in list(quantize.outputs[0].uses()):
             after = use.node
             if after.op_type == "DequantizeLinear" and _has_grid(after, quantize):
-                replace_node(graph, after, before.outputs[0])
+                _read_instead(graph, after, before.outputs[0])
         if not quantize.outputs[0].uses():
             graph.remove(quantize, safe=True)
+
+
+def _read_instead(graph: Any, node: Any, value: Any) -> None:
+    """Let what reads a node read a value, which takes the name of an output."""
+    result = node.outputs[0]
+    if result.is_graph_output():
+        if value.is_graph_output():
+            return
+        value.name = result.name
+    replace_node(graph, node, value)
 
 
 def _is_per_tensor(node: Any) -> bool:
@@ -91,7 +101,7 @@ def _join_before(quantize: Any) -> Any:
             return None
         if node.op_type in _JOINS:
             return node
-        if node.op_type not in _RESHAPES:
+        if node.op_type not in RESHAPES:
             return None
 
 

@@ -13,6 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from roundoff.export.onnx.clips import (
+    clips_as_extremes,
+    drop_clips,
+    extremes_as_clips,
+)
 from roundoff.export.onnx.editing import (
     add_constant,
     block_size,
@@ -20,7 +25,6 @@ from roundoff.export.onnx.editing import (
     input_at,
     is_zero,
     nodes_of,
-    only_reader,
     producer_of,
     replace_by,
     replace_node,
@@ -32,9 +36,6 @@ from roundoff.export.onnx.pixel_shuffle import shuffles_as_moves
 from roundoff.export.onnx.raise_codes import drop_repeated, lower_codes, raise_codes
 from roundoff.export.onnx.scales_after_products import move_scales
 from roundoff.export.onnx.transposed import as_convolutions
-
-#: Bounds of a Clip that has none.
-_FREE = (-np.inf, np.inf)
 
 
 def tidy(model: Any, pack: bool = True) -> None:
@@ -48,12 +49,15 @@ def tidy(model: Any, pack: bool = True) -> None:
     _name_sites(graph)
     widen_indices(graph)
     split_group_norms(graph)
+    extremes_as_clips(graph)
     drop_repeated(graph)
     raise_codes(graph)
     as_convolutions(graph)
     shuffles_as_moves(graph)
     lower_codes(graph)
-    _drop_clips(graph)
+    drop_repeated(graph)
+    drop_clips(graph)
+    clips_as_extremes(graph)
     _pool(graph)
     _cast_fp8(graph)
     _turn_blocks(graph)
@@ -116,48 +120,6 @@ def _nodes_of_site(mark: Any, named: set[int]) -> Iterator[Any]:
 def _ends_site(node: Any) -> bool:
     ends = ("QuantizeLinear", "DequantizeLinear")
     return bool(node.domain == DOMAIN or node.op_type.endswith(ends))
-
-
-def _drop_clips(graph: Any) -> None:
-    """Take out a Relu or Clip whose only reader saturates at the same codes.
-
-    The reader is a QuantizeLinear per tensor.
-    """
-    for node in nodes_of(graph, "Relu", "Clip"):
-        reader = only_reader(node.outputs[0])
-        if reader is None or reader.op_type != "QuantizeLinear":
-            continue
-        bounds = _clip_bounds(node)
-        if bounds is not None and _saturates_at(reader, *bounds):
-            replace_node(graph, node, node.inputs[0])
-
-
-def _clip_bounds(node: Any) -> tuple[float, float] | None:
-    """Return the bounds of a Relu or Clip; None where they are no constants."""
-    if node.op_type == "Relu":
-        return 0.0, np.inf
-    bounds = []
-    for place, free in enumerate(_FREE, start=1):
-        value = input_at(node, place)
-        constant = constant_array(value)
-        if value is not None and constant is None:
-            return None
-        bounds.append(free if constant is None else float(constant))
-    return bounds[0], bounds[1]
-
-
-def _saturates_at(quantize: Any, low: float, high: float) -> bool:
-    """Return True if the codes of a QuantizeLinear end at these bounds, or within them."""
-    scale, zero = (constant_array(value) for value in quantize.inputs[1:3])
-    if scale is None or zero is None or scale.ndim:
-        return False
-    if zero.dtype not in (np.uint8, np.int8):
-        return False
-    with np.errstate(all="ignore"):
-        lowest = np.rint(np.float32(low) / np.float32(scale)) + np.float32(zero)
-        highest = np.rint(np.float32(high) / np.float32(scale)) + np.float32(zero)
-    kind = np.iinfo(zero.dtype)
-    return bool(lowest <= kind.min and highest >= kind.max)
 
 
 def _pool(graph: Any) -> None:

@@ -1,7 +1,9 @@
 """What docs/capture.md and docs/compare.md show runs: their Python, their commands, and what those print."""
 
+import importlib
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,19 @@ for _ in range(5):
 """
 
 
+@pytest.fixture(scope="module")
+def with_compiler():
+    """Import torch's compiler, as the first optimizer of a process does.
+
+    What that warns of is an error in tests, and inside a recording would be the script's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._dynamo")
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, with_compiler):
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -88,6 +88,7 @@ def test_it_holds_what_is_needed_and_nothing_of_this_machine(wheel):
     for path in (ROOT / "src").rglob("*.py*"):
         if path.suffix in (".py", ".pyi"):
             assert str(path.relative_to(ROOT / "src")) in names
+    assert "roundoff/record/kernels.cpp" in names
     assert "roundoff/py.typed" in names
     assert not [name for name in names if "test" in name.lower()]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roundoff.record.samples import SAMPLE
 from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
-from roundoff.record.statistics_kernel import ROW, compiled
+from roundoff.record.statistics_kernel import COMPILED, FUNCTIONS, ROW, compiled
 
 FLOATS = [
     torch.float64,
@@ -316,6 +316,27 @@ def test_without_a_compiler_the_same_statistics(monkeypatch):
         assert row == pytest.approx(other, rel=2.0**-7, abs=1e-4)
 
 
+def test_any_processor(tmp_path, monkeypatch):
+    """Without the instructions of AVX2: each pass agrees with torch when it is loaded, and
+    every number of fp16 is read as numpy reads it."""
+    if compiled("sums", torch.float32) is None:
+        pytest.skip("no compiler on this machine")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.cache_clear()
+    try:
+        for dtype in COMPILED:
+            for name in FUNCTIONS:
+                assert compiled(name, dtype) is not None, (name, dtype)
+        codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+        (row,), _ = statistics(codes)
+        check(row, codes)
+        (library,) = (tmp_path / "roundoff").iterdir()
+        assert library.suffix == ".so"
+    finally:
+        compiled.cache_clear()
+
+
 def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
@@ -325,7 +346,7 @@ def test_a_compiler_that_fails_is_asked_once(tmp_path, monkeypatch):
     compiled.cache_clear()
     try:
         assert compiled("counts", torch.float16) is None
-        (mark,) = (tmp_path / "roundoff").glob("counts-*.failed")
+        (mark,) = (tmp_path / "roundoff").glob("kernels-*.failed")
         monkeypatch.setattr(
             "roundoff.record.statistics_kernel.subprocess.run",
             lambda *a, **k: pytest.fail("asked again"),

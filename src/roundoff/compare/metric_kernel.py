@@ -6,10 +6,10 @@ sign, with the sign of the number. The distance of two codes is the distance in 
 Nothing here asks if values are finite: it shows in the sums, and such a row is measured
 exactly.
 
-The functions avoid comparisons, whose masks cost Inductor's C++ three instructions
-each, for arithmetic on bits: ``x >> 31`` is -1 where x is negative, ``min(bits, 1)`` is
-0 where a magnitude is zero, and the largest of non-negative floats has the largest
-bits; those of NaN are above them all.
+The functions of torch say what ``kernels.cpp`` computes, and check it when it is loaded.
+They avoid comparisons for arithmetic on bits: ``x >> 31`` is -1 where x is negative,
+``min(bits, 1)`` is 0 where a magnitude is zero, and the largest of non-negative floats
+has the largest bits; those of NaN are above them all.
 """
 
 from __future__ import annotations
@@ -166,8 +166,10 @@ def _packed(dtype: torch.dtype, rows: int) -> list[Tensor]:
 
 
 #: On the caller's thread, for small tensors: waking others takes longer than they need.
-KERNELS["pairs"] = Kernel(pairs, _pairs(1), (_piece, _added, _rows))
+KERNELS["pairs"] = Kernel(pairs, _pairs(1), len(SUMS + TOPS), for_each_type=False)
 KERNELS["pairs_wide"] = Kernel(
-    pairs, _pairs(WIDE), (_piece, _added, _rows), threads=True
+    pairs, _pairs(WIDE), len(SUMS + TOPS), for_each_type=False, threads=True
 )
-KERNELS["packed_wide"] = Kernel(packed, _packed, (_piece, _added, _rows), threads=True)
+KERNELS["packed_wide"] = Kernel(
+    packed, _packed, len(SUMS + TOPS), for_each_type=False, threads=True
+)

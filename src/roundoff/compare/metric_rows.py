@@ -143,7 +143,7 @@ def _add_block(totals: Totals, x: Tensor, y: Tensor, start: int, form: _Pass) ->
         _rows(x, rows, form, form.room[0]),
         _rows(y, rows, form, form.room[1]),
     ]
-    sums = form.run([*inputs, *form.extra])[0].numpy()
+    sums = form.run([*inputs, *form.extra])
     if rows * form.row > count:  # filled up with zeros, which add to nothing else
         ends = np.arange(1, rows + 1) * form.row
         sums[_SAME] -= np.clip(ends - count, 0, form.row)

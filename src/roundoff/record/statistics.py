@@ -258,7 +258,7 @@ def _parts_of(name: str, flat: Tensor, *numbers: Tensor) -> list[list[float]]:
             chunks = torch.split(rows, CHUNK // ROW)
             parts += [function(chunk, *numbers).tolist() for chunk in chunks]
         else:
-            parts.append(run([rows, *numbers])[0].tolist())
+            parts.append(run([rows, *numbers]).tolist())
     if remaining:
         tail = flat[whole:]
         if name == "sums":

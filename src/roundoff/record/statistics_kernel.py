@@ -2,19 +2,17 @@
 smallest magnitude, as one kernel.
 
 ``sums`` is a plain torch function, and so are ``counts``, for a tensor with zeros or
-subnormals in it, and ``masked_sums``, for one with NaN or Inf. Large contiguous CPU
-tensors go through its ahead-of-time compiled form (vectorised C++ made by torch's own
-compiler, once for a machine and torch version, in another process, so that the program
-that is recorded never loads the compiler); everything else, and machines without a C++
-compiler, run it eagerly in chunks that fit a core's cache.
+subnormals in it, and ``masked_sums``, for one with NaN or Inf. They say what is
+computed, and run eagerly in chunks that fit a core's cache where there is no C++
+compiler. Large contiguous CPU tensors go through the same passes in ``kernels.cpp``. All
+of them are compiled in a second or two, once on a machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
-import importlib
-import inspect
 import logging
 import math
 import os
@@ -22,12 +20,15 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 log = logging.getLogger("roundoff")
@@ -132,7 +133,9 @@ def errors(x: Tensor, reference: Tensor) -> Tensor:
     )
 
 
-Compiled = Callable[[list[Tensor]], list[Tensor]]
+#: Takes the inputs of a kernel, returns its output: in fp64, but for fp32 of the rows of
+#: two tensors.
+Compiled = Callable[[list[Tensor]], NDArray[Any]]
 
 
 @lru_cache
@@ -143,20 +146,37 @@ def compiled(name: str, dtype: torch.dtype) -> Compiled | None:
     Those of this file run on the caller's thread, since waking threads beside a running
     program costs more than it saves; a ``Kernel`` may ask for torch's threads.
     """
-    if os.environ.get("ROUNDOFF_KERNEL") == "eager":
+    kernel = KERNELS[name]
+    library = None if os.environ.get("ROUNDOFF_KERNEL") == "eager" else _library()
+    if library is None:
         return None
-    path = _package(name, dtype)
-    if not path.exists() and not _build(path, name, dtype):
-        return None
-    inputs = _inputs(name, dtype, 2)
-    try:
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        run: Compiled = loader.boxed_run
-        output = run(list(inputs))[0]
-    except (RuntimeError, AttributeError, OSError):
-        return None
-    expected = KERNELS[name].function(*inputs)
-    return run if torch.allclose(output, expected, rtol=1e-4) else None
+    type_name = str(dtype).removeprefix("torch.")
+    symbol = f"{name}_{type_name}" if kernel.for_each_type else name
+    inputs = kernel.inputs(dtype, 2)
+    run = _runner(library[symbol], kernel, len(inputs))
+    expected = kernel.function(*inputs).double().numpy()
+    return run if np.allclose(run(inputs), expected, rtol=1e-4) else None
+
+
+def _runner(function: Any, kernel: Kernel, inputs: int) -> Compiled:
+    """Return a function of that many tensors, from one of addresses."""
+    function.restype = None
+    types: list[Any] = [ctypes.c_void_p] * inputs + [ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [*types, ctypes.c_int] if kernel.threads else types
+    outputs = kernel.outputs
+
+    def run(tensors: list[Tensor]) -> NDArray[Any]:
+        rows = len(tensors[0])
+        if kernel.for_each_type:
+            output: NDArray[Any] = np.empty(outputs, np.float64)
+        else:
+            output = np.empty((outputs, rows), np.float32)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        threads = [torch.get_num_threads()] if kernel.threads else []
+        function(*addresses, rows, output.ctypes.data, *threads)
+        return output
+
+    return run
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -168,55 +188,71 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 class Kernel(NamedTuple):
-    """A function to compile.
+    """A function in torch, and its twin of the same name in ``kernels.cpp``.
 
     ``inputs(dtype, rows)`` are examples of what it takes, tensors of shape ``(rows,
-    n)``, whose rows may be any number from 2 on, or scalars. What it calls is in
-    ``helpers``, so that a change compiles it again.
+    n)``, whose rows may be any number from 2 on, or scalars.
     """
 
     function: Callable[..., Tensor]
     inputs: Callable[[torch.dtype, int], list[Tensor]]
-    helpers: tuple[Callable[..., object], ...] = ()
+    #: Numbers that it returns: of all rows, in fp64, or of each row, in fp32.
+    outputs: int
+    #: There is one for each of ``COMPILED``, and it returns numbers of all rows.
+    for_each_type: bool = True
     #: On as many threads as ``torch.get_num_threads()`` says, torch's own.
     threads: bool = False
 
 
-def _package(name: str, dtype: torch.dtype) -> Path:
-    """Return the file for this torch, processor and version of the function, in the user's
-    cache folder."""
-    kernel = KERNELS[name]
-    functions = (kernel.function, *kernel.helpers)
-    source = "".join(map(inspect.getsource, functions))
-    capability = torch.backends.cpu.get_cpu_capability()
-    machine = f"{torch.__version__} {platform.machine()} {capability} {dtype}"
-    if kernel.threads:
-        machine += " on torch's threads"
-    key = hashlib.sha256((source + machine).encode()).hexdigest()[:16]
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled kernels; None where they cannot be compiled."""
+    source = Path(__file__).with_name("kernels.cpp")
+    flags = _flags()
+    machine = " ".join([platform.machine(), *flags])
+    key = hashlib.sha256(source.read_bytes() + machine.encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "roundoff" / f"{name}-{key}.pt2"
+    path = cache / "roundoff" / f"kernels-{key.hexdigest()[:16]}.so"
+    if not path.exists() and not _build(path, [*flags, str(source)]):
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
 
 
-def _build(path: Path, name: str, dtype: torch.dtype) -> bool:
-    """Compile a kernel in another process; return False if that fails, or has before."""
+def _flags() -> list[str]:
+    """Return what the compiler is told, which tells machines of one cache folder apart."""
+    flags = ["-std=c++17", "-O3", "-fwrapv", "-ffp-contract=off", "-fno-trapping-math"]
+    flags += ["-fno-math-errno", "-shared", "-fPIC", "-Wno-psabi"]
+    if sys.platform != "darwin":  # whose compiler has no OpenMP of its own
+        flags.append("-fopenmp")
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        flags += ["-mavx2", "-mfma", "-mf16c"]
+    return flags
+
+
+def _build(path: Path, arguments: list[str]) -> bool:
+    """Compile the kernels; return False if that fails, or has before.
+
+    Two processes at once compile twice: a lock would outlast a process that is killed.
+    """
     failed = path.with_suffix(".failed")
     if failed.exists() or shutil.which(_compiler()) is None:
         return False  # at once, in every process
-    dtype_name = str(dtype).removeprefix("torch.")
-    log.warning(
-        "compiling %s of %s, once on this machine (some 10 seconds)", name, dtype_name
-    )
-    module = KERNELS[name].function.__module__
+    log.info("compiling the passes over tensors, once on this machine (some seconds)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        done = _run_compilation(str(path), name, dtype_name, module)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            partial = Path(folder, path.name)
+            done = _run_compiler([*arguments, "-o", str(partial)])
+            if done.returncode == 0:
+                os.replace(partial, path)
+                return True
     except (OSError, subprocess.SubprocessError):
         return False
-    if done.returncode == 0 and path.exists():
-        return True
     log.warning(
-        "it could not be compiled, so torch's own operators do it; delete %s to try "
-        "again",
+        "the passes over tensors could not be compiled, so torch's own operators do it; "
+        "delete %s to try again",
         failed,
     )
     with contextlib.suppress(OSError):
@@ -229,21 +265,10 @@ def _compiler() -> str:
     return os.environ.get("CXX") or default
 
 
-def _run_compilation(*words: str) -> subprocess.CompletedProcess[bytes]:
-    # the program under capture may have changed what Python imports, or be one of
-    # several processes that build
-    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+def _run_compiler(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "roundoff.record.statistics_kernel", *words],
-        capture_output=True,
-        check=False,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        [_compiler(), *arguments], capture_output=True, check=False, timeout=300
     )
-
-
-def _inputs(name: str, dtype: torch.dtype, rows: int) -> list[Tensor]:
-    return KERNELS[name].inputs(dtype, rows)
 
 
 def probe(dtype: torch.dtype, rows: int) -> Tensor:
@@ -253,48 +278,16 @@ def probe(dtype: torch.dtype, rows: int) -> Tensor:
 
 #: What ``compiled`` knows by name; other packages add theirs when they are imported.
 KERNELS: dict[str, Kernel] = {
-    "sums": Kernel(sums, lambda dtype, rows: [probe(dtype, rows)]),
-    "counts": Kernel(counts, lambda dtype, rows: [probe(dtype, rows)]),
+    "sums": Kernel(sums, lambda dtype, rows: [probe(dtype, rows)], 5),
+    "counts": Kernel(counts, lambda dtype, rows: [probe(dtype, rows)], 2),
     "masked_sums": Kernel(
         masked_sums,
         lambda dtype, rows: [probe(dtype, rows), torch.tensor(1.0), torch.tensor(0.5)],
+        10,
     ),
     "errors": Kernel(
         errors,
         lambda dtype, rows: [probe(dtype, rows), probe(torch.float64, rows) * 1.125],
+        4,
     ),
 }
-
-
-def _compile(path: str, name: str, dtype: str) -> None:
-    """Runs in the process that ``_build`` starts."""
-    kernel = KERNELS[name]
-
-    class Module(torch.nn.Module):
-        def forward(self, *inputs: Tensor) -> Tensor:
-            return kernel.function(*inputs)
-
-    rows = {0: torch.export.Dim("rows", min=2, max=2**16)}
-    example = kernel.inputs(getattr(torch, dtype), 64)
-    shapes = (tuple(rows if value.dim() else {} for value in example),)
-    program = torch.export.export(Module(), tuple(example), dynamic_shapes=shapes)
-    partial = f"{path}.{os.getpid()}.pt2"
-    # the number of threads is asked for in each call, or is one
-    configs: dict[str, bool | int] = {"cpp.threads": 1}
-    if kernel.threads:
-        configs = {"cpp.dynamic_threads": True}
-    if kernel.helpers:  # all in one loop, however long its body
-        configs |= {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
-    torch._inductor.aoti_compile_and_package(
-        program, package_path=partial, inductor_configs=configs
-    )
-    os.replace(partial, path)
-
-
-if __name__ == "__main__":
-    import torch._inductor
-
-    # adds its kernels to those of the module that it imports, not of this script
-    importlib.import_module(sys.argv[4])
-    this_module = importlib.import_module("roundoff.record.statistics_kernel")
-    this_module._compile(*sys.argv[1:4])

@@ -62,7 +62,7 @@ def summarize_tensor(tensor: Tensor) -> TensorSummary | Tensor | None:
             run = compiled("sums", tensor.dtype)
             if run is not None and _fits_rows(count):
                 rows = tensor.detach().view(-1, ROW)
-                low, high, total, squares, _ = run([rows])[0].tolist()
+                low, high, total, squares, _ = run([rows]).tolist()
                 if _LEAST_SQUARES <= squares < math.inf:
                     return TensorSummary(
                         low, high, total / count, math.sqrt(squares), 0
@@ -121,7 +121,7 @@ def _sums(value: Tensor) -> tuple[float, float, float, float]:
     if run is not None and _fits_rows(count):
         whole = in_memory_order(value)
         if whole is not None:
-            low, high, total, squares, _ = run([whole.view(-1, ROW)])[0].tolist()
+            low, high, total, squares, _ = run([whole.view(-1, ROW)]).tolist()
             return low, high, total, squares
     if dtype in _REDUCED and (count < _SMALL or run is None):
         low, high, total, norm = (number.item() for number in reduced(value))

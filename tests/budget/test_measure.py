@@ -54,13 +54,6 @@ def test_the_number_of_probes_reaches_the_precision(samples, batches, probes):
     assert budget(workload, ["bf16"], trials=0).about.probes == probes
 
 
-def test_where_every_row_is_tried_the_projections_come_from_all_batches():
-    workload = Workload(nn.Linear(2, 2), [torch.randn(16, 2)] * 4)
-    # 157.2 projections from 16 samples of two batches, and of all four
-    assert budget(workload, ["bf16"], trials=0).about.probes == 5
-    assert budget(workload, ["bf16"]).about.probes == 3
-
-
 def test_a_precision_is_reached_by_some_of_the_batches():
     torch.manual_seed(0)
     batches = [torch.randn(32, 8) for _ in range(6)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundoff import Workload, budget
-from roundoff.budget import measure, refine
+from roundoff.budget import measure
 from roundoff.budget.decisions import CallPlaces, FollowingMode
 from roundoff.budget.noise_power import Term, power
 from roundoff.budget.refine import divided_parts, with_trials
@@ -513,7 +513,6 @@ def test_further_batches_are_followed_where_the_first_shows_a_decision(
 
     monkeypatch.setattr("roundoff.budget.refine.record", counting)
     monkeypatch.setattr("roundoff.budget.refine.suspects", lambda *_: [])
-    monkeypatch.setattr("roundoff.budget.refine.FEW_ROWS", 0)
     torch.manual_seed(0)
     batches = [torch.randn(4, 3) for _ in range(3)]
     budget(Workload(model(), batches), probes=4)
@@ -581,25 +580,10 @@ def test_a_small_wrong_row_beside_large_ones_is_found():
 
     torch.manual_seed(0)
     workload = Workload(Model(), [torch.randn(32, 8)])
-    with mock.patch.object(refine, "FEW_ROWS", 0):
-        measured = budget(workload, ["int8"], probes=8)
+    measured = budget(workload, ["int8"], probes=8)
     assert "adjoint" in {c.measured for c in measured.costs}
     exact = run_batches(workload).targets
     row = cost(measured, "small/linear", "int8")
     alone = noise(run_batches(workload, {"small/linear": "int8"}).targets, exact)
     assert row.measured == "trial"
     assert row.noise == pytest.approx(alone, rel=1e-5)
-
-
-def test_few_rows_are_tried_on_all_batches():
-    """Every batch weighs otherwise: a part of them would not stand for the others."""
-    torch.manual_seed(0)
-    batches = [scale * torch.randn(16, 4) for scale in (1.0, 4.0, 0.2, 3.0, 0.5, 2.0)]
-    workload = Workload(nn.Sequential(nn.Linear(4, 4), nn.GELU()), batches)
-    measured = budget(workload, ["bf16", "int8"])
-    exact = run_batches(workload).targets
-    assert {c.measured for c in measured.costs} == {"trial"}
-    for row in measured.costs:
-        alone = noise(run_batches(workload, {row.site: row.format}).targets, exact)
-        assert row.noise == pytest.approx(alone, rel=1e-5)
-        assert row.stderr_db == 0.0

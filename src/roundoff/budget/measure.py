@@ -24,7 +24,7 @@ from roundoff.budget.adjoint import (
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
 from roundoff.budget.outputs import MOST_ROWS, OutputRows
-from roundoff.budget.precision import FEW_ROWS, Sampled, mean_error_db
+from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.refine import refine
 from roundoff.budget.samples import Division, divide, divisions
 from roundoff.budget.scan import Scan, range_limit
@@ -96,9 +96,9 @@ def budget(
         seed: of the sign vectors.
         trials: most rows (a site in a format) to measure by running the model with that
             site rounded, where first order does not hold, strongest evidence first. By
-            default those with strong evidence, a tenth of the rows or 24 a format at
-            most, and all where the budget has no more than 64, on all batches then;
-            never where ``around`` is given.
+            default those with strong evidence, a tenth of the rows or four a format at
+            most, 24 a format where the model decides by its values; never where
+            ``around`` is given.
         progress: called after each batch.
 
     Raises:
@@ -112,7 +112,6 @@ def budget(
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     run = _BudgetRun(workload, chosen, of, rounded, sampling, seed)
-    run.tries_few_rows = not around and trials is None and precision is None
     batches = len(workload.batches)
     with preserve(workload.model):
         workload.model.eval()
@@ -190,7 +189,6 @@ class _BudgetRun:
         self.division: Division | None = None
         self.mixed_share = 1.0
         self.is_precise = False
-        self.tries_few_rows = False
         self.sites: dict[str, SiteInfo] = {}
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.batches: list[_Batch] = []
@@ -270,11 +268,9 @@ class _BudgetRun:
         """Stop measuring where the precision is reached by some of the batches.
 
         A model that decides by its values may decide otherwise in a few batches only,
-        so none of them stands for the others. Nor where all rows are tried.
+        so none of them stands for the others.
         """
         enough = len(self.batches) >= self.fewest_batches and not _decides(mode)
-        if self.tries_few_rows and self._row_count() <= FEW_ROWS:
-            return
         if self.sampling.may_stop and enough:
             unmeasured = 1 - len(self.batches) / len(self.workload.batches)
             error = mean_error_db(
@@ -283,20 +279,6 @@ class _BudgetRun:
                 len(self.rows.names),
             )
             self.is_precise = error <= self.sampling.precision
-
-    def _tries_every_row(self) -> bool:
-        """Return True if there are so few sites that every row of them is tried."""
-        runs = [len(self.formats) - len(info.refused) for info in self.sites.values()]
-        return self.tries_few_rows and sum(runs) <= FEW_ROWS
-
-    def _row_count(self) -> int:
-        """Return how many pairs of a site and a format have been measured."""
-        pairs = {
-            (key.site, key.format)
-            for batch in self.batches
-            for key in batch.projections
-        }
-        return len(pairs)
 
     def _checkpoint(self, mode: CallMode) -> Callable[[], None]:
         """Return what brings everything back to before this batch, and its counts."""
@@ -365,16 +347,14 @@ class _BudgetRun:
         """Return K, which is chosen at the first batch.
 
         Where batches are left to be measured, no more than ``fitting``. Where all
-        batches will be measured, because the model decides or has few rows, each needs
-        fewer.
+        batches will be measured, because the model decides, each needs fewer.
         """
         self.mixed_share = mixed_share
         self.state = self.generator.get_state()  # the sign vectors are drawn next
         if self.probes is None:
             outputs = len(self.rows.names)
             most = MOST_ROWS // outputs if outputs > 1 else math.inf
-            needs_all = _decides(mode) or self._tries_every_row()
-            batches = self._all_batches if needs_all else self.fewest_batches
+            batches = self._all_batches if _decides(mode) else self.fewest_batches
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)

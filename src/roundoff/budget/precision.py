@@ -20,9 +20,6 @@ PRECISION = 0.6
 #: Fewest and most probes of a sample, when ``probes`` is not given.
 FEWEST_PROBES = 2
 MOST_PROBES = 96
-#: Where a budget has no more rows (sites in a format), all are measured by trial, on all
-#: batches: single sites are few there, and rank by small differences.
-FEW_ROWS = 64
 #: More projections than Gaussian ones would need: those of some sites have longer tails,
 #: and one more batch costs more than a few probes.
 MARGIN = 1.5

@@ -11,7 +11,6 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
-from roundoff.budget.precision import FEW_ROWS
 from roundoff.budget.suspects import (
     CURVED,
     DECIDES,
@@ -37,8 +36,11 @@ from roundoff.workload import Workload
 
 #: Rows with strong evidence that are tried whatever it costs: so many a format, or this
 #: share of the rows.
-MOST_CERTAIN = 24
+MOST_CERTAIN = 4
 SHARE = 0.1
+#: So many a format where the model decides by its values: one error that changes a
+#: decision outweighs the rounding of all other sites.
+MOST_DECIDING = 24
 
 
 def refine(
@@ -59,9 +61,9 @@ def refine(
         weights: of the target tensors, see ``OutputRows``.
         of: what it measures, see ``roundoff.budget``.
         trials: most rows to measure, strongest evidence first. None: those with strong
-            evidence, a tenth of the rows or 24 a format at most; more, down to some
-            strength of evidence, while they are no more than 64 or the probes; and
-            every row where all are no more.
+            evidence, a tenth of the rows or four a format at most, 24 a format where
+            the model decides; more, down to some strength of evidence, while they are
+            no more than the probes; and every row where all are no more.
         report: called with the stage and how much of it is done.
     """
     last = max(drawn.index for drawn in signs) + 1
@@ -96,9 +98,11 @@ def refine(
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
     formats = len(budget.about.formats)
-    most = max(MOST_CERTAIN * formats, math.ceil(SHARE * len(rows)))
+    decides = any(suspect.decides for suspect in doubtful)
+    of_format = MOST_DECIDING if decides else MOST_CERTAIN
+    most = max(of_format * formats, math.ceil(SHARE * len(rows)))
     certain = _certain(doubtful)[:most]
-    limit = _affordable(rows, max(FEW_ROWS, budget.about.probes))
+    limit = _affordable(rows, budget.about.probes)
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
 

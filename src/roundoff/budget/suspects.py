@@ -21,7 +21,9 @@ from roundoff.budget.table import Budget, SiteCost
 from roundoff.budget.trials import Recording
 from roundoff.formats import parse_format
 
-#: A prediction this far from a measurement, in dB, with its standard error.
+#: A prediction this far from a measurement, in dB, beyond its standard error: on the
+#: first batch alone, and on all.
+FIRST_DISAGREEMENT_DB = 1.0
 DISAGREEMENT_DB = 0.5
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
@@ -31,6 +33,8 @@ UNSEEN, DECIDER, CURVED, DECIDES, SAMPLING, NO_EVIDENCE = range(6)
 GROUP = 8
 #: Most groups of the sites of a format on the first batch.
 BANDS = 4
+#: Most groups that come from halving those.
+MOST_HALVINGS = 8
 #: The least exponent of a normal number in fp32.
 LEAST_EXPONENT = -126
 #: A group on all batches that disagrees is not divided from this size on: each of its
@@ -188,15 +192,17 @@ class _Groups:
 
         Groups are of like noise, because a small one beside a large one is not seen;
         those that disagree are halved. Beside the first round, half as many passes as
-        there are sites at most.
+        there are sites at most, and on the first batch no more than eight.
         """
         size = GROUP
         undivided = UNDIVIDED
+        halvings = len(sites) // 2
         if not self.on_all_batches:
             size = max(GROUP, math.ceil(len(sites) / BANDS))
             undivided = 1
+            halvings = min(halvings, MOST_HALVINGS)
         groups = [sites[i : i + size] for i in range(0, len(sites), size)]
-        passes = len(groups) + len(sites) // 2
+        passes = len(groups) + halvings
         wrong: list[Sequence[str]] = []
         while groups and passes > 0:
             group = groups.pop(0)
@@ -220,4 +226,5 @@ class _Groups:
         if not math.isfinite(prediction.noise) or not math.isfinite(measured):
             return False
         off = DB_PER_SHARE * abs(math.log(measured / prediction.noise))
-        return off > DISAGREEMENT_DB + (prediction.stderr_db or 0.0)
+        allowed = DISAGREEMENT_DB if self.on_all_batches else FIRST_DISAGREEMENT_DB
+        return off > allowed + (prediction.stderr_db or 0.0)

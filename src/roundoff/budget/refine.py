@@ -13,7 +13,6 @@ from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
 from roundoff.budget.suspects import (
     CURVED,
-    DECIDES,
     NO_EVIDENCE,
     Suspect,
     every_row,
@@ -72,11 +71,9 @@ def refine(
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
     ]
-    indices = [drawn.index for drawn in signs]
 
-    def noise_of(formats: dict[str, str], on_all_batches: bool) -> float:
-        measured = indices if on_all_batches else indices[:1]
-        return _noise(workload, recording, views, formats, measured)
+    def noise_of(formats: dict[str, str]) -> float:
+        return _noise(workload, recording, views, formats)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
         if not chosen:
@@ -101,7 +98,7 @@ def refine(
     decides = any(suspect.decides for suspect in doubtful)
     of_format = MOST_DECIDING if decides else MOST_CERTAIN
     most = max(of_format * formats, math.ceil(SHARE * len(rows)))
-    certain = _certain(doubtful)[:most]
+    certain = [suspect for suspect in doubtful if suspect.strength <= CURVED][:most]
     limit = _affordable(rows, budget.about.probes)
     further = [suspect for suspect in rows if suspect.strength < limit]
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
@@ -129,43 +126,24 @@ def _noise(
     recording: Recording,
     views: Sequence[OutputView],
     formats: dict[str, str],
-    batches: Sequence[int],
 ) -> float:
-    """Return the noise of a choice of formats on some batches, at the worst output."""
-    exact = []
-    rounded = []
-    for index in batches:
-        try:
-            ran = run_batches(
-                workload,
-                formats,
-                target=recording.target,
-                batches=slice(index, index + 1),
-            )
-        except WorkloadError:
-            return math.inf  # the model refuses rounded values
-        exact.append(recording.batches[index].targets)
-        rounded += ran.targets
-        if not same_shapes(exact[-1], rounded[-1]):
-            return math.inf
-    return max(view.noise(rounded, exact) for view in views)
+    """Return the noise of formats on the first batch, at the worst output."""
+    try:
+        ran = run_batches(
+            workload, formats, target=recording.target, batches=slice(0, 1)
+        )
+    except WorkloadError:
+        return math.inf  # the model refuses rounded values
+    exact = recording.batches[0].targets
+    if not same_shapes(exact, ran.targets[0]):
+        return math.inf
+    return max(view.noise(ran.targets, [exact]) for view in views)
 
 
 def _is_divisible(budget: Budget, pair: Pair) -> bool:
     """Whether the adjoint says what share of a row each part of it has."""
     site, fmt = pair
     return 0 < power(budget.rows(site, fmt.name))[0] < math.inf
-
-
-def _certain(doubtful: Sequence[Suspect]) -> list[Suspect]:
-    """Return the rows with strong evidence, then those that reach a decision.
-
-    The latter only where some of them cost another power than predicted.
-    """
-    strong = [suspect for suspect in doubtful if suspect.strength < DECIDES]
-    if not any(suspect.strength == CURVED and suspect.decides for suspect in strong):
-        return strong
-    return strong + [s for s in doubtful if s.strength == DECIDES]
 
 
 def _affordable(rows: Sequence[Suspect], allowed: int) -> int:

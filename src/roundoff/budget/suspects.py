@@ -5,8 +5,9 @@ decision is taken on its result (``roundoff.budget.decisions``). Sites rounded t
 in one forward pass, cost another power than their rows say; groups that disagree are
 divided. And the sampling error of a row is large.
 
-Errors that reach a decision from further away change it now and then, in any batch: the
-groups of such sites run on all batches, those of the others on the first.
+Errors that reach a decision from further away change it now and then, in any batch: no
+group of such sites on a single batch would show it, and one on all batches costs as
+much as trials of its sites. The others are run in groups on the first batch.
 """
 
 from __future__ import annotations
@@ -21,29 +22,22 @@ from roundoff.budget.table import Budget, SiteCost
 from roundoff.budget.trials import Recording
 from roundoff.formats import parse_format
 
-#: A prediction this far from a measurement, in dB, beyond its standard error: on the
-#: first batch alone, and on all.
-FIRST_DISAGREEMENT_DB = 1.0
-DISAGREEMENT_DB = 0.5
+#: A prediction this far from a measurement, in dB, beyond its standard error.
+DISAGREEMENT_DB = 1.0
 #: A standard error of a row, in dB, that makes it doubtful.
 DOUBTFUL_DB = 0.75
 #: Strengths of evidence, see ``Suspect``.
-UNSEEN, DECIDER, CURVED, DECIDES, SAMPLING, NO_EVIDENCE = range(6)
-#: Sites that are rounded together on all batches.
+UNSEEN, DECIDER, DECIDES, CURVED, SAMPLING, NO_EVIDENCE = range(6)
+#: Fewest sites that are rounded together, and most groups of a format.
 GROUP = 8
-#: Most groups of the sites of a format on the first batch.
-BANDS = 4
+BANDS = 2
 #: Most groups that come from halving those.
-MOST_HALVINGS = 8
+MOST_HALVINGS = 6
 #: The least exponent of a normal number in fp32.
 LEAST_EXPONENT = -126
-#: A group on all batches that disagrees is not divided from this size on: each of its
-#: rows by trial takes as many forward passes as finding the wrong ones among them.
-UNDIVIDED = 4
 
-#: Measures the noise of a choice of formats as a relative power: on the first batch, or
-#: on all that the budget measured.
-NoiseOf = Callable[[dict[str, str], bool], float]
+#: Measures the noise of a choice of formats on the first batch, as a relative power.
+NoiseOf = Callable[[dict[str, str]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +45,8 @@ class Suspect:
     """A row of a budget to be measured by trial.
 
     The evidence is, from the strongest: the site has no gradient; a decision is taken
-    on its result; groups that it is in cost another power; it reaches a decision, but
-    groups that it is in cost what was predicted; its sampling error is large; none.
+    on its result; it reaches a decision; groups that it is in cost another power; its
+    sampling error is large; none.
 
     Attributes:
         site: name of the site.
@@ -114,12 +108,11 @@ class _Search:
         costs = {c.site: c for c in self.budget.costs if c.format == fmt}
         flow = dict(_by_flow(self.budget, self.recording, fmt))
         strengths = dict(flow)
-        decide = [c for s, c in costs.items() if strengths.get(s) == DECIDES]
         others = [cost for site, cost in costs.items() if site not in strengths]
         for cost in others:
             if _sampling_db(self.budget, cost) > DOUBTFUL_DB:
                 strengths[cost.site] = SAMPLING
-        for site in self._curved(fmt, decide, True) | self._curved(fmt, others, False):
+        for site in self._curved(fmt, others):
             strengths[site] = CURVED
         noises = {site: cost.noise for site, cost in costs.items()}
         by_site = [
@@ -128,15 +121,13 @@ class _Search:
         ]
         return sorted(by_site, key=lambda suspect: suspect.order)
 
-    def _curved(
-        self, fmt: str, costs: Sequence[SiteCost], on_all_batches: bool
-    ) -> set[str]:
+    def _curved(self, fmt: str, costs: Sequence[SiteCost]) -> set[str]:
         """Return the sites of groups whose prediction is wrong."""
         sites = frozenset(cost.site for cost in costs)
         is_known = any(sites <= agreed for agreed in self.agreed)
         if is_known and not _may_underflow(fmt):
             return set()
-        groups = _Groups(self.budget, fmt, self.noise_of, on_all_batches)
+        groups = _Groups(self.budget, fmt, self.noise_of)
         curved = groups.disagreeing([cost.site for cost in costs])
         if not curved:
             self.agreed.append(sites)
@@ -179,37 +170,27 @@ def _by_flow(
 class _Groups:
     """Sites of one format rounded together, against what their rows predict."""
 
-    def __init__(
-        self, budget: Budget, fmt: str, noise_of: NoiseOf, on_all_batches: bool
-    ) -> None:
+    def __init__(self, budget: Budget, fmt: str, noise_of: NoiseOf) -> None:
         self.budget = budget
         self.fmt = fmt
         self.noise_of = noise_of
-        self.on_all_batches = on_all_batches
 
     def disagreeing(self, sites: Sequence[str]) -> set[str]:
         """Return the sites of groups whose prediction is wrong.
 
         Groups are of like noise, because a small one beside a large one is not seen;
-        those that disagree are halved. Beside the first round, half as many passes as
-        there are sites at most, and on the first batch no more than eight.
+        those that disagree are halved.
         """
-        size = GROUP
-        undivided = UNDIVIDED
-        halvings = len(sites) // 2
-        if not self.on_all_batches:
-            size = max(GROUP, math.ceil(len(sites) / BANDS))
-            undivided = 1
-            halvings = min(halvings, MOST_HALVINGS)
+        size = max(GROUP, math.ceil(len(sites) / BANDS))
         groups = [sites[i : i + size] for i in range(0, len(sites), size)]
-        passes = len(groups) + halvings
+        passes = len(groups) + MOST_HALVINGS
         wrong: list[Sequence[str]] = []
         while groups and passes > 0:
             group = groups.pop(0)
             passes -= 1
             if not self._is_wrong(group):
                 continue
-            if len(group) <= undivided:
+            if len(group) == 1:
                 wrong.append(group)
                 continue
             middle = len(group) // 2
@@ -218,13 +199,11 @@ class _Groups:
 
     def _is_wrong(self, sites: Sequence[str]) -> bool:
         formats = dict.fromkeys(sites, self.fmt)
-        batch = None if self.on_all_batches else 0
-        prediction = self.budget.predict(formats, batch=batch)
-        measured = self.noise_of(formats, self.on_all_batches)
+        prediction = self.budget.predict(formats, batch=0)
+        measured = self.noise_of(formats)
         if not (prediction.noise > 0 and measured > 0):
             return prediction.noise != measured
         if not math.isfinite(prediction.noise) or not math.isfinite(measured):
             return False
         off = DB_PER_SHARE * abs(math.log(measured / prediction.noise))
-        allowed = DISAGREEMENT_DB if self.on_all_batches else FIRST_DISAGREEMENT_DB
-        return off > allowed + (prediction.stderr_db or 0.0)
+        return off > DISAGREEMENT_DB + (prediction.stderr_db or 0.0)

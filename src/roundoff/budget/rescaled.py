@@ -22,7 +22,7 @@ def rescaled(
         factors: of the noise power, by site and format.
         output: name of the output; the others stay.
     """
-    number = [known.name for known in budget.outputs].index(output)
+    number = [row.name for row in budget.outputs].index(output)
     rows = [
         MeasuredTerm(site, fmt, replace(term, values=values))
         for (site, fmt), factor in factors.items()

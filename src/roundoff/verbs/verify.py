@@ -348,14 +348,14 @@ class _Verifier:
 
         None where there is nothing; the trial says why.
         """
-        known = self.budget
-        if known is None or trial.measured_db == -math.inf:
+        budget = self.budget
+        if budget is None or trial.measured_db == -math.inf:
             trial.action = (
                 "the rounded model overflows: no linearisation exists around it"
             )
             return None
         candidate = trial.candidate
-        around = self._around(trial, known)
+        around = self._around(trial, budget)
         refreshed = around.predict(candidate.formats)
         # what even the new linearisation leaves unexplained is carried over to the
         # next plan's prediction
@@ -370,7 +370,7 @@ class _Verifier:
             trial.action = LINEARISED
             return _Candidate.of(candidate.plan, candidate.formats, refreshed, {})
         if abs(shift[output]) > AGREEMENT_DB:
-            learned = self._learned(trial, known)
+            learned = self._learned(trial, budget)
             left = _shift(learned.predict(candidate.formats), trial.outputs)
             if abs(left[output]) <= abs(shift[output]):
                 self.budget = learned
@@ -524,7 +524,7 @@ def _shift(refreshed: Prediction, rows: tuple[OutputRow, ...]) -> dict[str, floa
 
 def _noise_at(prediction: Prediction, output: str) -> float:
     """Return the predicted noise power of one output; NaN where nothing is."""
-    noises = {known.output: known.noise for known in prediction.outputs}
+    noises = {row.output: row.noise for row in prediction.outputs}
     return noises.get(output, math.nan)
 
 

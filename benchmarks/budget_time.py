@@ -117,7 +117,7 @@ def _row(
     return (
         name,
         label,
-        budget.about["probes"],
+        budget.about.probes,
         sites,
         middle([b / p for b, p, _, _ in turns]),
         f"{middle([s / p for _, p, s, _ in turns])} ± {100 * error:.0f} %",

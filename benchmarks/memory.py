@@ -114,7 +114,7 @@ def child(path: str, length: str, what: str, tracker: str) -> None:
 
     def work(on: Workload) -> None:
         if what == "budget":
-            extra["probes"] = ro.budget(on, FORMATS).about["probes"]
+            extra["probes"] = ro.budget(on, FORMATS).about.probes
         else:
             _step(on, what)
 

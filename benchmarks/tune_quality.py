@@ -99,7 +99,7 @@ def ranked(workload: Workload, budget: Budget, most: int = 90) -> tuple[object, 
         for s in budget.sites
         if budget.rows(s["site"], "bf16") and not s["no_path"]
     ]
-    batches = budget.about["samples"]
+    batches = budget.about.samples
     reference, found = gradients_of(workload, batches=batches), []
     for site in sites[:: -(-len(sites) // most)]:
         measured = sqnr(

@@ -49,9 +49,9 @@ def main() -> None:
         lowered, amp_noise = _autocast(workload, reference)
         # what no gradient reaches costs no noise and stays in fp32 in every plan: left out of both sides
         lowered = {
-            s["site"]: lowered[s["site"]]
+            s.site: lowered[s.site]
             for s in budget.sites
-            if s["site"] in lowered and not s["no_path"]
+            if s.site in lowered and not s.no_path
         }
         for model in ("bytes", "bitops"):
             for allowed in (("bf16",), FORMATS):
@@ -160,7 +160,7 @@ def _greedy(
                             .square()
                             .sum()
                         )
-            if signal and not any(fmt in problem.info[s]["refused"] for s in group):
+            if signal and not any(fmt in problem.info[s].refused for s in group):
                 moves.append((-_db(error / signal), name, fmt))
     return [(name, fmt) for _, name, fmt in sorted(moves)]
 

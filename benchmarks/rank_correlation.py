@@ -45,7 +45,7 @@ def main() -> None:
     for name, workload in workloads(args, ("minilm", "digits", "gpt2", "resnet18")):
         budget = ro.budget(workload, FORMATS)
         reference = run_batches(workload).targets
-        lost = [s for s in budget.sites if s["no_path"]]
+        lost = [s for s in budget.sites if s.no_path]
         for fmt in FORMATS:
             found = budget.table.filter(budget.table["format"] == fmt)
             pairs = []
@@ -55,7 +55,7 @@ def main() -> None:
                 )
             progress(f"{name} {fmt}: {len(pairs)} sites")
             rows.append(_row(name, fmt, pairs, notes))
-        reasons = Counter(s["no_path"] for s in lost)
+        reasons = Counter(s.no_path for s in lost)
         notes += [
             f"{name}: {count} of {len(budget.sites)} sites not ranked: {why}"
             for why, count in reasons.items()

@@ -95,9 +95,7 @@ def minilm() -> Workload:
 def ranked(workload: Workload, budget: Budget, most: int = 90) -> tuple[object, ...]:
     """Spearman rank correlation, and dB apart, of sites rounded alone; every so many of a large model's."""
     sites = [
-        s["site"]
-        for s in budget.sites
-        if budget.rows(s["site"], "bf16") and not s["no_path"]
+        s.site for s in budget.sites if budget.rows(s.site, "bf16") and not s.no_path
     ]
     batches = budget.about.samples
     reference, found = gradients_of(workload, batches=batches), []

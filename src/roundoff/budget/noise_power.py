@@ -73,7 +73,7 @@ class Term:
 
     @property
     def absorbable(self) -> bool:
-        """Whether these values may arrive in the format, so that nothing is rounded."""
+        """True where these values may arrive in the format, so that nothing is rounded."""
         if self.part == "gradient":
             return bool(self.sources)
         return self.part == "activation"

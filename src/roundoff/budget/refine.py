@@ -13,6 +13,7 @@ from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
 from roundoff.budget.suspects import (
     CURVED,
+    DECIDES,
     NO_EVIDENCE,
     Suspect,
     every_row,
@@ -37,7 +38,7 @@ from roundoff.workload import Workload
 #: share of the rows.
 MOST_CERTAIN = 4
 SHARE = 0.1
-#: So many a format where the model decides by its values: one error that changes a
+#: So many a format where errors go where no derivative follows: one that changes a
 #: decision outweighs the rounding of all other sites.
 MOST_DECIDING = 24
 
@@ -95,7 +96,7 @@ def refine(
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
     formats = len(budget.about.formats)
-    decides = any(suspect.decides for suspect in doubtful)
+    decides = any(suspect.strength <= DECIDES for suspect in doubtful)
     of_format = MOST_DECIDING if decides else MOST_CERTAIN
     most = max(of_format * formats, math.ceil(SHARE * len(rows)))
     certain = [suspect for suspect in doubtful if suspect.strength <= CURVED][:most]
@@ -141,7 +142,7 @@ def _noise(
 
 
 def _is_divisible(budget: Budget, pair: Pair) -> bool:
-    """Whether the adjoint says what share of a row each part of it has."""
+    """Return True if the adjoint says what share of a row each part of it has."""
     site, fmt = pair
     return 0 < power(budget.rows(site, fmt.name))[0] < math.inf
 

@@ -53,14 +53,12 @@ class Suspect:
         format: name of the format.
         strength: place of the evidence in that list, from 0.
         noise: noise power by the adjoint.
-        decides: its errors reach a decision.
     """
 
     site: str
     format: str
     strength: int
     noise: float
-    decides: bool = False
 
     @property
     def order(self) -> tuple[int, float]:
@@ -106,8 +104,7 @@ class _Search:
     def of_format(self, fmt: str) -> list[Suspect]:
         """Return the suspects of one format, strongest evidence first."""
         costs = {c.site: c for c in self.budget.costs if c.format == fmt}
-        flow = dict(_by_flow(self.budget, self.recording, fmt))
-        strengths = dict(flow)
+        strengths = dict(_by_flow(self.budget, self.recording, fmt))
         others = [cost for site, cost in costs.items() if site not in strengths]
         for cost in others:
             if _sampling_db(self.budget, cost) > DOUBTFUL_DB:
@@ -116,7 +113,7 @@ class _Search:
             strengths[site] = CURVED
         noises = {site: cost.noise for site, cost in costs.items()}
         by_site = [
-            Suspect(site, fmt, strength, noises.get(site, 0.0), site in flow)
+            Suspect(site, fmt, strength, noises.get(site, 0.0))
             for site, strength in strengths.items()
         ]
         return sorted(by_site, key=lambda suspect: suspect.order)
@@ -135,7 +132,7 @@ class _Search:
 
 
 def _may_underflow(fmt: str) -> bool:
-    """Whether small values are lost that other formats keep."""
+    """Return True if small values are lost that other formats keep."""
     return casts(fmt) and parse_format(fmt).emin > LEAST_EXPONENT
 
 

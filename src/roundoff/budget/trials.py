@@ -224,7 +224,7 @@ class _Rounding:
 
     @property
     def is_done(self) -> bool:
-        """Whether every part has been run."""
+        """True once every part has been run."""
         return self.forwards >= max(1, len(self.steps))
 
     def __call__(self, call: Call) -> Any:
@@ -415,7 +415,7 @@ class _OneCall:
 
 
 def same_shapes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether two forward passes have target tensors of the same names and shapes."""
+    """Return True if the target tensors of two forward passes are of like shapes."""
     shapes = [
         {name: tensor.shape for name, tensor in targets.items()}
         for targets in (before, after)

@@ -111,9 +111,9 @@ def choose_qparams(
     view = x.detach().to(working_dtype(x)).reshape(shape)
     zero_point = None
     if fmt.scale_from == "absmean":
-        scale = _usable(mean_magnitude(view, dims))
+        scale = usable(mean_magnitude(view, dims))
     elif fmt.symmetric:
-        scale = _usable(_symmetric_scale(*extremes(view, dims), fmt))
+        scale = usable(_symmetric_scale(*extremes(view, dims), fmt))
     else:
         scale, zero_point = _asymmetric_qparams(*extremes(view, dims), fmt)
     return QParams(scale, zero_point, granularity)
@@ -139,12 +139,12 @@ def _asymmetric_qparams(
     levels = fmt.max_finite - fmt.min_finite
     low = low.clamp(max=0.0)
     high = high.clamp(min=0.0)
-    scale = _usable(high / levels - low / levels)  # high - low could overflow
+    scale = usable(high / levels - low / levels)  # high - low could overflow
     zero_point = (fmt.min_finite - low / scale).round_()
     return scale, zero_point.clamp_(fmt.min_finite, fmt.max_finite)
 
 
-def _usable(scale: Tensor) -> Tensor:
+def usable(scale: Tensor) -> Tensor:
     """Make the scale normal and positive: 1 for 0, the smallest normal number for less."""
     tiny = torch.finfo(scale.dtype).tiny
     return torch.where(scale > 0, scale.clamp(min=tiny), 1.0)

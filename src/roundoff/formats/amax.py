@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.formats.affine import scale_limits
+from roundoff.formats.affine import scale_limits, usable
 from roundoff.formats.granularity import Granularity
 from roundoff.formats.rounding import round_values
 from roundoff.formats.types import Format, RoundingMode
@@ -71,7 +71,7 @@ def _scales(amax: Tensor, fmt: Format) -> Tensor | None:
     scale = amax.div_(float(target)).clamp_(max=float(limit))
     if scale.min().item() >= _TINY:
         return scale
-    return torch.where(scale > 0, scale.clamp(min=_TINY), 1.0)
+    return usable(scale)
 
 
 @lru_cache(maxsize=64)

@@ -63,7 +63,7 @@ _FLAGS = {"true": "low", "false": "fp32"}
 
 
 def recognise(data: Any) -> bool:
-    """Whether this is one of Ascend's files."""
+    """Return True for one of Ascend's files."""
     if not isinstance(data, Mapping):
         return False
     if any(key in data for key in (*LISTS, *OPTIONS)):

@@ -126,7 +126,9 @@ class Mixer(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.tokens = nn.Linear(patches, patches)
         self.norm2 = nn.GroupNorm(4, patches * 4)
-        self.channels = nn.Sequential(nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width))
+        self.channels = nn.Sequential(
+            nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width)
+        )
         self.head = nn.Linear(width, 6)
         self.widen = nn.Conv1d(patches, patches * 4, 1)
         self.shrink = nn.Conv1d(patches * 4, patches, 1)

@@ -225,7 +225,9 @@ class Reader(nn.Module):
         self.cell = nn.GRUCell(width, width)
         self.head = nn.Linear(width, 40)
 
-    def forward(self, ids: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, ids: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if state is None:
             state = torch.zeros(len(ids), 16)
         states = []

@@ -21,6 +21,7 @@ from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
 from .rank_comparison import Settings as Settings
+from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
 from .recorded_rows import rows_of as rows_of
@@ -46,6 +47,8 @@ from .summary import rounding_in as rounding_in
 from .summary import rows_to_show as rows_to_show
 from .summary import summarise as summarise
 from .summary import verdicts_of as verdicts_of
+from .rounding_bound import REGION as REGION
+from .rounding_bound import REGION_LIMIT as REGION_LIMIT
 from .table import FAIL as FAIL
 from .table import TABLE as TABLE
 from .table import ComparedRow as ComparedRow

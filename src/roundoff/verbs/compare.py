@@ -26,6 +26,7 @@ from roundoff.compare import (
     blamed_for_changing,
     chart_points,
     check_modules,
+    compare_layouts,
     compare_rank,
     coverage_of,
     culprits_in,
@@ -259,7 +260,10 @@ def compare(
     """
     ours = as_run(reference)
     theirs = as_run(candidate)
-    ranks = common("rank", ours.ranks, theirs.ranks, rank)
+    shared = rank is None and len(ours.ranks) == 1 < len(theirs.ranks)
+    ranks = (
+        [ours.ranks[0]] if shared else common("rank", ours.ranks, theirs.ranks, rank)
+    )
     steps = common("step", ours.steps, theirs.steps, step)
     _check_levels(ours, theirs)
     if modules:
@@ -275,13 +279,18 @@ def compare(
     sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
         sides = (_place(reference), _place(candidate))
+    tasks: list[tuple[Any, ...]]
+    if shared:
+        tasks = [(*sides, theirs.ranks, steps, settings)]
+    else:
+        tasks = [(*sides, rank, steps, settings) for rank in ranks]
     parts = run_tasks(
-        compare_rank,
-        [(*sides, rank, steps, settings) for rank in ranks],
+        compare_layouts if shared else compare_rank,
+        tasks,
         engine=engine,
         progress=progress,
     )
-    extras = _extras(ours, theirs, rank, step)
+    extras = _extras(ours, theirs, rank, step, shared=shared)
     table = _joined([frame for frame, _ in parts], extras)
     _check_common_operators(table, theirs)
     unchanged = same_program(ours, theirs)
@@ -327,14 +336,19 @@ class _Extra:
     rows: Sequence[ComparedRow]
 
 
-def _extras(ours: Run, theirs: Run, rank: int | None, step: int | None) -> list[_Extra]:
-    """What only one run has, unless one rank or step was asked for."""
+def _extras(
+    ours: Run, theirs: Run, rank: int | None, step: int | None, *, shared: bool
+) -> list[_Extra]:
+    """What only one run has, unless one rank or step was asked for.
+
+    ``shared``: the ranks of the candidate share the work of the reference's only one.
+    """
     extras = []
     for noun, asked, in_ours, in_theirs in (
         ("rank", rank, ours.ranks, theirs.ranks),
         ("step", step, ours.steps, theirs.steps),
     ):
-        if asked is not None:
+        if asked is not None or (shared and noun == "rank"):
             continue
         only_ours = [n for n in in_ours if n not in in_theirs]
         only_theirs = [n for n in in_theirs if n not in in_ours]

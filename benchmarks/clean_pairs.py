@@ -22,9 +22,9 @@ from roundoff.errors import RoundoffError
 from roundoff.site import matches
 
 sys.path.insert(0, str(ROOT / "tests"))
-from clean.layouts import LAYOUTS, launch, one_process
-from clean.pairs import pairs
-from clean.schedules import SCHEDULES
+from faults.equivalent.layouts import LAYOUTS, launch, one_process
+from faults.equivalent.pairs import pairs
+from faults.equivalent.schedules import SCHEDULES
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9

@@ -33,6 +33,8 @@ from .repeats import repeat_notes as repeat_notes
 from .repeats import same_program as same_program
 from .reproducibility import not_reproducible as not_reproducible
 from .reproducibility import unstable as unstable
+from .rounding_bound import REGION as REGION
+from .rounding_bound import REGION_LIMIT as REGION_LIMIT
 from .summary import About as About
 from .summary import ChartPoint as ChartPoint
 from .summary import ComparisonCoverage as ComparisonCoverage
@@ -47,8 +49,6 @@ from .summary import rounding_in as rounding_in
 from .summary import rows_to_show as rows_to_show
 from .summary import summarise as summarise
 from .summary import verdicts_of as verdicts_of
-from .rounding_bound import REGION as REGION
-from .rounding_bound import REGION_LIMIT as REGION_LIMIT
 from .table import FAIL as FAIL
 from .table import TABLE as TABLE
 from .table import ComparedRow as ComparedRow

@@ -261,9 +261,8 @@ def compare(
     ours = as_run(reference)
     theirs = as_run(candidate)
     shared = rank is None and len(ours.ranks) == 1 < len(theirs.ranks)
-    ranks = (
-        [ours.ranks[0]] if shared else common("rank", ours.ranks, theirs.ranks, rank)
-    )
+    ranks = _ranks_of_reference(ours, theirs, rank, shared=shared)
+    parts_of_work: Sequence[Any] = [theirs.ranks] if shared else ranks
     steps = common("step", ours.steps, theirs.steps, step)
     _check_levels(ours, theirs)
     if modules:
@@ -279,11 +278,7 @@ def compare(
     sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
         sides = (_place(reference), _place(candidate))
-    tasks: list[tuple[Any, ...]]
-    if shared:
-        tasks = [(*sides, theirs.ranks, steps, settings)]
-    else:
-        tasks = [(*sides, rank, steps, settings) for rank in ranks]
+    tasks = [(*sides, which, steps, settings) for which in parts_of_work]
     parts = run_tasks(
         compare_layouts if shared else compare_rank,
         tasks,
@@ -309,6 +304,15 @@ def compare(
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)
+
+
+def _ranks_of_reference(
+    ours: Run, theirs: Run, asked: int | None, *, shared: bool
+) -> list[int]:
+    """The ranks of the reference to compare; its only one where others share its work."""
+    if shared:
+        return list(ours.ranks)
+    return common("rank", ours.ranks, theirs.ranks, asked)
 
 
 def _about(reference: Run, candidate: Run) -> About:

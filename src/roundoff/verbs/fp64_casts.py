@@ -27,8 +27,6 @@ _CASTS = {
     Tensor.float: Tensor.double,
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,
-    Tensor.cfloat: Tensor.cdouble,
-    Tensor.chalf: Tensor.cdouble,
 }
 #: The old names of formats, which ``Tensor.type`` takes.
 _OLD_NAMES = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from roundoff.compare.explain import RecordedStep
 from roundoff.compare.portions.location import locate, multiple
 from roundoff.compare.portions.pieces import (
     NOISE,
@@ -23,6 +24,7 @@ from roundoff.compare.portions.pieces import (
     values_of,
 )
 from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import unit
 
 
 @dataclass
@@ -54,12 +56,12 @@ def blame(step: StepPieces) -> Blame:
         return result
     first = _first(step, result.wrong)
     result.culprit = first
-    result.label, result.evidence = _described(step, first, result)
-    for rule in (_misplaced_shard, _lost_part):
+    result.label, result.evidence = _described(step, first)
+    for rule, label in _EARLIER:
         earlier = rule(step, first)
         if earlier is not None:
             result.culprit, result.evidence = earlier
-            result.label = "wrong axis or layout"
+            result.label = label
             result.wrong[result.culprit.place] = result.culprit
             break
     return result
@@ -87,37 +89,27 @@ def _wrong_ends(step: StepPieces) -> Iterable[Place]:
 
 def _is_stretch(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
     """Return True for a value that is that of the reference, or a shard of it."""
+    location = piece.location
+    if location is not None and piece.twin is twin and location.factor == 1.0:
+        return True
     whole = step.reference.tensor(twin.record)
     values = values_of(step.candidates[piece.rank], piece.row)
     if whole is None or values is None:
         return True
-    if piece.location is not None and piece.twin is twin:
-        right = piece.location.factor == 1.0
-    else:
-        right = False
-    if not right:
-        allowed = step.allowed(twin)
-        flat = values.reshape(-1)
-        forms = [values, flat.view(whole.shape)] if _same_size(values, whole) else []
-        forms = forms or _shards(values, whole)
-        located = (locate(whole, form, allowed, reordered=False) for form in forms)
-        location = next((each for each in located if each is not None), None)
-        if location is None:
-            piece.location = None
-            piece.twin = twin
-            piece.tolerance = allowed
-            return False
-        piece.location = location
-        piece.twin = twin
-    return True
-
-
-def _same_size(values: torch.Tensor, whole: torch.Tensor) -> bool:
-    return values.numel() == whole.numel()
+    piece.twin = twin
+    piece.tolerance = step.allowed(twin)
+    located = (
+        locate(whole, form, piece.tolerance, reordered=False)
+        for form in _shards(values, whole)
+    )
+    piece.location = next((each for each in located if each is not None), None)
+    return piece.location is not None
 
 
 def _shards(values: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
     """Return the shapes that the elements of a shard may have."""
+    if values.numel() == whole.numel():
+        return [values.reshape(whole.shape)]
     if values.ndim == whole.ndim:
         return [values]
     parts, rest = divmod(whole.numel(), max(1, values.numel()))
@@ -192,7 +184,10 @@ def _follow_back(step: StepPieces, rank: int, result: Blame) -> None:
 
 def _is_right(step: StepPieces, piece: Piece) -> bool:
     """Return True for a value that stands in the reference, and for what was there before
-    and has no counterpart there."""
+    and has no counterpart there. A term of a sum is right where what it reads is."""
+    if piece.term_of is not None and piece.location is None:
+        read = step.read_by(piece)
+        return all(_is_right(step, each) for each in read if each.row.is_call)
     if piece.stands or piece.row.is_call:
         return piece.stands
     named = {step.rename(row.name) for row in step.reference.rows.values() if row.name}
@@ -213,8 +208,8 @@ def _first(step: StepPieces, wrong: Mapping[Place, Piece]) -> Piece:
 
     def at(piece: Piece) -> tuple[int, int, int]:
         row = piece.row
-        known = order.get((row.module, row.base_operator, row.phase), row.record)
-        return int(row.is_call), known, piece.rank
+        number = order.get((row.module, row.base_operator, row.phase), row.record)
+        return int(row.is_call), number, piece.rank
 
     alone = [piece for piece in first if not piece.row.is_call]
     return min(alone or first or wrong.values(), key=at)
@@ -223,20 +218,22 @@ def _first(step: StepPieces, wrong: Mapping[Place, Piece]) -> Piece:
 # -- what is known of it -------------------------------------------------------------------
 
 
-def _described(step: StepPieces, piece: Piece, result: Blame) -> tuple[str, str]:
+def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     """Return the label and the evidence of the first wrong value."""
-    terms = [each for each in step.read_by(piece) if each.term_of is not None]
-    if terms and piece.row.phase != "collective":
-        ranks = ", ".join(map(str, step.candidates))
-        evidence = (
-            f"it reads {terms[0].row.site}, of which every rank has one term of a sum: "
-            f"the sum over the ranks {ranks} is missing"
-        )
-        return "missing operator", evidence
     factor = _factor(step, piece)
-    if factor is not None:
+    if factor is not None and piece.term_of is None:
         evidence = f"it is {factor:.4g} times the reference's value"
         return "constant factor", evidence
+    terms = [each for each in step.read_by(piece) if each.term_of is not None]
+    if terms and piece.row.phase != "collective":
+        over = "portions"
+        if len(step.candidates) > 1:
+            over = f"ranks {', '.join(map(str, step.candidates))}"
+        evidence = (
+            f"it reads {terms[0].row.site}, which is one term of a sum: the sum over "
+            f"the {over} is missing, or was cleared"
+        )
+        return "missing operator", evidence
     read = [each for each in step.read_by(piece) if each.row.is_call]
     if not piece.row.is_call:
         return "other values", "it is no part of the reference's value of this name"
@@ -264,7 +261,7 @@ def _factor(step: StepPieces, piece: Piece) -> float | None:
 # -- earlier causes ------------------------------------------------------------------------
 
 
-def _misplaced_shard(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+def _misplaced_shard(step: StepPieces, _: Piece) -> tuple[Piece, str] | None:
     """Return a shard of a parameter that stands elsewhere than the others of its rank do."""
     shards: dict[str, list[Piece]] = defaultdict(list)
     for piece in step.pieces.values():
@@ -276,7 +273,7 @@ def _misplaced_shard(step: StepPieces, first: Piece) -> tuple[Piece, str] | None
     orders = {name: _order(pieces) for name, pieces in shards.items()}
     if not orders:
         return None
-    usual, _ = Counter(orders.values()).most_common(1)[0]
+    usual = Counter(orders.values()).most_common(1)[0][0]
     for name, order in orders.items():
         if order == usual or len(order) != len(usual):
             continue
@@ -290,6 +287,37 @@ def _misplaced_shard(step: StepPieces, first: Piece) -> tuple[Piece, str] | None
         )
         return moved[0], evidence
     return None
+
+
+def _updated_more_often(step: StepPieces, _: Piece) -> tuple[Piece, str] | None:
+    """Return the first update of a parameter, where there are more than in the reference."""
+    usual = _updates(step.reference)
+    for rank, candidate in step.candidates.items():
+        updates = _updates(candidate)
+        more = [n for n in updates if len(updates[n]) > len(usual.get(n, ())) > 0]
+        if not more or len(more) <= len(updates) / 2:
+            continue
+        row = min((updates[name][0] for name in more), key=lambda row: row.record)
+        piece = step.pieces.get((rank, row.record))
+        if piece is not None:
+            often = len(updates[row.name or ""])
+            evidence = (
+                f"parameters are updated {often} times in this step, and "
+                f"{len(usual[row.name or ''])} times in the reference's: between them "
+                "the candidate works with other weights"
+            )
+            return piece, evidence
+    return None
+
+
+def _updates(step: RecordedStep) -> dict[str, list[RecordedRow]]:
+    """Return the calls of optimizers that write each parameter, by its name."""
+    updates: dict[str, dict[int, RecordedRow]] = defaultdict(dict)
+    parameters = {row.name for row in step.rows.values() if row.operator == "parameter"}
+    for row in step.rows.values():
+        if row.phase == "optimizer" and row.name in parameters:
+            updates[row.name or ""][row.call] = row
+    return {name: list(rows.values()) for name, rows in updates.items()}
 
 
 def _order(pieces: Iterable[Piece]) -> tuple[int, ...]:
@@ -313,11 +341,15 @@ def _lost_part(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
         return None
     lost = _lost(step)
     culprit_twin = first.twin.record if first.twin is not None else None
-    for record in sorted(lost):
+    for record in sorted(lost & step.covered.keys()):
         row = step.reference.rows[record]
-        if any(source in lost for source in _sources(step, row)):
+        if not unit(row.dtype) or any(source in lost for source in _sources(step, row)):
             continue
-        pieces = [p for p in step.pieces.values() if p.twin is row and p.location]
+        pieces = [
+            piece
+            for piece in step.pieces.values()
+            if piece.twin is row and piece.row.base_operator == row.base_operator
+        ]
         if not pieces or record == culprit_twin or not _leads_to(step, pieces, first):
             continue
         covered = step.covered[record]
@@ -343,18 +375,15 @@ def _lost(step: StepPieces) -> set[int]:
     lost: set[int] = set()
     for record in sorted(rows, reverse=True):
         row = rows[record]
-        if row.phase != "forward" or not row.is_call:
+        if row.phase != "forward" or not row.is_call or not row.inputs:
             continue
         after = [r for r in readers[record] if rows[r].phase == "forward"]
         covered = step.covered.get(record)
-        is_value = covered is not None
-        if is_value and bool(covered.all()):
-            continue
-        if not is_value and not after:
+        if covered is not None and bool(covered.all()):
             continue
         if all(reader in lost for reader in after):
             lost.add(record)
-    return {record for record in lost if record in step.covered}
+    return lost
 
 
 def _sources(step: StepPieces, row: RecordedRow) -> set[int]:
@@ -385,3 +414,11 @@ def _leads_to(step: StepPieces, pieces: Iterable[Piece], first: Piece) -> bool:
             return True
         waiting += step.read_by(piece)
     return False
+
+
+#: Causes before the first wrong value, and what each looks like.
+_EARLIER = (
+    (_updated_more_often, "extra operator"),
+    (_misplaced_shard, "wrong axis or layout"),
+    (_lost_part, "wrong axis or layout"),
+)

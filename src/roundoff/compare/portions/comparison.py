@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roundoff.compare.alignment import BY_USE, CANDIDATE_ONLY, MATCHED, uncompiled
+from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.portions.blame import Blame, blame
-from roundoff.compare.portions.pieces import Piece, StepPieces
+from roundoff.compare.portions.location import locate
+from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.symptoms import ADVICE
@@ -33,23 +34,54 @@ class PortionsMemory:
 def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
     """Return True where one rank does the reference's work in other portions.
 
-    Then most calls that read a parameter work on other shapes, or there are several
-    for one of the reference. A fault changes few of them.
+    Then the calls of most modules with parameters work on other shapes, or on rows in
+    another order, or there are several for one of the reference. A fault changes few
+    of them.
     """
-    ours = _shapes_by_parameter(reference)
-    theirs = _shapes_by_parameter(candidate)
+    ours = _results_by_module(reference)
+    theirs = _results_by_module(candidate)
     common = ours.keys() & theirs.keys()
     if not common:
         return False
-    changed = sum(ours[name] != theirs[name] for name in common)
+    changed = 0
+    for name in common:
+        same_shapes = _shapes(ours[name]) == _shapes(theirs[name])
+        first = (ours[name][0], theirs[name][0])
+        changed += not same_shapes or _is_reordered(reference, candidate, *first)
     return changed > SHARE * len(common)
 
 
-def _shapes_by_parameter(step: RecordedStep) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes of the forward results that are made with each parameter."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+def _shapes(rows: Sequence[RecordedRow]) -> list[tuple[int, ...]]:
+    return [tuple(row.shape or ()) for row in rows]
+
+
+def _is_reordered(
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    ours: RecordedRow,
+    theirs: RecordedRow,
+) -> bool:
+    """Return True for the same rows in another order: equal statistics, other values."""
+    rounding = min(REGION * unit(ours.dtype), REGION_LIMIT)
+    distance = of_statistics(ours, theirs)
+    if distance.equal and ours.hash is not None:
+        return False
+    if distance.error is None or distance.error > rounding:
+        return False
+    whole = reference.tensor(ours.record)
+    piece = candidate.tensor(theirs.record)
+    if whole is None or piece is None or whole.shape != piece.shape or whole.ndim < 2:
+        return False
+    if float((whole - piece).norm()) <= rounding * float(whole.norm()):
+        return False
+    return locate(whole, piece, rounding) is not None
+
+
+def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
+    """Return the forward results made with the parameters of each module."""
+    results: dict[str, list[RecordedRow]] = {}
     names = {
-        row.record: uncompiled(row.name)
+        row.record: uncompiled(row.name).rpartition(".")[0]
         for row in step.rows.values()
         if row.name and not row.is_call
     }
@@ -59,12 +91,11 @@ def _shapes_by_parameter(step: RecordedStep) -> dict[str, list[tuple[int, ...]]]
         for record in row.inputs:
             if record not in names:
                 continue
-            if row.view_of is not None:
+            if hands_on(row):
                 names[row.record] = names[record]
             elif row.place == 0:
-                shape = tuple(row.shape or ())
-                shapes.setdefault(names[record], []).append(shape)
-    return shapes
+                results.setdefault(names[record], []).append(row)
+    return results
 
 
 def compare_portions(
@@ -84,7 +115,7 @@ def compare_portions(
     step = StepPieces(reference, candidates, rename, memory.noisy)
     step.find()
     result = blame(step)
-    return [_row(step, result, piece) for piece in step.pieces.values()]
+    return [_row(result, piece) for piece in step.pieces.values()]
 
 
 #: Why a value of another layout is not compared without tensors.
@@ -125,7 +156,7 @@ def _place(row: RecordedRow, module: str) -> tuple[object, ...]:
     return row.phase, module, row.operator, row.index, row.place, tuple(row.shape or ())
 
 
-def _row(step: StepPieces, result: Blame, piece: Piece) -> ComparedRow:
+def _row(result: Blame, piece: Piece) -> ComparedRow:
     row = piece.row
     columns = _names(piece.rank, row, piece.twin)
     columns |= _measured(piece, result)
@@ -186,7 +217,7 @@ def _measured(piece: Piece, result: Blame) -> dict[str, Any]:
     factor = "" if location.factor == 1 else f"{location.factor:.4g} times it"
     reason = "; ".join(part for part in (share, padded, factor) if part)
     return {
-        "status": MATCHED if is_whole and location.complete else BY_USE,
+        "status": MATCHED,
         "reason": reason or None,
         "error": location.error,
         "equal": location.error == 0,

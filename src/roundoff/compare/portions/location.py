@@ -17,6 +17,8 @@ MOST_PLACES = 1024
 MOST_WORK = 2**27
 #: Pairs of rows whose sketches are compared, at most.
 MOST_PAIRS = 2**24
+#: Elements that are looked for before anything else is tried.
+SAMPLE = 64
 #: Random projections of a row, which tell rows apart.
 _PROJECTIONS = 4
 
@@ -67,6 +69,8 @@ def locate(
         if not reordered:
             form = (form[0][None], form[1][None])
         for factor in factors:
+            if not _is_plausible(*form, tolerance, factor):
+                continue
             location = _locate(*form, tolerance, factor)
             if location is not None:
                 covered = location.covered.view(*whole.shape, -1).any(-1)
@@ -97,6 +101,33 @@ def _forms(whole: Tensor, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield whole, piece
 
 
+def _is_plausible(
+    whole: Tensor, piece: Tensor, tolerance: float, factor: float
+) -> bool:
+    """Return False where some elements of the one that is inside are not in the other."""
+    if _fits(whole.shape, piece.shape):
+        inner = piece
+        outer = whole * factor
+    elif _fits(piece.shape, whole.shape):
+        inner = whole * factor
+        outer = piece
+    else:
+        return True
+    sample = inner.flatten()[:: max(1, inner.numel() // SAMPLE)]
+    sample = sample[torch.isfinite(sample)]
+    values = outer.flatten()
+    values = values[torch.isfinite(values)].sort().values
+    if not sample.numel() or not values.numel():
+        return True
+    after = torch.searchsorted(values, sample).clamp(max=len(values) - 1)
+    before = (after - 1).clamp(min=0)
+    gaps = torch.minimum(
+        (values[after] - sample).abs(), (values[before] - sample).abs()
+    )
+    # no element is further off than all of them together may be
+    return bool(gaps.max() <= 2 * tolerance * values.norm())
+
+
 def _fits(whole: Sequence[int], piece: Sequence[int]) -> bool:
     """Return True where no axis of the piece is longer."""
     return all(p <= w for w, p in zip(whole, piece, strict=True))
@@ -114,24 +145,35 @@ def _locate(
     if places > MOST_PLACES or places * max(whole.numel(), piece.numel()) > MOST_WORK:
         return None
     for start in product(*starts):
-        index_whole = [slice(None)]
-        index_piece = [slice(None)]
-        for first, w, p in zip(start, whole.shape[1:], piece.shape[1:], strict=True):
-            stretch = slice(first, first + min(w, p))
-            index_whole.append(stretch if w > p else slice(None))
-            index_piece.append(stretch if p > w else slice(None))
-        part = piece[tuple(index_piece)]
-        stretch_of_whole = whole[tuple(index_whole)]
-        matched = _matched_rows(stretch_of_whole, part, tolerance, factor)
-        if matched is None:
-            continue
-        error, rows = matched
-        covered = torch.zeros(whole.shape, dtype=torch.bool)
-        index_whole[0] = slice(None)
-        covered[tuple(index_whole)] |= rows.view(-1, *(1,) * (whole.ndim - 1))
-        complete = part.numel() == piece.numel() and len(piece) <= len(whole)
-        return Location(error, factor, covered, complete)
+        location = _located_at(whole, piece, start, tolerance, factor)
+        if location is not None:
+            return location
     return None
+
+
+def _located_at(
+    whole: Tensor,
+    piece: Tensor,
+    start: Sequence[int],
+    tolerance: float,
+    factor: float,
+) -> Location | None:
+    """Return the location of a piece that starts there along all axes but the first."""
+    of_whole = [slice(None)]
+    of_piece = [slice(None)]
+    for first, w, p in zip(start, whole.shape[1:], piece.shape[1:], strict=True):
+        stretch = slice(first, first + min(w, p))
+        of_whole.append(stretch if w > p else slice(None))
+        of_piece.append(stretch if p > w else slice(None))
+    part = piece[tuple(of_piece)]
+    matched = _matched_rows(whole[tuple(of_whole)], part, tolerance, factor)
+    if matched is None:
+        return None
+    error, rows = matched
+    covered = torch.zeros(whole.shape, dtype=torch.bool)
+    covered[tuple(of_whole)] |= rows.view(-1, *(1,) * (whole.ndim - 1))
+    complete = part.numel() == piece.numel() and len(piece) <= len(whole)
+    return Location(error, factor, covered, complete)
 
 
 def _matched_rows(

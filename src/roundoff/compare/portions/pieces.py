@@ -95,9 +95,12 @@ class StepPieces:
     def allowed(self, twin: RecordedRow) -> float:
         """Return the relative distance that rounding explains at a reference's value."""
         rows = self.reference.rows
-        inputs = [rows[record] for record in twin.inputs if record in rows]
+        maker = twin
+        while hands_on(maker) and maker.inputs[0] in rows:
+            maker = rows[maker.inputs[0]]
+        inputs = [rows[record] for record in maker.inputs if record in rows]
         rounding = min(REGION * unit(twin.dtype), REGION_LIMIT)
-        return rounding * condition(twin, inputs)
+        return rounding * condition(maker, inputs)
 
     def _find_piece(self, rank: int, step: RecordedStep, row: RecordedRow) -> None:
         piece = Piece(rank, row)
@@ -191,31 +194,57 @@ class StepPieces:
     def _count_factor(self, whole: Tensor, piece: Tensor) -> None:
         """Note how many times more rows the whole has: the mean over all of them weighs one
         as much less."""
-        if whole.ndim and piece.ndim and whole.shape[1:] == piece.shape[1:]:
-            if len(piece) < len(whole):
-                self._factors[len(whole) / len(piece)] += 1
+        if not whole.ndim or not piece.ndim or len(piece) >= len(whole):
+            return
+        if whole.shape[1:] == piece.shape[1:]:
+            self._factors[len(whole) / len(piece)] += 1
 
     def _usual_factors(self) -> list[float]:
         return [factor for factor, _ in self._factors.most_common(MOST_FACTORS)]
 
     def _find_terms(self) -> None:
-        """Find sums over the ranks: values that stand nowhere alone, but together do."""
+        """Find sums over ranks and portions: values that stand nowhere alone, but together
+        do."""
+        for pieces in self._same_operator().values():
+            over_portions: dict[int, list[Piece]] = defaultdict(list)
+            over_ranks: dict[int, list[Piece]] = defaultdict(list)
+            usual = self._calls_in_reference(pieces[0].row)
+            numbers: Counter[int] = Counter()
+            for piece in pieces:
+                over_portions[numbers[piece.rank] % usual].append(piece)
+                over_ranks[piece.row.index].append(piece)
+                numbers[piece.rank] += 1
+            for group in (*over_portions.values(), *over_ranks.values()):
+                if len(group) > 1 and not any(piece.stands for piece in group):
+                    self._find_sum(group)
+
+    def _same_operator(self) -> dict[tuple[object, ...], list[Piece]]:
+        """Return the results of each operator of a module, in the order of execution."""
         groups: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         for piece in self.pieces.values():
             row = piece.row
-            if piece.location is None and row.is_call and _is_float(row):
-                key = (row.phase, row.module, row.operator, row.index, row.place)
-                groups[key].append(piece)
-        for group in groups.values():
-            if len(group) == len(self.candidates) > 1:
-                self._find_sum(group)
+            if row.is_call and _is_float(row):
+                groups[row.phase, row.module, row.operator, row.place].append(piece)
+        return groups
+
+    def _calls_in_reference(self, row: RecordedRow) -> int:
+        """Return how often the reference calls an operator in a module; at least 1."""
+        twins = self._by_module.get((_kind_of_phase(row), row.module), ())
+        same = [t for t in twins if (t.operator, t.place) == (row.operator, row.place)]
+        return max(1, len(same))
+
+    def _sum(self, group: Sequence[Piece]) -> Tensor | None:
+        """Return the sum of pieces of one shape in fp64; None for others."""
+        tensors = [values_of(self.candidates[p.rank], p.row) for p in group]
+        kept = [tensor.to(torch.float64) for tensor in tensors if tensor is not None]
+        if len(kept) < len(group) or len({tensor.shape for tensor in kept}) > 1:
+            return None
+        return torch.stack(kept).sum(0)
 
     def _find_sum(self, group: Sequence[Piece]) -> None:
-        tensors = [values_of(self.candidates[p.rank], p.row) for p in group]
-        kept = [tensor for tensor in tensors if tensor is not None]
-        if len(kept) < len(group) or len({tensor.shape for tensor in kept}) > 1:
+        total = self._sum(group)
+        if total is None:
             return
-        total = torch.stack([tensor.to(torch.float64) for tensor in kept]).sum(0)
         for twin in self.twins_of(group[0].row):
             whole = self.reference.tensor(twin.record)
             if whole is None or whole.shape != total.shape or not _is_number(whole):
@@ -234,11 +263,16 @@ def is_value(step: RecordedStep, row: RecordedRow) -> bool:
         return False
     if not row.is_call:
         return bool(row.name)
-    if row.view_of is not None and not row.inplace:
-        return False
-    if row.operator in TRANSPARENT and len(row.inputs) == 1 and not row.name:
+    is_view = row.view_of is not None and not row.inplace
+    if is_view or (hands_on(row) and not row.name):
         return False
     return row.base_operator not in UNWRITTEN and not is_workspace(row)
+
+
+def hands_on(row: RecordedRow) -> bool:
+    """Return True for a view, a copy, and the mark of a gradient."""
+    only_names = row.operator in TRANSPARENT or row.operator == "gradient"
+    return row.is_call and only_names and len(row.inputs) == 1
 
 
 def values_of(step: RecordedStep, row: RecordedRow) -> Tensor | None:

@@ -1,7 +1,7 @@
 """One process against several that share its work: right, and with one thing wrong.
 
-``python -m clean.layouts FOLDER NAME...`` is one process of ``launch``; it records each layout into a folder of its
-name. The whole batch is in every process; what of it a process reads is part of its layout.
+``python -m faults.equivalent.layouts FOLDER STORES NAME...`` is one process of ``launch``; it records each layout into
+a folder of its name. The whole batch is in every process; what of it a process reads is part of its layout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import roundoff
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import roundoff
+
+from ..program import replace as with_methods
 from .models import LENGTH, Gpt, causal, gpt_batch, gpt_loss
 
 RATE = 0.1
@@ -99,12 +101,19 @@ def launch(folder: Path, names: Sequence[str]) -> None:
     """Record layouts into folders of their names, in as many processes as they need."""
     chosen = [layout for layout in LAYOUTS if layout.name in names]
     world = max(layout.world for layout in chosen)
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     paths = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as stores:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "clean.layouts", str(folder), stores, *names],
+                [
+                    sys.executable,
+                    "-m",
+                    "faults.equivalent.layouts",
+                    str(folder),
+                    stores,
+                    *names,
+                ],
                 env=os.environ
                 | {"PYTHONPATH": paths, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
@@ -624,9 +633,11 @@ def loss_counted_twice(model):
 def head_gathered_in_reverse(model):
     head = Column(model.head)
     model.head = head
-    head.forward = lambda x: _gathered(
-        nn.functional.linear(x, head.weight, head.bias), -1, -1
-    )
+
+    def forward(self, x):
+        return _gathered(nn.functional.linear(x, self.weight, self.bias), -1, -1)
+
+    with_methods(head, forward=forward)
     return _inferred(model)
 
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from faults import encoder
-from faults.program import Program
-from faults.program import replace as with_methods
 from torch import Tensor, nn
 
+from ..program import Program
+from ..program import replace as with_methods
 from . import models
 
 #: name, change, network
@@ -47,7 +46,7 @@ def _joined(layers: list[nn.Linear]) -> nn.Linear:
 
 
 @rewrite("query, key and value fused", "gpt")
-def _fused(model: models.Gpt) -> None:
+def _fused(model):
     def forward(self, x: Tensor, mask: Tensor, cache: None) -> Tensor:
         q, k, v = (self.split(part) for part in self.qkv(x).chunk(3, -1))
         return self.out(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
@@ -60,7 +59,7 @@ def _fused(model: models.Gpt) -> None:
 
 
 @rewrite("query, key and value fused", "encoder")
-def _fused_in_encoder(model: encoder.Encoder) -> None:
+def _fused_in_encoder(model):
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         q, k, v = (self.split(part) for part in self.qkv(x).chunk(3, -1))
         weights = self.weights(self.masked(self.scores(q, k), real))
@@ -74,7 +73,7 @@ def _fused_in_encoder(model: encoder.Encoder) -> None:
 
 
 @rewrite("scaled_dot_product_attention", "gpt")
-def _sdpa(model: models.Gpt) -> None:
+def _sdpa(model):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -83,7 +82,7 @@ def _sdpa(model: models.Gpt) -> None:
 
 
 @rewrite("scaled_dot_product_attention", "encoder")
-def _sdpa_in_encoder(model: encoder.Encoder) -> None:
+def _sdpa_in_encoder(model):
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         q, k, v = (self.split(f(x)) for f in (self.query, self.key, self.value))
         mask = real[:, None, None, :]
@@ -96,7 +95,7 @@ def _sdpa_in_encoder(model: encoder.Encoder) -> None:
 
 
 @rewrite("a softmax without the maximum", "gpt")
-def _plain_softmax(model: models.Gpt) -> None:
+def _plain_softmax(model):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         raised = scores.masked_fill(~mask, -math.inf).exp()
@@ -117,7 +116,7 @@ def _plain_weights(model: nn.Module) -> None:
 
 
 @rewrite("einsum for matmul", "gpt")
-def _einsum(model: models.Gpt) -> None:
+def _einsum(model):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
         weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
@@ -140,7 +139,7 @@ def _layer_norm(model: nn.Module) -> None:
 
 
 @rewrite("GELU by its formula", "gpt", "encoder")
-def _gelu(model: nn.Module) -> None:
+def _gelu(model):
     def erf_gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
@@ -150,7 +149,7 @@ def _gelu(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, nn.GELU):
-            module.forward = erf_gelu
+            with_methods(module, forward=lambda _, x: erf_gelu(x))
         elif isinstance(module, models.Block):
             with_methods(module, forward=forward)
 
@@ -203,7 +202,7 @@ def _sequential(model: models.Digits) -> None:
 
 
 @rewrite("feed-forward as a module of its own", "gpt")
-def _module(model: models.Gpt) -> None:
+def _module(model):
     class FeedForward(nn.Module):
         def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
             super().__init__()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from faults.bank import write
-from faults.program import Program
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..bank import write
+from ..program import Program
 from . import rewrites
 from .models import NAMES, program
 

@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import roundoff
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import roundoff
 
 from .models import LENGTH, Gpt, causal, gpt_batch, gpt_loss
 
@@ -187,7 +188,7 @@ def a_longer_batch(model, ids):
 # -- right: training -----------------------------------------------------------------
 
 
-def trained(model: nn.Module, ids: Tensor) -> object:
+def trained(model, ids):
     """The reference of training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gpt_loss(model, ids).backward()
@@ -225,9 +226,7 @@ class Reader(nn.Module):
         self.cell = nn.GRUCell(width, width)
         self.head = nn.Linear(width, 40)
 
-    def forward(
-        self, ids: Tensor, state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, ids, state=None):
         if state is None:
             state = torch.zeros(len(ids), 16)
         states = []

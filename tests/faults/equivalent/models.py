@@ -6,9 +6,10 @@ import math
 
 import torch
 import torch.nn.functional as F
-from faults.program import FAMILIES, Program
-from faults.program import program as program_of_family
 from torch import Tensor, nn
+
+from ..program import FAMILIES, Program
+from ..program import program as program_of_family
 
 VOCABULARY = 40
 LENGTH = 12

@@ -84,6 +84,9 @@ class StepMeasures(Protocol):
     ) -> CallReplay:
         """Run a call again on the inputs it had."""
 
+    def run_as_it_was(self, row: RecordedRow) -> CallReplay:
+        """Run a call again on the inputs and in the formats it had."""
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
@@ -107,6 +110,8 @@ class Divergence:
     exact: frozenset[int]
     measures: StepMeasures
     findings: dict[int, Finding] = field(default_factory=dict)
+    #: By candidate record, what the call made when it was run again as it was.
+    _alone: dict[int, CallReplay] = field(default_factory=dict)
 
     def run(self) -> dict[int, Finding]:
         """Judge every row that has a counterpart, in the order of execution."""
@@ -137,6 +142,8 @@ class Divergence:
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
         self._decide(finding, row, twin, distance.error, wrong_input)
+        if self.measures.can_replay:
+            self._check_alone(finding, row)
         if finding.cause is None:
             self._inherit(finding)
         return finding
@@ -301,6 +308,34 @@ class Divergence:
         if error > finding.tolerance and self._stands_out(finding, row, twin, error):
             _make_own(finding, error)
 
+    def _check_alone(self, finding: Finding, row: RecordedRow) -> None:
+        """Run the call, and those without counterpart before it, on their own inputs.
+
+        An error that looks inherited may hide one that was made here.
+        """
+        for record in (*finding.region, row.record):
+            replay = self._run_as_it_was(record)
+            if replay is None or replay.reason is not None:
+                continue
+            if replay.at_fault:
+                finding.faulty = record
+                if finding.cause != OWN:
+                    finding.replayed = replay
+                    _make_own(finding, replay.own)
+                return
+            if finding.cause != OWN and finding.replayed is None:
+                finding.own_error = replay.own or finding.own_error
+
+    def _run_as_it_was(self, record: int) -> CallReplay | None:
+        """Return what a candidate's call makes of its inputs; None for what is no call."""
+        row = self.candidate[record]
+        is_judged = row.is_call and row.view_of is None and not is_workspace(row)
+        if not is_judged or row.base_operator in UNWRITTEN:
+            return None
+        if record not in self._alone:
+            self._alone[record] = self.measures.run_as_it_was(row)
+        return self._alone[record]
+
     def _stands_out(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
     ) -> bool:
@@ -380,7 +415,7 @@ class Divergence:
                 finding.origin = None
 
     def _may_be_partial_sum(self, finding: Finding) -> bool:
-        if finding.cause != OWN:
+        if finding.cause != OWN or finding.faulty is not None:
             return False
         if self.candidate[finding.record].phase != "backward":
             return False

@@ -61,6 +61,9 @@ class Finding:
     #: The candidate record at fault.
     origin: int | None = None
     replayed: CallReplay | None = None
+    #: The candidate's record that is wrong for the inputs its call had: this one, or
+    #: one of ``region``.
+    faulty: int | None = None
     #: The arguments that differ between the two calls, a text each.
     arguments: tuple[str, ...] = ()
     #: The records without counterpart that it was made of.

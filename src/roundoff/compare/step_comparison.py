@@ -40,6 +40,7 @@ from roundoff.compare.rounding_bound import (
     unit,
     working_formats,
 )
+from roundoff.compare.same_kernel import run_as_it_was
 from roundoff.compare.table import ComparedRow
 from roundoff.ops import operators_that
 
@@ -227,6 +228,12 @@ class _Measures:
             reference,
             self._results,
         )
+
+    def run_as_it_was(self, row: RecordedRow) -> CallReplay:
+        tensors = self._candidate_tensors.tensors
+        if tensors is None:
+            return CallReplay(reason="no tensors were kept")
+        return run_as_it_was(row, self._first[row.call], tensors, self._results)
 
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)

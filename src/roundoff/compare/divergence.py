@@ -28,6 +28,9 @@ GAIN_REPLAYED = 1.25
 #: The same from statistics alone, where a difference of two near values looks like
 #: nothing else: above it the error is taken for the operator's own.
 GAIN = 32.0
+#: From statistics alone, an error up to this many times what the inputs bring at the
+#: worst has come in; between the two nobody can say.
+GAIN_EXPLAINED = 2.0
 #: Of operators with equal inputs only their own rounding is left: this part of the
 #: tolerance.
 EQUAL_INPUTS = 0.25
@@ -146,7 +149,15 @@ class Divergence:
             self._check_alone(finding, row)
         if finding.cause is None:
             self._inherit(finding)
+        if finding.cause is None and not self.measures.can_replay:
+            finding.undecided = not self._explains(finding, distance.error)
         return finding
+
+    def _explains(self, finding: Finding, error: float) -> bool:
+        """Return True where rounding, here or before, explains what statistics show."""
+        return error <= finding.tolerance or not self._exceeds(
+            finding, error, GAIN_EXPLAINED
+        )
 
     def _decide(
         self,
@@ -284,11 +295,14 @@ class Divergence:
 
     def _exceeds_inputs(self, finding: Finding, error: float) -> bool:
         """Return True for an error larger than the inputs bring; unknown for inputs of noise."""
+        return finding.inputs < NOISE and self._exceeds(finding, error, GAIN)
+
+    def _exceeds(self, finding: Finding, error: float, gain: float) -> bool:
+        """Return True for an error larger than what the inputs bring, so many times."""
         inputs = finding.inputs
         if not self.measures.can_replay:
             inputs = max(inputs, self.measures.hidden_error)
-        allowed = GAIN * finding.gain * inputs + finding.tolerance
-        return finding.inputs < NOISE and error > allowed
+        return error > gain * finding.gain * inputs + finding.tolerance
 
     def _judge(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
@@ -305,8 +319,22 @@ class Divergence:
                 finding.own_error = replay.own
                 if _is_cleared(replay, finding):
                     return
+        elif self._is_another_call(finding, row, twin):
+            _make_own(finding, finding.own_error or error)
+            return
         if error > finding.tolerance and self._stands_out(finding, row, twin, error):
             _make_own(finding, error)
+
+    def _is_another_call(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow
+    ) -> bool:
+        """Return True where constants of one operator differ, which nothing can run again.
+
+        Those of an operator that moves values say where they go, and show in them.
+        """
+        if not finding.arguments or row.overload != twin.overload:
+            return False
+        return row.base_operator not in EXACT
 
     def _check_alone(self, finding: Finding, row: RecordedRow) -> None:
         """Run the call, and those without counterpart before it, on their own inputs.

@@ -199,7 +199,9 @@ class _Measures:
         theirs = self._first.get(row.call)
         if ours is None or theirs is None:
             return ()
-        return argument_differences(ours, theirs)
+        read = _inputs(self._candidate, theirs)
+        axes = len(read[0].shape or ()) if read else None
+        return argument_differences(ours, theirs, axes)
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         return self._memory.carried(row)
@@ -319,6 +321,7 @@ def _finding_columns(finding: Finding) -> dict[str, Any]:
         "inputs_error": finding.inputs,
         "own_error": finding.own_error,
         "cause": finding.cause,
+        "undecided": finding.undecided or None,
     }
 
 

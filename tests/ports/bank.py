@@ -36,7 +36,8 @@ class Change:
         new: what stands there instead.
         at: a part of the lines that compute the wrong value; None: the changed lines.
         parameter: names of parameters that hold the wrong values, with ``|`` between;
-            then no line is asked for.
+            then no line is asked for,
+            unless ``at`` says where either reading is right.
         phase: the phase in which the wrong values come up; then no line is asked for.
         reference: a part of the reference's line that the port leaves out; naming it
             counts too.
@@ -86,8 +87,10 @@ class Port:
         change = self.change
         if change is None or culprit is None:
             return False
-        if change.parameter is not None:
-            return culprit.name in change.parameter.split("|")
+        if change.parameter is not None and culprit.name in change.parameter.split("|"):
+            return True
+        if change.parameter is not None and change.at is None:
+            return False
         if change.phase is not None:
             return culprit.phase == change.phase
         lines = change.lines(_text(self.network, self.name))

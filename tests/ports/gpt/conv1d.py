@@ -32,11 +32,8 @@ class Norm(nn.Module):
 
 
 def gelu(x):
-    return (
-        0.5
-        * x
-        * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
-    )
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+    return 0.5 * x * (1 + torch.tanh(inner))
 
 
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ FAULTS = [
     Change(
         "conv1d",
         "exact gelu",
-        "0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))",
+        "0.5 * x * (1 + torch.tanh(inner))",
         "0.5 * x * (1 + torch.erf(x / math.sqrt(2)))",
     ),
     Change("conv1d", "wrong constant", "0.044715", "0.044175"),

@@ -9,6 +9,7 @@ FAULTS = [
         "return torch.cat([z, r, n])",
         "return torch.cat([r, z, n])",
         parameter="rnn.kernel|rnn.recurrent_kernel|rnn.bias",
+        at="chunk(3, -1)",
     ),
     Change(
         "keras_cell",

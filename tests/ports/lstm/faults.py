@@ -9,6 +9,7 @@ FAULTS = [
         "return torch.cat([i, g, f, o], 0)",
         "return torch.cat([i, f, g, o], 0)",
         parameter="cells.0.kernel",
+        at="torch.s",
     ),
     Change(
         "tf_cell", "forget bias", "torch.sigmoid(f) * c", "torch.sigmoid(f + 1.0) * c"

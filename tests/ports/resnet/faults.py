@@ -87,7 +87,7 @@ FAULTS = [
     Change(
         "sequential",
         "convolutions exchanged",
-        '"layer1.conv1", "layer1.conv2"',
+        '"layer1.conv1",\n    "layer1.conv2"',
         '"layer1.conv2", "layer1.conv1"',
         parameter="trunk.1.body.0.0.weight|trunk.1.body.1.0.weight",
     ),

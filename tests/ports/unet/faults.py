@@ -116,7 +116,7 @@ FAULTS = [
     Change(
         "flat",
         "bilinear",
-        "x = x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2).reshape(n, c, 2 * h, 2 * w)",
+        "x = x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2)\n        x = x.reshape(n, c, 2 * h, 2 * w)",
         "x = F.interpolate(x, scale_factor=2, mode='bilinear', align_corners=False)",
     ),
 ]

@@ -35,11 +35,8 @@ class Flat(nn.Module):
         x = self.expand(x)
         x = self.stages[3](torch.cat((x, skips.pop()), dim=1))
         n, c, h, w = x.shape
-        x = (
-            x[:, :, :, None, :, None]
-            .expand(n, c, h, 2, w, 2)
-            .reshape(n, c, 2 * h, 2 * w)
-        )
+        x = x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2)
+        x = x.reshape(n, c, 2 * h, 2 * w)
         x = self.stages[4](torch.cat((x, skips.pop()), dim=1))
         return self.predict(x.movedim(1, -1)).movedim(-1, 1)
 

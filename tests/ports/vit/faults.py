@@ -59,8 +59,8 @@ FAULTS = [
     Change(
         "paddle_like",
         "projection is not transposed",
-        'set_linear(attention.out, w[name + "attn.proj.weight"]',
-        'set_linear(attention.out, w[name + "attn.proj.weight"].t()',
+        'attention.out, w[name + "attn.proj.weight"]',
+        'attention.out, w[name + "attn.proj.weight"].t()',
         parameter="layers.0.attention.out.weight",
     ),
     Change(

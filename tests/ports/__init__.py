@@ -1,5 +1,11 @@
-"""Ports of networks by other hands, right and faulty."""
+"""Ports of networks by other hands, right and faulty: see bank.py."""
 
-from ports.bank import KEPT_APART, NETWORKS, Change, Port, faults, ports, written
+from __future__ import annotations
 
-__all__ = ["KEPT_APART", "NETWORKS", "Change", "Port", "faults", "ports", "written"]
+from .bank import KEPT_APART as KEPT_APART
+from .bank import NETWORKS as NETWORKS
+from .bank import Change as Change
+from .bank import Port as Port
+from .bank import faults as faults
+from .bank import ports as ports
+from .bank import written as written

@@ -126,7 +126,7 @@ def faults(networks: Sequence[str] = NETWORKS) -> list[Port]:
     return [
         Port(network, change.port, change)
         for network in networks
-        for change in importlib.import_module(f"ports.{network}.faults").FAULTS
+        for change in importlib.import_module(f".{network}.faults", __package__).FAULTS
     ]
 
 

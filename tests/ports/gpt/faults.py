@@ -1,6 +1,6 @@
 """Faulty ports of the decoder."""
 
-from ports.bank import Change
+from ..bank import Change
 
 FAULTS = [
     Change("conv1d", "wrong epsilon", "s + 1e-5", "s + 1e-3"),

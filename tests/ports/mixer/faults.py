@@ -1,6 +1,6 @@
 """Faulty ports of the mixer."""
 
-from ports.bank import Change
+from ..bank import Change
 
 FAULTS = [
     Change("einsums", "epsilon", "mean * mean + 1e-5", "mean * mean + 1e-3"),

@@ -1,6 +1,6 @@
 """Faulty ports of the residual network."""
 
-from ports.bank import Change
+from ..bank import Change
 
 FAULTS = [
     Change("keras_like", "wrong epsilon", "variance + 1e-5", "variance + 1e-3"),

@@ -1,6 +1,6 @@
 """Faulty ports of the U-Net."""
 
-from ports.bank import Change
+from ..bank import Change
 
 FAULTS = [
     Change(

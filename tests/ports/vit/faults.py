@@ -1,6 +1,6 @@
 """Faulty ports of the vision transformer."""
 
-from ports.bank import Change
+from ..bank import Change
 
 FAULTS = [
     Change("paddle_like", "epsilon of another library", "var + 1e-6", "var + 1e-5"),

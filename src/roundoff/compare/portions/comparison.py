@@ -205,10 +205,12 @@ def _measured(piece: Piece, result: Blame) -> dict[str, Any]:
     if location is None:
         if piece.term_of is not None:
             reason = "a term of a sum over the ranks, which agrees"
+        elif piece.noise:
+            reason = "rounding is as large as the value: nothing can be told from it"
         elif piece.place in result.wrong:
             reason = "its values stand nowhere in the reference"
         else:
-            reason = "the reference has no such value; what is made of it agrees"
+            reason = "it stands nowhere in the reference; nothing wrong is left of it"
         return {"status": CANDIDATE_ONLY, "reason": reason}
     covered = location.covered
     is_whole = bool(covered.all())

@@ -38,6 +38,7 @@ class Piece:
         location: where it stands there; None for a term of a sum.
         term_of: the sum of these pieces over the ranks is this many times the twin.
         tolerance: largest relative distance that rounding explains.
+        noise: rounding is as large as the value, so that it says nothing.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Piece:
     location: Location | None = None
     term_of: float | None = None
     tolerance: float = 0.0
+    noise: bool = False
 
     @property
     def place(self) -> Place:
@@ -53,8 +55,8 @@ class Piece:
 
     @property
     def stands(self) -> bool:
-        """True where it is a piece of the reference, or a term of a sum."""
-        return self.location is not None or self.term_of is not None
+        """True where it is a piece of the reference, a term of a sum, or noise."""
+        return self.noise or self.location is not None or self.term_of is not None
 
 
 @dataclass
@@ -143,6 +145,10 @@ class StepPieces:
         backward = piece.row.phase != "forward"
         factors = [1.0, *self._usual_factors()] if backward else [1.0]
         tolerance = self.allowed(twin)
+        if tolerance > NOISE:
+            same_kind = twin.base_operator == piece.row.base_operator
+            piece.noise |= same_kind and twin.place == piece.row.place
+            return False
         location = None
         for form in _local_forms(tensor, piece.row):
             location = locate(
@@ -155,6 +161,7 @@ class StepPieces:
         piece.twin = twin
         piece.location = location
         piece.tolerance = tolerance
+        piece.noise = False
         covered = self.covered.get(twin.record)
         self.covered[twin.record] = (
             location.covered if covered is None else covered | location.covered

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ class Distances:
     """The distances of one step; calling it gives the one of two records.
 
     Every pair of tensors is read and measured once, whatever views of it there are.
-    Without tensors of both sides, statistics decide.
+    Without tensors of both sides, statistics decide. ``scales``: of the reference's and
+    the candidate's gradients, by record.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Distances:
         candidate: Rows,
         reference_tensors: StepTensors | None,
         candidate_tensors: StepTensors | None,
+        scales: tuple[Mapping[int, float], Mapping[int, float]] | None = None,
     ) -> None:
         self._reference = reference
         self._candidate = candidate
         self._reference_tensors = reference_tensors
         self._candidate_tensors = candidate_tensors
+        self._scales = scales or ({}, {})
         self._metrics: dict[Any, Metrics] = {}
         self._measured: dict[tuple[int, int], tuple[Distance, Metrics | None]] = {}
 
@@ -68,12 +71,26 @@ class Distances:
             return of_statistics(twin, row), None
         if reference not in ours or candidate not in theirs:
             return of_statistics(twin, row), None
-        metrics = self._of_tensors(ours, theirs, reference, candidate)
+        if reference in self._scales[0] or candidate in self._scales[1]:
+            metrics = self._of_scaled(ours, theirs, reference, candidate)
+        else:
+            metrics = self._of_tensors(ours, theirs, reference, candidate)
         if twin.shape != row.shape:
             return INFINITE, metrics
         if differently_masked(twin, row):
             return MASKED, metrics
         return of_metrics(metrics), metrics
+
+    def _of_scaled(
+        self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int
+    ) -> Metrics:
+        """Return the metrics of gradients without the scales of their losses."""
+        our_scale = self._scales[0].get(reference, 1.0)
+        their_scale = self._scales[1].get(candidate, 1.0)
+        return measure(
+            ours[reference].to(torch.float64) / our_scale,
+            theirs[candidate].to(torch.float64) / their_scale,
+        )
 
     def _of_tensors(
         self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int

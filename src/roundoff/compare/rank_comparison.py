@@ -19,6 +19,7 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.exact import Array
 from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.gradient_scale import without_loss_scales
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
@@ -194,6 +195,7 @@ class _RankComparison:
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
         )
+        sides = without_loss_scales(sides)
         rows = compare_step(
             sides, self._memory, modules=self._settings.modules, floors=floors
         )

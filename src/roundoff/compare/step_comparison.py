@@ -20,6 +20,7 @@ from roundoff.compare.explain import (
     explain_unwritten,
 )
 from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributions
+from roundoff.compare.gradient_scale import rescaling
 from roundoff.compare.metrics import Metrics
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
 from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, last_named
@@ -128,7 +129,10 @@ class _Measures:
             self._candidate,
             sides.reference.tensors,
             sides.candidate.tensors,
+            (sides.reference.scales, sides.candidate.scales),
         )
+        self._scales = sides.candidate.scales
+        self._rescaling = rescaling(sides.candidate)
         self.counterpart = {
             pair.candidate: pair.reference
             for pair in pairs
@@ -212,10 +216,14 @@ class _Measures:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
             return CallReplay(reason="no tensors were kept")
+        if row.record in self._rescaling:
+            return CallReplay(reason="it multiplies by the scale of the loss")
         aligned = row.record in self.exact and twin.is_call
         result = None
         if same_inputs and twin.shape == row.shape:
             result = self._reference_tensors.tensor(twin.record)
+            if result is not None and row.record in self._scales:
+                result = result * self._scales[row.record]
         reference = ReferenceSide(
             first=self._first_of_reference.get(twin.call, twin) if aligned else None,
             result=result,
@@ -274,7 +282,7 @@ def _whole(step: RecordedStep) -> RecordedStep:
     """Return the step with the tensors alone on which an operator can run again."""
     if step.tensors is None:
         return step
-    return RecordedStep(step.rows, step.tensors.whole())
+    return RecordedStep(step.rows, step.tensors.whole(), step.scales)
 
 
 def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:

@@ -53,7 +53,7 @@ class OperatorSchema:
         written: positions and names of the arguments that it writes.
         collective: it communicates.
         each: it works on lists of tensors, each for itself: ``_foreach_add_``,
-            ``_fused_adamw_``.
+            ``_fused_adamw_``, the unscaling of gradients.
     """
 
     name: str
@@ -78,7 +78,7 @@ class OperatorSchema:
             overload=overload,
             written=written,
             collective=namespace in _COLLECTIVE,
-            each=name.startswith(("_foreach_", "_fused_")),
+            each=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
         )
 
 

@@ -7,14 +7,15 @@ at fault. Without tensors, contents alone speak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from roundoff.compare.divergence import EXACT
 from roundoff.compare.parameter_content import (
     JOINED,
     PART,
@@ -103,24 +104,71 @@ def _proven(
     sides: Sides, part: Part, ours: Sequence[Value], theirs: Sequence[Value]
 ) -> Blamed | None:
     """Try the reference's parameters in the candidate's places."""
-    if part.candidate is None or part.candidate.inner:
-        named = part.candidate.row.record if part.candidate else -1
-    else:
-        named = part.candidate.key
+    value = part.candidate
+    if value is None:
+        return None
+    named = value.row.record if value.inner else value.key
+
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        return _agrees_with(sides, named, leaf.key, other)
+
+    return _tried(sides, ours, theirs, agrees)
+
+
+def _tried(
+    sides: Sides,
+    ours: Sequence[Value],
+    theirs: Sequence[Value],
+    agrees: Callable[[Value, Tensor], bool],
+) -> Blamed | None:
+    """Return the first leaf that makes the two agree once it holds other values."""
     for leaf in theirs:
         held = sides.candidate.tensor(leaf.key)
         if held is None:
             return None
-        for wanted in _same_size(ours, leaf):
-            content = sides.reference.tensor(wanted.key)
-            if content is None:
-                continue
+        for wanted, content in _contents(sides, ours, held):
             for other in _layouts(content, held):
-                if torch.equal(other, held):
-                    continue
-                if _agrees_with(sides, named, leaf.key, other):
-                    return Blamed(leaf, wanted, _in_words(leaf, wanted, content, held))
+                if not torch.equal(other, held) and agrees(leaf, other):
+                    words = _in_words(leaf, wanted, content, held)
+                    return Blamed(leaf, wanted, words)
     return None
+
+
+def _contents(
+    sides: Sides, leaves: Sequence[Value], held: Tensor
+) -> Iterator[tuple[Value, Tensor]]:
+    """Yield what a parameter may have to hold: one of the reference's, a part, several."""
+    tensors = [(leaf, sides.reference.tensor(leaf.key)) for leaf in leaves]
+    known = [(leaf, tensor) for leaf, tensor in tensors if tensor is not None]
+    numel = held.numel()
+    for leaf, tensor in known:
+        if tensor.numel() == numel:
+            yield leaf, tensor
+        elif tensor.numel() > numel and tensor.numel() % numel == 0:
+            for part in _parts(tensor, tensor.numel() // numel):
+                yield leaf, part
+    for (leaf, one), (_, other) in combinations(known, 2):
+        if one.shape == other.shape and one.numel() == numel:
+            yield leaf, one + other
+        elif one.numel() + other.numel() == numel:
+            for joined in _joined(one, other):
+                yield leaf, joined
+
+
+def _parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    for axis in range(tensor.dim()):
+        if tensor.shape[axis] % count == 0:
+            yield from tensor.chunk(count, axis)
+
+
+def _joined(one: Tensor, other: Tensor) -> Iterator[Tensor]:
+    if one.dim() != other.dim():
+        return
+    for axis in range(one.dim()):
+        rest = [a for a in range(one.dim()) if a != axis]
+        if all(one.shape[a] == other.shape[a] for a in rest):
+            yield torch.cat([one, other], axis)
+            yield torch.cat([other, one], axis)
 
 
 def _same_size(leaves: Sequence[Value], leaf: Value) -> list[Value]:
@@ -134,17 +182,22 @@ def _layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     for order in axis_orders(content):
         turned = content.permute(order)
         if turned.dim() != held.dim() or turned.shape == held.shape:
-            yield turned.reshape(held.shape)
-    for axis in range(held.dim()):
+            shaped = turned.reshape(held.shape)
+            yield shaped
+            yield from _gates_of(shaped)
+    if content.shape == held.shape:
+        for axis in range(held.dim()):
+            yield content.flip(axis)
+
+
+def _gates_of(content: Tensor) -> Iterator[Tensor]:
+    for axis in range(content.dim()):
         for parts in GATES:
-            if held.shape[axis] % parts == 0 and held.shape[axis] > parts:
-                yield from _gates(held, axis, parts)
-
-
-def _gates(held: Tensor, axis: int, parts: int) -> Iterator[Tensor]:
-    gates = held.chunk(parts, axis)
-    for order in permutations(range(parts)):
-        yield torch.cat([gates[i] for i in order], axis)
+            size = content.shape[axis]
+            if size % parts == 0 and size > parts:
+                gates = content.chunk(parts, axis)
+                for order in permutations(range(parts)):
+                    yield torch.cat([gates[i] for i in order], axis)
 
 
 def _agrees_with(sides: Sides, named: int, leaf: int, other: Tensor) -> bool:
@@ -261,7 +314,7 @@ def _of_another(
     wanted_here = {value.key for value in ours}
     read_here = {value.key for value in theirs}
     for leaf in theirs:
-        if leaf.says_nothing:
+        if leaf.says_nothing or _is_right_elsewhere(sides, leaf):
             continue
         twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
         named = [value for value in twins if value.row.name and not value.is_call]
@@ -273,6 +326,20 @@ def _of_another(
                 holds = f"{leaf.row.name} holds the reference's {named[0].row.name}"
                 return Blamed(leaf, wanted, f"{holds}, not {wanted.row.name}")
     return None
+
+
+def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
+    """Return True where another call reads the leaf, and agrees."""
+    waiting = list(sides.candidate.readers.get(leaf.key, ()))
+    while waiting:
+        reader = sides.candidate.values[waiting.pop()]
+        if reader.row.phase != leaf.row.phase:
+            continue
+        if not reader.computes:
+            waiting += sides.candidate.readers.get(reader.key, ())
+        elif reader.key in sides.twins and not reader.inner:
+            return True
+    return False
 
 
 def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:
@@ -296,56 +363,85 @@ def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
 
 
 def blamed_layout(sides: Sides, part: Part) -> Blamed | None:
-    """Return the view or copy that puts the right values into the wrong places.
+    """Return what puts the right values into the wrong places, or reads others.
 
-    None where what the two calls read agrees up to the order of axes, and without
-    tensors.
+    None where what the two parts read agrees up to the order and joining of axes, and
+    without tensors.
     """
     if part.candidate is None or part.reference is None:
         return None
-    wanted: set[int] = set()
-    for value in (part.reference, *part.wanted[:1]):
-        wanted |= {key for key in value.inputs if key in sides.reference.values}
-    for key in part.candidate.inputs:
-        if key not in sides.candidate.values or key not in sides.twins:
-            continue
+    expected = _boundary(sides.reference, [part.reference.key], sides.agreeing)
+    read = _boundary(sides.candidate, [part.candidate.key], sides.twins)
+    for key in read:
         value = sides.candidate.values[key]
-        if not value.is_call or value.says_nothing:
+        if not value.is_call or value.says_nothing or not value.is_number:
             continue
-        for twin in sides.all_twins(value):
-            if twin in wanted:
-                moved = _first_wrong_layout(sides, twin, key)
-                if moved is not None:
-                    return moved
+        twins = [k for k in sides.all_twins(value) if k in expected]
+        if not twins:
+            continue
+        if not any(_same_places(sides, twin, key) for twin in twins):
+            return _first_wrong_place(sides, twins[0], value)
     return None
 
 
-def _first_wrong_layout(sides: Sides, twin: int, key: int) -> Blamed | None:
+def _boundary(flow: Flow, starts: Sequence[int], agreeing: object) -> list[int]:
+    """Return the values that agree and are read by a region that ends with ``starts``."""
+    boundary: dict[int, None] = {}
+    seen: set[int] = set()
+    waiting = [k for key in starts for k in flow.values[key].inputs]
+    while waiting:
+        key = waiting.pop(0)
+        if key in seen or key not in flow.values:
+            continue
+        seen.add(key)
+        if key in agreeing:  # type: ignore[operator]
+            boundary[key] = None
+        else:
+            waiting += flow.values[key].inputs
+    return list(boundary)
+
+
+def _same_places(sides: Sides, twin: int, key: int) -> bool:
+    ours = sides.reference.tensor(twin)
+    theirs = sides.candidate.tensor(key)
+    return ours is None or theirs is None or same_layout(ours, theirs)
+
+
+def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
+    """Follow values that were moved back to the first that is in the wrong place."""
+    wrong = value
+    numel = value.sketch.numel if value.sketch else 0
+    while wrong.operator in EXACT:
+        sources = [sides.candidate.values.get(key) for key in wrong.inputs]
+        moved = [
+            source
+            for source in sources
+            if source is not None
+            and source.is_call
+            and source.sketch is not None
+            and source.sketch.numel == numel
+        ]
+        if not moved or _same_places(sides, twin, moved[0].key):
+            break
+        wrong = moved[0]
     expected = sides.reference.tensor(twin)
     if expected is None:
         return None
-    chain = [sides.candidate.values[key]]
-    while not chain[-1].computes and len(chain[-1].inputs) == 1:
-        source = sides.candidate.values.get(chain[-1].inputs[0])
-        if source is None or source.key not in sides.twins:
-            break
-        chain.append(source)
-    fits = []
-    for value in chain:
-        tensor = sides.candidate.tensor(value.key)
-        fits.append(tensor is not None and same_layout(expected, tensor))
-    if all(fits) or not any(fits):
-        return None
-    for (late, early), (late_fits, early_fits) in zip(
-        pairwise(chain), pairwise(fits), strict=True
-    ):
-        if early_fits and not late_fits:
-            shapes = f"{_shape(early)} to {_shape(late)}"
-            words = (
-                f"{late.operator} from {shapes} puts the right values in other places"
-            )
-            return Blamed(late, sides.reference.values[twin], words)
-    return None
+    ours = leaves_near(sides.reference, [twin], sides.agreeing)
+    theirs = leaves_near(sides.candidate, [wrong.key], sides.twins)
+
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        try:
+            result = run_with(sides.candidate, value.key, leaf.key, other)
+        except CannotRun:
+            return False
+        return same_layout(expected, result)
+
+    proven = None if value.inner else _tried(sides, ours, theirs, agrees)
+    if proven is not None:
+        return proven
+    words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"
+    return Blamed(wrong, sides.reference.values[twin], words)
 
 
 def _shape(value: Value) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.alignment import (
     EQUIVALENT,
@@ -37,6 +38,10 @@ from roundoff.compare.value_regions import Part, Sides, limit_of, parted
 ALIKE = 0.5
 #: Gradients below this share of the largest one are rounding of what is zero.
 NO_GRADIENT = 1e-2
+#: How much closer outputs are looked at where gradients differ.
+CLOSER = (1, 4, 16, 64)
+#: An output of this many elements says more than the loss.
+WIDE = 8
 #: Updates of parameters agree up to this.
 UPDATE = 1e-3
 
@@ -109,8 +114,29 @@ class Difference:
 
 
 def _differences(sides: Sides) -> list[Difference]:
-    """Return what differs: of the forward pass, else of what comes after it."""
-    for results in (_outputs, _buffers, _gradients, _updates):
+    """Return what differs: of the forward pass, else of what comes after it.
+
+    Where gradients differ although the outputs seem to agree, the outputs are looked at
+    more closely: a loss is one number, and hides much.
+    """
+    usual = sides.limit
+    ours, theirs, _ = _gradients(sides)
+    levels = CLOSER if ours and theirs else CLOSER[:1]
+    for closer in levels:
+        sides.limit = usual / closer
+        sides.match()
+        differences = _first_difference(sides, (_outputs,))
+        if differences:
+            return differences
+    sides.limit = usual
+    sides.match()
+    return _first_difference(sides, (_buffers, _gradients, _updates))
+
+
+def _first_difference(
+    sides: Sides, kinds: Sequence[Callable[[Sides], _Results]]
+) -> list[Difference]:
+    for results in kinds:
         ours, theirs, phase = results(sides)
         if not ours or not theirs:
             continue
@@ -136,9 +162,28 @@ def _outputs(sides: Sides) -> _Results:
     theirs = _last(sides.candidate)
     if ours is None or theirs is None:
         return [], [], _FORWARD
-    if ours.key in sides.agreeing or theirs.key in sides.twins:
-        return [], [], _FORWARD
-    return [ours.key], [theirs.key], _FORWARD
+    for one, other in (
+        (ours, theirs),
+        (_wide(sides.reference, ours), _wide(sides.candidate, theirs)),
+    ):
+        if one.key not in sides.agreeing and other.key not in sides.twins:
+            return [one.key], [other.key], _FORWARD
+    return [], [], _FORWARD
+
+
+def _wide(flow: Flow, last: Value) -> Value:
+    """Return the last value of several elements that a loss is made of."""
+    waiting = [last]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop(0)
+        if value.is_call and value.is_number and (value.row.numel or 0) >= WIDE:
+            return value
+        for key in value.inputs:
+            if key in flow.values and key not in seen:
+                seen.add(key)
+                waiting.append(flow.values[key])
+    return last
 
 
 def _last(flow: Flow) -> Value | None:
@@ -288,17 +333,31 @@ def _updates_apart(
     ours: tuple[RecordedRow, RecordedRow],
     theirs: tuple[RecordedRow, RecordedRow],
 ) -> float:
-    """Return the relative distance of the sizes of two updates."""
-    sizes = []
+    """Return the relative distance of two updates, where the gradient is no rounding."""
+    changes = []
     for flow, (start, end) in ((sides.reference, ours), (sides.candidate, theirs)):
-        before = flow.step.tensor(start.record)
-        after = flow.step.tensor(end.record)
-        if before is None or after is None:
+        change = _change(flow, start, end)
+        if change is None:
             return 0.0
-        change = after.to(torch.float64) - before.to(torch.float64)
-        sizes.append(float(change.norm()))
-    largest = max(sizes)
-    return abs(sizes[0] - sizes[1]) / largest if largest else 0.0
+        changes.append(change)
+    one, other = changes
+    if len(one) != len(other) or not len(one):
+        return 0.0
+    return float((one - other).norm() / one.norm()) if bool(one.any()) else 0.0
+
+
+def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:
+    """Return what an optimizer added, sorted; None where it was not kept."""
+    before = flow.step.tensor(start.record)
+    after = flow.step.tensor(end.record)
+    gradient = last_named(flow.step.rows).get(f"{start.name}.grad")
+    slope = flow.step.tensor(gradient.record) if gradient is not None else None
+    if before is None or after is None or slope is None or slope.shape != after.shape:
+        return None
+    size = slope.abs()
+    sure = size > NO_GRADIENT * size.max()
+    change = after.to(torch.float64) - before.to(torch.float64)
+    return change[sure].sort().values
 
 
 # -- the table -----------------------------------------------------------------------

@@ -24,6 +24,10 @@ from roundoff.compare.value_sketch import Sketch, SketchIndex
 ROUNDINGS = 1024.0
 #: A parted value is the counterpart of one that is this near.
 NEAR = 0.5
+#: A later value is the counterpart only where it is this much nearer than an earlier
+#: one, or as near: what is added to it is zero.
+MUCH_NEARER = 0.5
+AS_NEAR = 1e-6
 #: Parted calls are opened this many times, one inside the other.
 DEPTH = 3
 
@@ -213,13 +217,18 @@ def _part(
         value = sides.candidate.values[key]
         for other in wanted:
             apart = _apart(other, value)
-            if apart < min(distance, NEAR):
+            if apart < NEAR and _is_nearer(apart, distance):
                 distance = apart
                 best = value
                 twin = other
     if best is None and heads:
         best = heads[0]
     return Part(twin, best, phase, distance, tuple(heads), tuple(wanted))
+
+
+def _is_nearer(apart: float, best: float) -> bool:
+    """Return True for much nearer than the best before, and for as near: a later step."""
+    return apart < MUCH_NEARER * best or abs(apart - best) <= AS_NEAR * best
 
 
 def _apart(one: Value, other: Value) -> float:

@@ -37,8 +37,9 @@ WORSE_IN_SUMS = 4.0
 #: One element may be off by this many roundings of its format.
 ROUNDINGS = 1.5
 #: An error of the sums within, in fp32, may be this many times that of the kernel here
-#: in another order.
+#: in another order: this many, or four times the root of the number of its products.
 REORDERED = 8.0
+REORDERED_PRODUCTS = 4.0
 _UNIT_FP32 = 2.0**-24
 
 
@@ -47,6 +48,7 @@ def run_as_it_was(
     first: RecordedRow,
     tensors: Tensors,
     results: RecentResults,
+    products: float = 0.0,
 ) -> CallReplay:
     """Return the own error of a recorded result, judged by the kernel of this machine.
 
@@ -55,6 +57,8 @@ def run_as_it_was(
         first: the first row of its call, which holds the arguments.
         tensors: those of the run.
         results: keeps what was run last.
+        products: how many are added for one element of the result: kernels for other
+            numbers of threads, or other libraries', add them in another order.
 
     Returns:
         ``kernel`` is 0 with an ``excess`` of 0 where the same bits come again; a reason
@@ -80,7 +84,8 @@ def run_as_it_was(
         exact = again
     if exact.shape != actual.shape or not exact.is_floating_point():
         return CallReplay(reason="its result is no floating-point tensor")
-    return _judged(actual, again, exact)
+    order = max(REORDERED, REORDERED_PRODUCTS * math.sqrt(products)) * _UNIT_FP32
+    return _judged(actual, again, exact, order)
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
@@ -92,8 +97,11 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | both_nan).all())
 
 
-def _judged(actual: Tensor, again: Tensor, exact: Tensor) -> CallReplay:
-    """Hold a result against the call in fp64, by what the kernel here makes of it."""
+def _judged(actual: Tensor, again: Tensor, exact: Tensor, order: float) -> CallReplay:
+    """Hold a result against the call in fp64, by what the kernel here makes of it.
+
+    ``order``: relative error of adding in another order.
+    """
     measured, of_kernel = own_error([actual, again], [exact, exact])
     if measured is None or of_kernel is None:
         return CallReplay(reason="its result cannot be compared")
@@ -108,13 +116,19 @@ def _judged(actual: Tensor, again: Tensor, exact: Tensor) -> CallReplay:
     rounded = ONE_ROUNDING * u * measured.reference
     worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
     allowed = worse * max(of_kernel.l2, rounded) + least * math.sqrt(exact.numel())
-    allowed += REORDERED * _UNIT_FP32 * measured.reference
-    excess = max(measured.l2 / allowed, _worst_element(actual, again, exact, u, least))
+    allowed += order * measured.reference
+    worst = _worst_element(actual, again, exact, u, least, order)
+    excess = max(measured.l2 / allowed, worst)
     return CallReplay(kernel=relative, excess=excess, expected=exact)
 
 
 def _worst_element(
-    actual: Tensor, again: Tensor, exact: Tensor, u: float, least: float
+    actual: Tensor,
+    again: Tensor,
+    exact: Tensor,
+    u: float,
+    least: float,
+    order: float,
 ) -> float:
     """Return the largest error of one element, in units of what rounding explains.
 
@@ -129,5 +143,5 @@ def _worst_element(
     one_rounding = u * size + least
     beyond = float((of_kernel - one_rounding).max())
     worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
-    floor = worse * max(0.0, beyond) + REORDERED * _UNIT_FP32 * float(size.max())
+    floor = worse * max(0.0, beyond) + order * float(size.max())
     return float((error / (ROUNDINGS * one_rounding + floor)).max())

@@ -44,7 +44,7 @@ from roundoff.compare.rounding_bound import (
 )
 from roundoff.compare.same_kernel import run_as_it_was
 from roundoff.compare.table import ComparedRow
-from roundoff.ops import operators_that
+from roundoff.ops import facts, operators_that
 
 #: Why new memory is not measured.
 UNWRITTEN = "memory that nothing was written to yet"
@@ -246,14 +246,27 @@ class _Measures:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
             return CallReplay(reason="no tensors were kept")
-        return run_as_it_was(row, self._first[row.call], tensors, self._results)
+        return run_as_it_was(
+            row, self._first[row.call], tensors, self._results, self._products(row)
+        )
+
+    def _products(self, row: RecordedRow) -> float:
+        """Return how many products are added for one element; 0 for other operators."""
+        if not facts(row.operator).multiplies:
+            return 0.0
+        return terms(row, _inputs(self._candidate, row))
 
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)
         inputs = _inputs(self._candidate, row)
         adopted = [unit(i.dtype) for i in inputs if i.dtype in self._adopted]
-        added = terms(row, inputs) if row.base_operator in SUMS else 1.0
-        return WorkingFormat(max([unit(dtype), *adopted]), smallest(dtype), added)
+        added = terms(row, inputs)
+        return WorkingFormat(
+            max([unit(dtype), *adopted]),
+            smallest(dtype),
+            terms=added if row.base_operator in SUMS else 1.0,
+            products=self._products(row),
+        )
 
     def _region(self, twin: RecordedRow, row: RecordedRow) -> RunRegion | None:
         calls = self._reference_calls

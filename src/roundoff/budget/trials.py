@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
+from roundoff.budget.program import DivergedError, Program, Step, record_program
 from roundoff.budget.terms import TermKey
 from roundoff.budget.trial_rows import Change, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
@@ -30,6 +31,8 @@ from roundoff.formats import Format
 from roundoff.ops import (
     Call,
     CallMode,
+    RoundedOperands,
+    Rounder,
     RoundingStep,
     float_tensors,
     function_body,
@@ -42,6 +45,10 @@ from roundoff.workload import Workload
 
 #: A site and a format.
 Pair = tuple[str, Format]
+
+#: Trials of a batch from which on it is recorded as a program first, which costs as much
+#: as some trials by the model itself.
+FEWEST_TRIALS = 4
 
 #: The part that stands for all parts, where they were measured as one.
 WHOLE_PART = "output"
@@ -172,9 +179,27 @@ class _QuickMode(TorchFunctionMode):
         place = self.place
         if place is None or self.change is None or place.call.func is not func:
             return func(*args, **kwargs)
-        inputs = {key: value for key, value in kwargs.items() if key != "out"}
-        leaves = tree_leaves((list(args), inputs))
-        return self.change(replace(place.call, leaves=leaves))
+        return self.change(_call_at(place, args, kwargs))
+
+
+def _call_at(place: CallPlace, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """Return the call that was recorded at a place, with these arguments."""
+    inputs = {key: value for key, value in kwargs.items() if key != "out"}
+    leaves = tree_leaves((list(args), inputs))
+    return replace(place.call, leaves=leaves)
+
+
+def _run_program(
+    program: Program, place: CallPlace, change: Callable[[Call], Any]
+) -> dict[str, Tensor]:
+    """Run what follows from the call at a place, which ``change`` runs."""
+
+    def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if step.func is not place.call.func:
+            raise DivergedError("another call")
+        return change(_call_at(place, args, kwargs))
+
+    return program.run(changed, place.number)
 
 
 class _NamedCall(Plain):
@@ -206,12 +231,16 @@ class _Rounding:
     the format rounds by a plain cast: a plan pays for each of those by itself.
     With ``in_one`` all parts are one, which takes one forward pass.
 
-    ``steps`` are the parts that change the result, ``unchanged`` the others.
+    ``steps`` are the parts that change the result, ``unchanged`` the others;
+    ``rounder`` rounds the operands.
     """
 
-    def __init__(self, fmt: Format, in_one: bool = False) -> None:
+    def __init__(
+        self, fmt: Format, in_one: bool = False, rounder: Rounder | None = None
+    ) -> None:
         self.fmt = fmt
         self.in_one = in_one
+        self.rounder = rounder
         self.steps: list[tuple[TermKey, Any]] = []
         self.unchanged: list[TermKey] = []
         self.forwards = 0
@@ -229,7 +258,7 @@ class _Rounding:
 
     def __call__(self, call: Call) -> Any:
         """Run the call with as many parts rounded as there were forward passes."""
-        if not self.forwards:
+        if self._exact is None:
             self._execute(call)
         self.forwards += 1
         result = self._exact
@@ -242,7 +271,7 @@ class _Rounding:
 
     def _execute(self, call: Call) -> None:
         self._exact = before = call.again(list(call.leaves))
-        steps = rounding_steps(call, self.fmt, before)
+        steps = rounding_steps(call, self.fmt, before, self.rounder)
         for _, grouped in itertools.groupby(steps, self._part):
             group = list(grouped)
             key = self._key(str(call.site), group)
@@ -286,6 +315,7 @@ def measure_by_trial(
     signs: Sequence[DrawnSigns],
     progress: Callable[[int, int], None] | None = None,
     in_one: Collection[Pair] = (),
+    programs: Programs | None = None,
 ) -> dict[Pair, TrialRows]:
     """Measure what rounding each site alone to its format does to the target.
 
@@ -297,6 +327,7 @@ def measure_by_trial(
         signs: of each batch that is measured.
         progress: called after each batch, with their number and that of all.
         in_one: pairs whose parts are measured as one, in one forward pass a batch.
+        programs: of the recording; without them they are made here.
 
     Returns:
         The rows of each pair. A pair that the model refuses to run, or that changes the
@@ -305,6 +336,7 @@ def measure_by_trial(
     results = {pair: TrialRows(in_one=pair in in_one) for pair in pairs}
     if not results:
         return results
+    programs = programs or Programs(workload, recording)
     handler = _NamedCall(_wanted(recording.target))
     with preserve(workload.model), torch.no_grad():
         _prepare(workload.model)
@@ -316,6 +348,8 @@ def measure_by_trial(
             measured = {drawn.index: drawn for drawn in signs}
             for index in range(len(recording.batches)):
                 if index in measured:
+                    is_worth = len(results) >= FEWEST_TRIALS
+                    runner.begin(programs.of(index) if is_worth else None)
                     _measure_batch(runner, results, views, measured[index])
                 runner.run(index)
                 if progress is not None:
@@ -338,7 +372,7 @@ def _measure_batch(
         if place is None:
             rows.batches.append({})
             continue
-        rounding = _Rounding(fmt, rows.in_one)
+        rounding = _Rounding(fmt, rows.in_one, runner.rounder)
         changes = runner.changes(place, rounding, signs)
         if changes is None:
             del results[pair]
@@ -347,6 +381,43 @@ def _measure_batch(
         changed = dict(zip(rounding.keys, changes, strict=False))
         rows.add(changed, rounding.unchanged, views, signs, vectors)
         rows.forwards += rounding.forwards
+
+
+class Programs:
+    """The programs of the batches of a recording, made when asked for, one at a time."""
+
+    def __init__(self, workload: Workload, recording: Recording) -> None:
+        self.workload = workload
+        self.recording = recording
+        self._index: int | None = None
+        self._program: Program | None = None
+
+    def of(self, index: int) -> Program | None:
+        """Return the program of a batch; None where the model itself must run."""
+        if self._index != index:
+            self._index = index
+            self._program = None
+            self._program = self._recorded(index)
+        return self._program
+
+    def _recorded(self, index: int) -> Program | None:
+        needs_names = _wanted(self.recording.target) is not None
+        if needs_names or not self.recording.is_pure:
+            return None
+        batch = self.workload.batches[index]
+
+        def forward() -> dict[str, Tensor]:
+            output = self.workload.run(batch)
+            target = self.recording.target
+            return named_targets(self.workload, batch, output, target, None)
+
+        places = self.recording.batches[index].places.values()
+        numbers = {place.number for place in places}
+        with preserve(self.workload.model):
+            _prepare(self.workload.model)
+            # compiled code runs uncompiled
+            with watch(nn.Module(), Plain()):
+                return record_program(forward, numbers)
 
 
 class _OneCall:
@@ -364,11 +435,26 @@ class _OneCall:
         self.mode = mode
         self.handler = handler
         self.quick = _QuickMode()
+        self.program: Program | None = None
+        self.rounder: Rounder | None = None
+
+    def begin(self, program: Program | None) -> None:
+        """Start a batch, with its program where it has one."""
+        self.program = program
+        # operands stay what they are, unless the program writes over them
+        keeps = program is not None and not program.writes_over
+        self.rounder = RoundedOperands() if keeps else None
 
     def targets(
         self, index: int, place: CallPlace, change: _Rounding
     ) -> dict[str, Tensor]:
         """Return the target tensors of a batch with the call at ``place`` changed."""
+        passes = change.forwards
+        if self.program is not None:
+            try:
+                return _run_program(self.program, place, change)
+            except (DivergedError, RuntimeError):
+                change.forwards = passes
         batch = self.workload.batches[index]
         self.mode.begin()
         self.quick.begin(place, change)

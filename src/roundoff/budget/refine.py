@@ -24,14 +24,13 @@ from roundoff.budget.trial_rows import Array, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.trials import (
     Pair,
+    Programs,
     Recording,
     measure_by_trial,
     record,
     same_shapes,
 )
-from roundoff.errors import WorkloadError
 from roundoff.formats import parse_format
-from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
 #: Rows with strong evidence that are tried whatever it costs: so many a format, or this
@@ -73,22 +72,26 @@ def refine(
         for output in budget.outputs
     ]
 
+    programs = Programs(workload, recording)
+
     def noise_of(formats: dict[str, str]) -> float:
-        return _noise(workload, recording, views, formats)
+        return _noise(programs, views, formats)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
         if not chosen:
             return {}
         pairs = [_pair(suspect) for suspect in chosen]
         is_whole = len(recording.batches) >= last
+        whole = recording if is_whole else record(workload, of, last)
         return measure_by_trial(
             workload,
-            recording if is_whole else record(workload, of, last),
+            whole,
             pairs,
             views,
             signs,
             lambda done, total: report("trials", done, total),
             in_one={pair for pair in pairs if _is_divisible(budget, pair)},
+            programs=programs if is_whole else None,
         )
 
     doubtful = suspects(budget, recording, noise_of)
@@ -123,22 +126,14 @@ def _recording(
 
 
 def _noise(
-    workload: Workload,
-    recording: Recording,
-    views: Sequence[OutputView],
-    formats: dict[str, str],
+    programs: Programs, views: Sequence[OutputView], formats: dict[str, str]
 ) -> float:
     """Return the noise of formats on the first batch, at the worst output."""
-    try:
-        ran = run_batches(
-            workload, formats, target=recording.target, batches=slice(0, 1)
-        )
-    except WorkloadError:
-        return math.inf  # the model refuses rounded values
-    exact = recording.batches[0].targets
-    if not same_shapes(exact, ran.targets[0]):
+    exact = programs.recording.batches[0].targets
+    rounded = programs.rounded(0, formats)
+    if rounded is None or not same_shapes(exact, rounded):
         return math.inf
-    return max(view.noise(ran.targets, [exact]) for view in views)
+    return max(view.noise([rounded], [exact]) for view in views)
 
 
 def _is_divisible(budget: Budget, pair: Pair) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,19 +27,20 @@ from roundoff.budget.terms import TermKey
 from roundoff.budget.trial_rows import Change, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.errors import WorkloadError
-from roundoff.formats import Format
+from roundoff.formats import Format, parse_format
 from roundoff.ops import (
     Call,
     CallMode,
     RoundedOperands,
     Rounder,
     RoundingStep,
+    execute,
     float_tensors,
     function_body,
     rounding_steps,
     watch,
 )
-from roundoff.plan import Plain, named_targets
+from roundoff.plan import Plain, named_targets, run_batches
 from roundoff.preserve import preserve
 from roundoff.workload import Workload
 
@@ -418,6 +419,41 @@ class Programs:
             # compiled code runs uncompiled
             with watch(nn.Module(), Plain()):
                 return record_program(forward, numbers)
+
+    def rounded(
+        self, index: int, formats: Mapping[str, str]
+    ) -> dict[str, Tensor] | None:
+        """Return the targets of a batch with sites in formats; None where the model refuses."""
+        program = self.of(index)
+        if program is not None:
+            with suppress(DivergedError, RuntimeError), torch.no_grad():
+                return self._run_rounded(program, index, formats)
+        try:
+            ran = run_batches(
+                self.workload,
+                formats,
+                target=self.recording.target,
+                batches=slice(index, index + 1),
+            )
+        except WorkloadError:
+            return None
+        return ran.targets[0]
+
+    def _run_rounded(
+        self, program: Program, index: int, formats: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        places = self.recording.batches[index].places
+        chosen = {
+            places[site].number: (places[site], parse_format(name))
+            for site, name in formats.items()
+            if site in places
+        }
+
+        def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            place, fmt = chosen[step.number]
+            return execute(_call_at(place, args, kwargs), fmt)
+
+        return program.run_changed(changed, chosen)
 
 
 class _OneCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import Term
 from roundoff.budget.outputs import MOST_ROWS, OutputRows
 from roundoff.budget.precision import Sampled, mean_error_db
+from roundoff.budget.prepared import prepared
 from roundoff.budget.refine import refine
 from roundoff.budget.samples import Division, divide, divisions
 from roundoff.budget.scan import Scan, range_limit
@@ -33,13 +35,12 @@ from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.terms import TermKey, Terms
 from roundoff.budget.trial_signs import DrawnSigns
+from roundoff.budget.trials import Recording, record
 from roundoff.budget.written_over import Writes, saving
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import (
-    INTEGER_RESULT,
     CallMode,
-    operators_that,
     watch,
 )
 from roundoff.packages import installed_version
@@ -111,28 +112,44 @@ def budget(
     sampling = Sampled.of(probes, precision, memory)
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
-    run = _BudgetRun(workload, chosen, of, rounded, sampling, seed)
-    batches = len(workload.batches)
-    with preserve(workload.model):
-        workload.model.eval()
-        # a scripted module has no requires_grad_ of its own
-        for parameter in workload.model.parameters():
-            parameter.requires_grad_(False)
-        with watch(workload.model, Plain()) as mode:
-            for index in range(batches):
-                report("budget", index, batches)
-                if not run.is_precise or run.surprises(mode, index):
-                    run.batch(mode, index)
-        report("budget", batches, batches)
-        measured = run.budget(mode)
-    if not around and trials != 0:
-        measured = refine(
-            workload, measured, run.signs, run.rows.weight, of, trials, report
-        )
+    with prepared(workload.model):
+        with preserve(workload.model):
+            first = record(workload, of, 1)
+        run = _BudgetRun(workload, chosen, of, rounded, sampling, seed, first.decides)
+        with _kept(workload.model, first):
+            measured = _measured(run, report)
+        if not around and trials != 0:
+            with _kept(workload.model, first):
+                measured = refine(
+                    workload,
+                    measured,
+                    first,
+                    run.signs,
+                    run.rows.weight,
+                    trials,
+                    report,
+                )
     if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
     return measured
+
+
+def _measured(run: _BudgetRun, report: Progress) -> Budget:
+    """Measure as many batches as the precision needs."""
+    batches = len(run.workload.batches)
+    with watch(run.workload.model, Plain()) as mode:
+        for index in range(batches):
+            report("budget", index, batches)
+            if not run.is_precise or run.surprises(mode, index):
+                run.batch(mode, index)
+    report("budget", batches, batches)
+    return run.budget(mode)
+
+
+def _kept(model: nn.Module, first: Recording) -> AbstractContextManager[None]:
+    """Return what brings the model back to before a block, where that is needed."""
+    return nullcontext() if first.is_pure else preserve(model)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -168,6 +185,7 @@ class _BudgetRun:
         around: Mapping[str, Format],
         sampling: Sampled,
         seed: int,
+        decides: bool,
     ) -> None:
         self.workload = workload
         self.formats = formats
@@ -176,6 +194,7 @@ class _BudgetRun:
         self.sampling = sampling
         self.probes = sampling.probes
         self.seed = seed
+        self.decides = decides
         self.generator = torch.Generator().manual_seed(seed)
         # how probes go back, and what is done about tensors that the model writes over;
         # what fails is done in the next way
@@ -237,7 +256,7 @@ class _BudgetRun:
         self.signs.append(signs)
         for name in probe.reached:
             self.sites[name].no_path = None
-        self._judge(mode)
+        self._judge()
 
     def surprises(self, mode: CallMode, index: int) -> bool:
         """Run a batch forward alone; return True if it is to be measured after all."""
@@ -264,13 +283,13 @@ class _BudgetRun:
     def _all_batches(self) -> int:
         return len(self.workload.batches)
 
-    def _judge(self, mode: CallMode) -> None:
+    def _judge(self) -> None:
         """Stop measuring where the precision is reached by some of the batches.
 
         A model that decides by its values may decide otherwise in a few batches only,
         so none of them stands for the others.
         """
-        enough = len(self.batches) >= self.fewest_batches and not _decides(mode)
+        enough = len(self.batches) >= self.fewest_batches and not self.decides
         if self.sampling.may_stop and enough:
             unmeasured = 1 - len(self.batches) / len(self.workload.batches)
             error = mean_error_db(
@@ -320,7 +339,7 @@ class _BudgetRun:
                 functools.partial(self._forward, probe, index),
                 check=functools.partial(self._check, index),
                 divided=functools.partial(self._divisions, index),
-                probes=functools.partial(self._count, mode),
+                probes=self._count,
                 spread=self._spread,
                 generator=self.generator,
                 way=self.way,
@@ -341,9 +360,7 @@ class _BudgetRun:
         chosen = self.division
         return [divide(chosen.way, batch, targets, chosen.preferred)]
 
-    def _count(
-        self, mode: CallMode, samples: int, mixed_share: float, fitting: int
-    ) -> int:
+    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
         """Return K, which is chosen at the first batch.
 
         Where batches are left to be measured, no more than ``fitting``. Where all
@@ -354,7 +371,7 @@ class _BudgetRun:
         if self.probes is None:
             outputs = len(self.rows.names)
             most = MOST_ROWS // outputs if outputs > 1 else math.inf
-            batches = self._all_batches if _decides(mode) else self.fewest_batches
+            batches = self._all_batches if self.decides else self.fewest_batches
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
@@ -505,15 +522,6 @@ def _columns(
     if pooled:
         projections = projections.sum(1, keepdims=True)
     return projections * signs if len(projections) < len(signs) else projections
-
-
-def _decides(mode: CallMode) -> bool:
-    """Return True if integers or truth values came out of floating-point numbers."""
-    sorts = operators_that("sort")
-    return any(
-        operator in sorts or reason == INTEGER_RESULT
-        for operator, reason in mode.excluded
-    )
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:

@@ -45,20 +45,20 @@ MOST_DECIDING = 24
 def refine(
     workload: Workload,
     budget: Budget,
+    first: Recording,
     signs: Sequence[DrawnSigns],
     weights: Mapping[str, float],
-    of: str | None,
     trials: int | None,
     report: Callable[[str, int, int], None],
 ) -> Budget:
     """Return a budget whose doubtful rows are measured by trial.
 
     Args:
-        workload: that the budget is of.
+        workload: that the budget is of; its model is ``prepared``.
         budget: by the adjoint.
+        first: the first batch followed.
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
-        of: what it measures, see ``roundoff.budget``.
         trials: most rows to measure, strongest evidence first. None: those with strong
             evidence, a tenth of the rows or four a format at most, 24 a format where
             the model decides; more, down to some strength of evidence, while they are
@@ -66,7 +66,7 @@ def refine(
         report: called with the stage and how much of it is done.
     """
     last = max(drawn.index for drawn in signs) + 1
-    recording = _recording(workload, budget, of, last)
+    recording = _recording(workload, budget, first, last)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
@@ -82,7 +82,7 @@ def refine(
             return {}
         pairs = [_pair(suspect) for suspect in chosen]
         is_whole = len(recording.batches) >= last
-        whole = recording if is_whole else record(workload, of, last)
+        whole = recording if is_whole else record(workload, first.target, last)
         return measure_by_trial(
             workload,
             whole,
@@ -109,20 +109,18 @@ def refine(
 
 
 def _recording(
-    workload: Workload, budget: Budget, of: str | None, last: int
+    workload: Workload, budget: Budget, first: Recording, last: int
 ) -> Recording:
     """Return the first batch followed, or all ``last`` where that does not show enough.
 
     So it is where a decision is taken, which other batches may take otherwise, where a
     site has no gradient, and where another batch calls sites that the first does not.
     """
-    first = record(workload, of, 1)
-    [batch] = first.batches
-    decides = any(place.decides for place in batch.places.values())
-    is_seen = all(
-        site.site in batch.places and site.no_path is None for site in budget.sites
-    )
-    return first if is_seen and not decides else record(workload, of, last)
+    places = first.batches[0].places
+    is_seen = all(site.site in places and site.no_path is None for site in budget.sites)
+    if is_seen and not first.decides:
+        return first
+    return record(workload, first.target, last)
 
 
 def _noise(

@@ -77,6 +77,11 @@ class Recording:
     batches: tuple[RecordedBatch, ...]
     is_pure: bool
 
+    @property
+    def decides(self) -> bool:
+        """True if errors of some site reach a decision that the target depends on."""
+        return any(p.decides for batch in self.batches for p in batch.places.values())
+
     def places(self, site: str) -> list[CallPlace]:
         """Return the calls of a site, one for each batch that has it."""
         return [b.places[site] for b in self.batches if site in b.places]
@@ -90,7 +95,7 @@ class Recording:
 def record(
     workload: Workload, target: str | None = None, batches: int | None = None
 ) -> Recording:
-    """Run the unrounded model, and follow where its errors would go.
+    """Run the unrounded model, ``prepared``, and follow where its errors would go.
 
     On all batches, or on the first ones.
     """
@@ -98,33 +103,24 @@ def record(
     handler.wanted = _wanted(target)
     recorded = []
     before = _fingerprint(workload.model)
-    with preserve(workload.model):
-        _prepare(workload.model)
-        with watch(workload.model, handler, FollowingMode) as mode:
-            for batch in workload.batches[:batches]:
-                mode.begin()
-                with torch.enable_grad(), mode:
-                    output = workload.run(batch)
-                    targets = named_targets(
-                        workload, batch, output, target, handler.wanted_output
-                    )
-                places = handler.finished(targets.values())
-                values = {name: value.detach() for name, value in targets.items()}
-                recorded.append(RecordedBatch(places, values))
-        is_pure = _fingerprint(workload.model) == before
+    with watch(workload.model, handler, FollowingMode) as mode:
+        for batch in workload.batches[:batches]:
+            mode.begin()
+            with torch.enable_grad(), mode:
+                output = workload.run(batch)
+                targets = named_targets(
+                    workload, batch, output, target, handler.wanted_output
+                )
+            places = handler.finished(targets.values())
+            values = {name: value.detach() for name, value in targets.items()}
+            recorded.append(RecordedBatch(places, values))
+    is_pure = _fingerprint(workload.model) == before
     return Recording(target, tuple(recorded), is_pure)
 
 
 def _wanted(target: str | None) -> str | None:
     """Return the target where it is a site."""
     return target if target is not None and "/" in target else None
-
-
-def _prepare(model: nn.Module) -> None:
-    model.eval()
-    # a scripted module has no requires_grad_ of its own
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 def _fingerprint(model: nn.Module) -> list[Any]:
@@ -320,8 +316,10 @@ def measure_by_trial(
 ) -> dict[Pair, TrialRows]:
     """Measure what rounding each site alone to its format does to the target.
 
+    The model must be ``prepared``, and stays as it is.
+
     Args:
-        workload: model and batches; the model is left as it was.
+        workload: model and batches.
         recording: of this workload.
         pairs: sites and formats.
         views: the outputs of the budget.
@@ -339,22 +337,20 @@ def measure_by_trial(
         return results
     programs = programs or Programs(workload, recording)
     handler = _NamedCall(_wanted(recording.target))
-    with preserve(workload.model), torch.no_grad():
-        _prepare(workload.model)
-        # without a name to look for, no module needs hooks, and compiled code runs
-        # uncompiled all the same
-        watched = workload.model if handler.wanted else nn.Module()
-        with watch(watched, handler) as mode:
-            runner = _OneCall(workload, recording, mode, handler)
-            measured = {drawn.index: drawn for drawn in signs}
-            for index in range(len(recording.batches)):
-                if index in measured:
-                    is_worth = len(results) >= FEWEST_TRIALS
-                    runner.begin(programs.of(index) if is_worth else None)
-                    _measure_batch(runner, results, views, measured[index])
-                runner.run(index)
-                if progress is not None:
-                    progress(index + 1, len(recording.batches))
+    # without a name to look for, no module needs hooks, and compiled code runs
+    # uncompiled all the same
+    watched = workload.model if handler.wanted else nn.Module()
+    with torch.no_grad(), watch(watched, handler) as mode:
+        runner = _OneCall(workload, recording, mode, handler)
+        measured = {drawn.index: drawn for drawn in signs}
+        for index in range(len(recording.batches)):
+            if index in measured:
+                is_worth = len(results) >= FEWEST_TRIALS
+                runner.begin(programs.of(index) if is_worth else None)
+                _measure_batch(runner, results, views, measured[index])
+            runner.run(index)
+            if progress is not None:
+                progress(index + 1, len(recording.batches))
     return results
 
 
@@ -414,11 +410,9 @@ class Programs:
 
         places = self.recording.batches[index].places.values()
         numbers = {place.number for place in places}
-        with preserve(self.workload.model):
-            _prepare(self.workload.model)
-            # compiled code runs uncompiled
-            with watch(nn.Module(), Plain()):
-                return record_program(forward, numbers)
+        # compiled code runs uncompiled
+        with watch(nn.Module(), Plain()):
+            return record_program(forward, numbers)
 
     def rounded(
         self, index: int, formats: Mapping[str, str]

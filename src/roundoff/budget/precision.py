@@ -84,13 +84,17 @@ class Sampled:
 
 
 def mean_error_db(
-    batches: Sequence[Mapping[TermKey, Array]], unmeasured: float, outputs: int = 1
+    batches: Sequence[Mapping[TermKey, Array]],
+    unmeasured: float,
+    outputs: int = 1,
+    *,
+    is_exact: bool = False,
 ) -> float:
     """Return the standard error of the SQNR in dB, root mean square over the sites.
 
     The share ``unmeasured`` of the workload's batches was not measured. Sites without
     noise do not count; 0 where none has any. Each of the ``outputs`` has its share of
-    the probes, and is a site of its own here.
+    the probes, and is a site of its own here. ``is_exact``: see ``standard_errors``.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for terms in batches:
@@ -106,7 +110,9 @@ def mean_error_db(
         squares = np.square(stacked).reshape(sites * outputs, rows // outputs, columns)
         noise = squares.mean(axis=1).sum(axis=1)
         is_sound = (noise > 0) & np.isfinite(noise)
-        error = standard_errors(squares[is_sound], unmeasured=unmeasured)
+        error = standard_errors(
+            squares[is_sound], unmeasured=unmeasured, is_exact=is_exact
+        )
         errors.append(DB_PER_SHARE * error / noise[is_sound])
     joined = np.concatenate(errors) if errors else np.zeros(0)
     return math.sqrt(float(np.mean(np.square(joined)))) if joined.size else 0.0

@@ -216,10 +216,20 @@ class Program:
         place = self._places.get(number)
         if place is None:
             raise DivergedError("no such call")
+        return self._run(self._order(place), {place: change})
+
+    def _order(self, place: int) -> list[int]:
         order = self._orders.get(place)
         if order is None:
             order = self._orders[place] = self._following(place)
-        return self._run(order, {place: change})
+        return order
+
+    def share_after(self, number: int) -> float:
+        """Return the share of the steps that follow from call ``number``; 1 without it."""
+        place = self._places.get(number)
+        if place is None:
+            return 1.0
+        return len(self._order(place)) / len(self.steps)
 
     def run_changed(
         self,

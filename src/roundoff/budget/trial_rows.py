@@ -178,10 +178,40 @@ def _block(
     for number, change in enumerate(changes):
         values[number] = change.project(view, vectors)
         products[number] = [change.product(other, view) for other in changes]
-    block = with_mean_products(values, products) / math.sqrt(view.signal)
+    block = with_mean_products(values, products)
+    if changes:
+        block = _with_sample_powers(block, _sample_powers(changes, view))
+    block = block / math.sqrt(view.signal)
     for rows, change in zip(block, changes, strict=True):
         rows[:, change.lost_samples(view)] = math.inf
     return block
+
+
+def _sample_powers(changes: Sequence[Change], view: OutputView) -> Array:
+    """Return what all changes together do to each sample, as powers ``(samples,)``."""
+    powers = np.zeros(1)
+    for name, weight in view.weights.items():
+        parts = [c.differences[name] for c in changes if name in c.differences]
+        if parts:
+            together = torch.stack(parts).sum(0)
+            powers = powers + weight**2 * together.square().sum(1).cpu().numpy()
+    return powers
+
+
+#: Most that the projections of one sample are scaled by.
+_MOST_SCALED = 4.0
+
+
+def _with_sample_powers(block: Array, powers: Array) -> Array:
+    """Return rows ``(parts, probes, samples)`` scaled to have the powers of the samples.
+
+    So what samples differ by is known exactly too, and not only their sum.
+    """
+    estimates = np.square(block.sum(0)).mean(0)
+    is_known = (estimates > 0) & (powers > 0)
+    ratios = np.divide(powers, estimates, out=np.ones_like(estimates), where=is_known)
+    scaled: Array = block * np.sqrt(ratios).clip(1 / _MOST_SCALED, _MOST_SCALED)
+    return scaled
 
 
 def with_mean_products(values: Array, products: Array) -> Array:

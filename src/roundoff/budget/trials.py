@@ -10,8 +10,15 @@ sampling error, and its cross terms with other sites keep their meaning.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,27 +76,31 @@ class Recording:
 
     Attributes:
         target: see ``roundoff.budget``.
-        batches: the first of the workload.
+        batches: those that were recorded, by their number.
         is_pure: a forward pass leaves the model and the random state as they were.
     """
 
     target: str | None
-    batches: tuple[RecordedBatch, ...]
+    batches: Mapping[int, RecordedBatch]
     is_pure: bool
 
     @property
     def decides(self) -> bool:
         """True if errors of some site reach a decision that the target depends on."""
-        return any(p.decides for batch in self.batches for p in batch.places.values())
+        return any(
+            p.decides for batch in self.batches.values() for p in batch.places.values()
+        )
 
     def places(self, site: str) -> list[CallPlace]:
         """Return the calls of a site, one for each batch that has it."""
-        return [b.places[site] for b in self.batches if site in b.places]
+        batches = self.batches.values()
+        return [batch.places[site] for batch in batches if site in batch.places]
 
     @property
     def sites(self) -> list[str]:
         """Every site, in the order of the first calls."""
-        return list(dict.fromkeys(site for b in self.batches for site in b.places))
+        batches = self.batches.values()
+        return list(dict.fromkeys(site for batch in batches for site in batch.places))
 
 
 def record(
@@ -101,10 +112,10 @@ def record(
     """
     handler = CallPlaces()
     handler.wanted = _wanted(target)
-    recorded = []
+    recorded = {}
     before = _fingerprint(workload.model)
     with watch(workload.model, handler, FollowingMode) as mode:
-        for batch in workload.batches[:batches]:
+        for index, batch in enumerate(workload.batches[:batches]):
             mode.begin()
             with torch.enable_grad(), mode:
                 output = workload.run(batch)
@@ -113,9 +124,9 @@ def record(
                 )
             places = handler.finished(targets.values())
             values = {name: value.detach() for name, value in targets.items()}
-            recorded.append(RecordedBatch(places, values))
+            recorded[index] = RecordedBatch(places, values)
     is_pure = _fingerprint(workload.model) == before
-    return Recording(target, tuple(recorded), is_pure)
+    return Recording(target, recorded, is_pure)
 
 
 def _wanted(target: str | None) -> str | None:
@@ -336,13 +347,8 @@ def measure_by_trial(
     if not results:
         return results
     programs = programs or Programs(workload, recording)
-    handler = _NamedCall(_wanted(recording.target))
-    # without a name to look for, no module needs hooks, and compiled code runs
-    # uncompiled all the same
-    watched = workload.model if handler.wanted else nn.Module()
-    with torch.no_grad(), watch(watched, handler) as mode:
-        runner = _OneCall(workload, recording, mode, handler)
-        measured = {drawn.index: drawn for drawn in signs}
+    measured = {drawn.index: drawn for drawn in signs}
+    with torch.no_grad(), _one_call(workload, recording) as runner:
         for index in range(len(recording.batches)):
             if index in measured:
                 is_worth = len(results) >= FEWEST_TRIALS
@@ -352,6 +358,36 @@ def measure_by_trial(
             if progress is not None:
                 progress(index + 1, len(recording.batches))
     return results
+
+
+def measure_batch_by_trial(
+    workload: Workload,
+    recording: Recording,
+    pairs: Iterable[Pair],
+    views: Sequence[OutputView],
+    signs: DrawnSigns,
+) -> dict[Pair, TrialRows]:
+    """Measure the same on one batch alone; ``recording`` need not have others.
+
+    The result is of the kind that ``measure_by_trial`` returns, but for one batch.
+    """
+    results = {pair: TrialRows() for pair in pairs}
+    programs = Programs(workload, recording)
+    with torch.no_grad(), _one_call(workload, recording) as runner:
+        runner.begin(programs.of(signs.index))
+        _measure_batch(runner, results, views, signs)
+    return results
+
+
+@contextmanager
+def _one_call(workload: Workload, recording: Recording) -> Iterator[_OneCall]:
+    """Yield what runs the model with one call changed."""
+    handler = _NamedCall(_wanted(recording.target))
+    # without a name to look for, no module needs hooks, and compiled code runs
+    # uncompiled all the same
+    watched = workload.model if handler.wanted else nn.Module()
+    with watch(watched, handler) as mode:
+        yield _OneCall(workload, recording, mode, handler)
 
 
 def _measure_batch(

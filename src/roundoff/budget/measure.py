@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
@@ -12,14 +12,14 @@ from torch import nn
 from roundoff.budget.adjoint_run import AdjointRun, TrialsCostLessError
 from roundoff.budget.decisions import FollowingMode
 from roundoff.budget.precision import Sampled
-from roundoff.budget.prepared import prepared
+from roundoff.budget.prepared import kept, prepared
 from roundoff.budget.refine import refine
 from roundoff.budget.run import Asked, BudgetRun
 from roundoff.budget.table import Budget
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, adjoint_cost, trial_cost
 from roundoff.budget.trial_run import TrialRun
-from roundoff.budget.trials import Recording, record
+from roundoff.budget.trials import record
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
@@ -95,19 +95,18 @@ def budget(
         asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
         may_try = trials is None and not around and probes is None
         cost = trial_cost(workload, first, chosen) if may_try else math.inf
-        with _kept(workload.model, first):
+        with kept(workload.model, first.is_pure):
             run, measured = _measured(asked, cost, report)
         if isinstance(run, AdjointRun) and not around and trials != 0:
-            with _kept(workload.model, first):
-                measured = refine(
-                    workload,
-                    measured,
-                    first,
-                    run.signs,
-                    run.rows.weight,
-                    trials,
-                    report,
-                )
+            measured = refine(
+                workload,
+                measured,
+                first,
+                run.signs,
+                run.rows.weight,
+                trials,
+                report,
+            )
     if around is None and of is None and workload.metric is not None:
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
@@ -144,11 +143,6 @@ def _all_batches(
                 run.batch(mode, index)
     report("budget", batches, batches)
     return run.budget(mode)
-
-
-def _kept(model: nn.Module, first: Recording) -> AbstractContextManager[None]:
-    """Return what brings the model back to before a block, where that is needed."""
-    return nullcontext() if first.is_pure else preserve(model)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
@@ -19,3 +19,11 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         yield
+
+
+def kept(model: nn.Module, is_pure: bool) -> AbstractContextManager[None]:
+    """Return what brings the model back to before a block, where that is needed.
+
+    ``is_pure`` says that forward passes leave it as it was.
+    """
+    return nullcontext() if is_pure else preserve(model)

@@ -11,6 +11,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
+from roundoff.budget.prepared import kept
 from roundoff.budget.suspects import (
     CURVED,
     DECIDES,
@@ -82,17 +83,18 @@ def refine(
             return {}
         pairs = [_pair(suspect) for suspect in chosen]
         is_whole = len(recording.batches) >= last
-        whole = recording if is_whole else record(workload, first.target, last)
-        return measure_by_trial(
-            workload,
-            whole,
-            pairs,
-            views,
-            signs,
-            lambda done, total: report("trials", done, total),
-            in_one={pair for pair in pairs if _is_divisible(budget, pair)},
-            programs=programs if is_whole else None,
-        )
+        whole = recording if is_whole else _recorded(workload, first, last)
+        with kept(workload.model, first.is_pure):
+            return measure_by_trial(
+                workload,
+                whole,
+                pairs,
+                views,
+                signs,
+                lambda done, total: report("trials", done, total),
+                in_one={pair for pair in pairs if _is_divisible(budget, pair)},
+                programs=programs if is_whole else None,
+            )
 
     doubtful = suspects(budget, recording, noise_of)
     if trials is not None:
@@ -120,7 +122,12 @@ def _recording(
     is_seen = all(site.site in places and site.no_path is None for site in budget.sites)
     if is_seen and not first.decides:
         return first
-    return record(workload, first.target, last)
+    return _recorded(workload, first, last)
+
+
+def _recorded(workload: Workload, first: Recording, last: int) -> Recording:
+    with kept(workload.model, first.is_pure):
+        return record(workload, first.target, last)
 
 
 def _noise(

@@ -31,7 +31,13 @@ from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
 from roundoff.budget.program import DivergedError, Program, Step, record_program
 from roundoff.budget.terms import TermKey
-from roundoff.budget.trial_rows import Change, OutputView, TrialRows
+from roundoff.budget.trial_rows import (
+    Change,
+    OutputView,
+    TrialRows,
+    TriedRow,
+    add_projections,
+)
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
@@ -54,6 +60,8 @@ from roundoff.workload import Workload
 #: A site and a format.
 Pair = tuple[str, Format]
 
+#: Bytes of differences of the target that are kept before they are projected.
+MOST_HELD = 2**25
 #: Trials of a batch from which on it is recorded as a program first, which costs as much
 #: as some trials by the model itself.
 FEWEST_TRIALS = 4
@@ -198,13 +206,15 @@ def _call_at(place: CallPlace, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
 
 def _run_program(
-    program: Program, place: CallPlace, change: Callable[[Call], Any]
+    program: Program, place: CallPlace, change: _Rounding
 ) -> dict[str, Tensor]:
     """Run what follows from the call at a place, which ``change`` runs."""
 
     def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if step.func is not place.call.func:
             raise DivergedError("another call")
+        if change.is_known and not step.mutates:
+            return change.next_result()
         return change(_call_at(place, args, kwargs))
 
     return program.run(changed, place.number)
@@ -266,16 +276,23 @@ class _Rounding:
 
     def __call__(self, call: Call) -> Any:
         """Run the call with as many parts rounded as there were forward passes."""
-        if self._exact is None:
+        if not self.is_known:
             self._execute(call)
-        self.forwards += 1
-        result = self._exact
-        if self.steps:
-            result = self.steps[self.forwards - 1][1]
+        result = self.next_result()
         if not call.operator.inplace:
             return result
         written: Tensor = call.leaves[0]
         return written.copy_(result)
+
+    @property
+    def is_known(self) -> bool:
+        """True once the results are known; an in-place call still has to write them."""
+        return self._exact is not None
+
+    def next_result(self) -> Any:
+        """Return the result with one part more rounded."""
+        self.forwards += 1
+        return self.steps[self.forwards - 1][1] if self.steps else self._exact
 
     def _execute(self, call: Call) -> None:
         self._exact = before = call.again(list(call.leaves))
@@ -398,7 +415,10 @@ def _measure_batch(
 ) -> None:
     """Add what each pair does to one batch; drop those that cannot be measured."""
     batch = runner.recording.batches[signs.index]
+    exact = {name: batch.targets[name] for name in signs.names}
     vectors = signs.again(batch.targets)
+    tried: list[TriedRow] = []
+    held = 0
     for pair, rows in list(results.items()):
         site, fmt = pair
         place = batch.places.get(site)
@@ -406,14 +426,20 @@ def _measure_batch(
             rows.batches.append({})
             continue
         rounding = _Rounding(fmt, rows.in_one, runner.rounder)
-        changes = runner.changes(place, rounding, signs)
+        changes = runner.changes(signs.index, place, rounding, exact)
         if changes is None:
             del results[pair]
             continue
         # without any step there was one forward pass, which changed nothing
         changed = dict(zip(rounding.keys, changes, strict=False))
-        rows.add(changed, rounding.unchanged, views, signs, vectors)
         rows.forwards += rounding.forwards
+        tried.append(TriedRow(rows, changed, rounding.unchanged))
+        held += sum(change.nbytes for change in changes)
+        if held > MOST_HELD:
+            add_projections(tried, views, signs, vectors)
+            tried = []
+            held = 0
+    add_projections(tried, views, signs, vectors)
 
 
 class Programs:
@@ -540,23 +566,29 @@ class _OneCall:
             )
 
     def changes(
-        self, place: CallPlace, rounding: _Rounding, signs: DrawnSigns
+        self,
+        index: int,
+        place: CallPlace,
+        rounding: _Rounding,
+        exact: Mapping[str, Tensor],
     ) -> list[Change] | None:
         """Return what each part of one call changes; None where that is not measured.
 
         So it is where the model refuses the rounded values, or returns other shapes.
+        ``exact`` are the target tensors to be compared.
         """
-        before = self.recording.batches[signs.index].targets
+        before = exact
         changes = []
         while not rounding.is_done:
             passes = rounding.forwards
             try:
-                after = self.targets(signs.index, place, rounding)
+                ran = self.targets(index, place, rounding)
             except WorkloadError:
                 return None
+            after = {name: ran[name] for name in exact if name in ran}
             if rounding.forwards == passes or not same_shapes(before, after):
                 return None
-            changes.append(Change.between(before, after, signs))
+            changes.append(Change.between(before, after))
             before = after
         return changes
 

@@ -19,7 +19,8 @@ from roundoff.budget.table import Budget
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, adjoint_cost, trial_cost
 from roundoff.budget.trial_run import TrialRun
-from roundoff.budget.trials import record
+from roundoff.budget.trials import Recording, record
+from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
@@ -51,10 +52,11 @@ def budget(
     """Measure what rounding each site to each format costs the target tensor.
 
     One forward and one backward pass of K probes a batch, whatever the number of formats
-    and sites. Measuring ends with the batch that reaches the precision; the others run
-    forward alone, and are measured too where they call a site that no other called. The
-    model runs in evaluation mode, and is left exactly as it was, also after an
-    exception.
+    and sites; or trials of every row, where a network is so small that they cost less:
+    only what follows from a changed call runs again. Measuring ends with the batch that
+    reaches the precision; the others run forward alone, and are measured too where they
+    call a site that no other called. The model runs in evaluation mode, and is left
+    exactly as it was, also after an exception.
 
     Args:
         workload: model, batches and metric.
@@ -90,14 +92,16 @@ def budget(
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     with prepared(workload.model):
-        with preserve(workload.model):
-            first = record(workload, of, 1)
+        first = _followed(workload, of)
         asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
-        may_try = trials is None and not around and probes is None
-        cost = trial_cost(workload, first, chosen) if may_try else math.inf
+        may_try = bool(first.batches) and not around
+        is_free = trials is None and probes is None
+        cost = math.inf
+        if may_try and is_free:
+            cost = trial_cost(workload, first, chosen)
         with kept(workload.model, first.is_pure):
             run, measured = _measured(asked, cost, report)
-        if isinstance(run, AdjointRun) and not around and trials != 0:
+        if may_try and isinstance(run, AdjointRun) and trials != 0:
             measured = refine(
                 workload,
                 measured,
@@ -111,6 +115,15 @@ def budget(
         curve = metric_curve(workload, run.outputs, measured)
         return replace(measured, about=replace(measured.about, metric=curve))
     return measured
+
+
+def _followed(workload: Workload, target: str | None) -> Recording:
+    """Return the first batch followed; no batch where the model needs gradients for it."""
+    with preserve(workload.model):
+        try:
+            return record(workload, target, 1)
+        except WorkloadError:
+            return Recording(target, {}, is_pure=False)
 
 
 def _measured(asked: Asked, cost: float, report: Progress) -> tuple[BudgetRun, Budget]:

@@ -30,7 +30,7 @@ USUAL_PROBES = 8
 def trial_cost(
     workload: Workload, first: Recording, formats: Sequence[Format]
 ) -> float:
-    """Return what trials of every row of a batch cost; infinite where they have no program.
+    """Return what trials of every row of a batch cost; infinite without a program or a site.
 
     Args:
         workload: its model is ``prepared``.
@@ -41,6 +41,8 @@ def trial_cost(
     if program is None:
         return math.inf
     places = first.batches[0].places.values()
+    if not any(place.reaches for place in places):
+        return math.inf
     return sum(
         _parts(place.call, fmt) * (program.share_after(place.number) + PART)
         for place in places

@@ -21,6 +21,7 @@ from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
 from .rank_comparison import Settings as Settings
+from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
 from .recorded_rows import rows_of as rows_of
@@ -32,6 +33,8 @@ from .repeats import repeat_notes as repeat_notes
 from .repeats import same_program as same_program
 from .reproducibility import not_reproducible as not_reproducible
 from .reproducibility import unstable as unstable
+from .rounding_bound import REGION as REGION
+from .rounding_bound import REGION_LIMIT as REGION_LIMIT
 from .summary import About as About
 from .summary import ChartPoint as ChartPoint
 from .summary import ComparisonCoverage as ComparisonCoverage
@@ -52,6 +55,7 @@ from .table import ComparedRow as ComparedRow
 from .table import JudgedRow as JudgedRow
 from .table import frame_of as frame_of
 from .table import judged as judged
+from .table import left_open as left_open
 from .table import received as received
 from .table import whole as whole
 from .value_difference import InputDifference as InputDifference

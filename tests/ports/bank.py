@@ -1,0 +1,157 @@
+"""The bank of ports: reference files, ports by other hands, and small wrong changes of these.
+
+Each folder is a network: ``reference.py``, its ports, and ``faults.py``. A port reads the
+reference's weights from ``weights.pt`` beside it, turned and renamed by a loader of its own.
+Where a port defines no batches, those of the reference stand behind its text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+NETWORKS = ("cnn", "resnet", "vit", "gpt", "lstm", "gru", "unet", "mixer", "graph")
+#: Their results were not looked at while the rules were written.
+KEPT_APART = ("gru", "graph")
+_NOT_PORTS = ("__init__", "reference", "faults")
+_BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One wrong edit of a port, and what is to be named.
+
+    Attributes:
+        port: name of the file.
+        what: what was done wrong, in words.
+        old: the text that is replaced, everywhere it stands.
+        new: what stands there instead.
+        at: a part of the lines that compute the wrong value; None: the changed lines.
+        parameter: names of parameters that hold the wrong values, with ``|`` between;
+            then no line is asked for,
+            unless ``at`` says where either reading is right.
+        phase: the phase in which the wrong values come up; then no line is asked for.
+        reference: a part of the reference's line that the port leaves out; naming it
+            counts too.
+    """
+
+    port: str
+    what: str
+    old: str
+    new: str
+    at: str | None = None
+    parameter: str | None = None
+    phase: str | None = None
+    reference: str | None = None
+
+    def lines(self, right: str) -> set[int]:
+        """Return the numbers of the lines that compute the wrong value."""
+        wrong = self.applied(right)
+        numbered = list(enumerate(wrong.splitlines(), 1))
+        if self.at is not None:
+            return {number for number, line in numbered if self.at in line}
+        before = right.splitlines()
+        return {number for number, line in numbered if line not in before}
+
+    def applied(self, right: str) -> str:
+        """Return the port's text with the change."""
+        if self.old not in right:
+            raise ValueError(f"{self.port}, {self.what}: no {self.old!r}")
+        return right.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of a network: right without a change, wrong with one."""
+
+    network: str
+    name: str
+    change: Change | None = None
+
+    @property
+    def title(self) -> str:
+        """The port and what is wrong with it."""
+        wrong = f": {self.change.what}" if self.change else ""
+        return f"{self.network}/{self.name}{wrong}"
+
+    def names_truth(self, culprit: Any) -> bool:
+        """Return True where a culprit is the line or the parameter that is wrong."""
+        change = self.change
+        if change is None or culprit is None:
+            return False
+        if change.parameter is not None and culprit.name in change.parameter.split("|"):
+            return True
+        if change.parameter is not None and change.at is None:
+            return False
+        if change.phase is not None:
+            return culprit.phase == change.phase
+        lines = change.lines(_text(self.network, self.name))
+        if culprit.line and culprit.line.startswith("port.py:"):
+            if int(culprit.line.rpartition(":")[2]) in lines:
+                return True
+        reference = (HERE / self.network / "reference.py").read_text()
+        return (
+            change.reference is not None
+            and bool(culprit.reference_line)
+            and change.reference in _line(reference, culprit.reference_line)
+        )
+
+
+def _line(text: str, line: str) -> str:
+    lines = text.splitlines()
+    number = int(line.rpartition(":")[2])
+    return lines[number - 1] if number <= len(lines) else ""
+
+
+def ports(networks: Sequence[str] = NETWORKS) -> list[Port]:
+    """Return the right ports of these networks."""
+    return [
+        Port(network, path.stem)
+        for network in networks
+        for path in sorted((HERE / network).glob("*.py"))
+        if path.stem not in _NOT_PORTS
+    ]
+
+
+def faults(networks: Sequence[str] = NETWORKS) -> list[Port]:
+    """Return the faulty ports of these networks."""
+    return [
+        Port(network, change.port, change)
+        for network in networks
+        for change in importlib.import_module(f".{network}.faults", __package__).FAULTS
+    ]
+
+
+@cache
+def _text(network: str, name: str) -> str:
+    text = (HERE / network / f"{name}.py").read_text()
+    if "def batches()" not in text:
+        reference = (HERE / network / "reference.py").read_text()
+        found = _BATCHES.search(reference)
+        text += "\n\n" + (found[0] if found else "")
+    return text
+
+
+def written(port: Port, folder: Path) -> tuple[Path, Path]:
+    """Write reference, weights and port into a folder; return the two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = (HERE / port.network / "reference.py").read_text()
+    reference = folder / "reference.py"
+    reference.write_text(source)
+    scope: dict[str, Any] = {"__name__": "reference", "__file__": str(reference)}
+    exec(compile(source, str(reference), "exec"), scope)  # noqa: S102 - the bank's own
+    torch.save(scope["model"]().state_dict(), folder / "weights.pt")
+    text = _text(port.network, port.name)
+    if port.change is not None:
+        text = port.change.applied(text)
+    candidate = folder / "port.py"
+    candidate.write_text(text)
+    return reference, candidate

@@ -1,0 +1,3 @@
+"""The programs are run by the tests, not collected."""
+
+collect_ignore = ["programs"]

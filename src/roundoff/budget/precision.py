@@ -98,11 +98,7 @@ def mean_error_db(
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for terms in batches:
-        sums: dict[tuple[str, str], Array] = {}
-        for key, values in terms.items():
-            name = (key.site, key.format)
-            sums[name] = sums[name] + values if name in sums else values
-        for name, values in sums.items():
+        for name, values in _of_sites(terms).items():
             totals[name].append(values)
     errors = []
     for stacked in _of_one_shape(totals.values()):
@@ -116,6 +112,28 @@ def mean_error_db(
         errors.append(DB_PER_SHARE * error / noise[is_sound])
     joined = np.concatenate(errors) if errors else np.zeros(0)
     return math.sqrt(float(np.mean(np.square(joined)))) if joined.size else 0.0
+
+
+def _of_sites(terms: Mapping[TermKey, Array]) -> dict[tuple[str, str], Array]:
+    """Return the projections of the parts of each site and format together."""
+    sums: dict[tuple[str, str], Array] = {}
+    for key, values in terms.items():
+        name = (key.site, key.format)
+        sums[name] = sums[name] + values if name in sums else values
+    return sums
+
+
+def as_one_sample(terms: Mapping[TermKey, Array]) -> dict[TermKey, Array]:
+    """Return the projections of a batch as if it were one sample.
+
+    Its samples may be alike where they are of one graph, or one recording.
+    """
+    return {
+        TermKey(site, fmt, "output", -1, ()): np.sqrt(
+            np.square(values).sum(1, keepdims=True)
+        )
+        for (site, fmt), values in _of_sites(terms).items()
+    }
 
 
 def _of_one_shape(sites: Iterable[Sequence[Array]]) -> Iterator[Array]:

@@ -36,11 +36,11 @@ from roundoff.workload import Workload
 
 #: Rows with strong evidence that are tried whatever it costs: so many a format, or this
 #: share of the rows.
-MOST_CERTAIN = 4
+MOST_CERTAIN = 12
 SHARE = 0.1
 #: So many a format where errors go where no derivative follows: one that changes a
 #: decision outweighs the rounding of all other sites.
-MOST_DECIDING = 24
+MOST_DECIDING = 96
 
 
 def refine(

@@ -131,13 +131,22 @@ class BudgetRun(ABC):
         """Stop measuring where the precision is reached by some of the batches."""
         if not (self.sampling.may_stop and self.is_enough):
             return
-        error = mean_error_db(
-            [batch.projections for batch in self.batches],
-            1 - len(self.batches) / self.all_batches,
+        self.is_precise = self.error_db() <= self.sampling.precision
+
+    def error_db(self) -> float:
+        """Return the standard error of the SQNR of the sites so far, in dB."""
+        projections = [batch.projections for batch in self.batches]
+        return mean_error_db(
+            projections,
+            self.unmeasured,
             len(self.rows.names),
             is_exact=self.measured == TRIAL,
         )
-        self.is_precise = error <= self.sampling.precision
+
+    @property
+    def unmeasured(self) -> float:
+        """Share of the batches that are not measured so far."""
+        return 1 - len(self.batches) / self.all_batches
 
     def checkpoint(self, mode: CallMode) -> Callable[[], None]:
         """Return what brings everything back to before this batch, and its counts."""

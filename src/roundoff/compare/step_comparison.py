@@ -235,7 +235,13 @@ class _Measures:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
             return CallReplay(reason="no tensors were kept")
-        return run_as_it_was(row, self._first[row.call], tensors, self._results)
+        return run_as_it_was(
+            row,
+            self._first[row.call],
+            tensors,
+            self._results,
+            _inputs(self._candidate, row),
+        )
 
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)

@@ -61,6 +61,7 @@ class OperatorSchema:
         each: it works on lists of tensors, each for itself: ``_foreach_add_``,
             ``_fused_adamw_``.
         kernel: file and line of the kernel, for one that the user has written in Python.
+        is_view: it hands on memory, and reads none.
     """
 
     name: str
@@ -69,6 +70,7 @@ class OperatorSchema:
     collective: bool
     each: bool
     kernel: str | None = None
+    is_view: bool = False
 
     @staticmethod
     @functools.cache
@@ -88,6 +90,10 @@ class OperatorSchema:
             collective=namespace in _COLLECTIVE,
             each=name.startswith(("_foreach_", "_fused_")),
             kernel=_kernel_line(schema.name),
+            is_view=any(
+                returned.alias_info is not None and not returned.alias_info.is_write
+                for returned in schema.returns
+            ),
         )
 
     def at(self, line: str | None) -> str | None:
@@ -131,6 +137,10 @@ class _RunningCall:
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
         return tensors_in(self.args, self.kwargs.values())
+
+    def read(self) -> list[Tensor]:
+        """Return the tensors whose values it reads, as far as its schema says so."""
+        return _without(self.tensors(), self.written())
 
     def written(self) -> list[Tensor]:
         """Return the tensors that it writes."""
@@ -266,6 +276,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # of what was compiled, the boundary is recorded
         if source.line is COMPILED or not self._wants(source.module, schema.name):
             return call
+        if not schema.is_view:
+            self.recorder.before_reading(call.read())
         record_of = self.recorder.record_of
         call.inputs = [record_of(tensor, source) for tensor in call.tensors()]
         if self.describe is not None:

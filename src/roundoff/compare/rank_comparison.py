@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.alignment import MATCHED
+from roundoff.compare.alignment import MATCHED, renaming
 from roundoff.compare.distance import (
     COUNTS,
     VALUES,
@@ -19,6 +19,12 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.exact import Array
 from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.portions.comparison import (
+    PortionsMemory,
+    compare_portions,
+    in_other_portions,
+    without_tensors,
+)
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
@@ -101,6 +107,48 @@ def compare_rank(
     return table, comparison.damage
 
 
+def compare_layouts(
+    reference: str | Run,
+    candidate: str | Run,
+    ranks: Sequence[int],
+    steps: Sequence[int],
+    settings: Settings,
+) -> tuple[pl.DataFrame, list[str]]:
+    """Return the table of steps that one process did, and several share, and what was damaged.
+
+    The values of the ranks are pieces of the reference's: stretches of it, or terms of
+    a sum. Without tensors they cannot be put together, and only those with the same
+    statistics are compared.
+
+    Args:
+        reference: of one rank.
+        candidate: of several.
+        ranks: of the candidate.
+        steps: that both have.
+        settings: as of ``compare_rank``.
+    """
+    ours = as_run(reference)
+    theirs = as_run(candidate)
+    only = _RankComparison(ours, theirs, ours.ranks[0], settings)
+    memory = PortionsMemory()
+    frames = []
+    for step in steps:
+        try:
+            whole = only.recorded(ours, step)
+            parts = {rank: only.recorded(theirs, step, rank) for rank in ranks}
+        except RunError as error:
+            only.damage.append(str(error).replace("\n", ";"))
+            continue
+        rename = renaming(settings.modules)
+        if whole.tensors is None:
+            rows = without_tensors(whole, parts, rename)
+        else:
+            rows = compare_portions(whole, parts, rename, memory)
+        frames.append(frame_of(rows))
+    table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
+    return table, only.damage
+
+
 class _RankComparison:
     """The steps of one rank, compared one after the other."""
 
@@ -115,6 +163,7 @@ class _RankComparison:
             run.about.keep in ("tensors", None) for run in (reference, candidate)
         )
         self._memory = EarlierSteps()
+        self._portions = PortionsMemory()
         self.damage: list[str] = []
 
     def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:
@@ -135,8 +184,12 @@ class _RankComparison:
     def _row_by_row(self, step: int) -> list[ComparedRow]:
         at = (self._rank, step)
         sides = Sides(
-            self._recorded(self._reference, step), self._recorded(self._candidate, step)
+            self.recorded(self._reference, step), self.recorded(self._candidate, step)
         )
+        if self._tensors and in_other_portions(sides.reference, sides.candidate):
+            parts = {self._rank: sides.candidate}
+            rename = renaming(self._settings.modules)
+            return compare_portions(sides.reference, parts, rename, self._portions)
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
@@ -149,11 +202,13 @@ class _RankComparison:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         return rows
 
-    def _recorded(self, run: Run, step: int) -> RecordedStep:
-        rows = rows_of(run, self._rank, step)
+    def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
+        """Return a step of a run; ``rank``: another one than that of this comparison."""
+        number = self._rank if rank is None else rank
+        rows = rows_of(run, number, step)
         if not self._tensors:
             return RecordedStep(rows)
-        return RecordedStep(rows, StepTensors(run, self._rank, step))
+        return RecordedStep(rows, StepTensors(run, number, step))
 
     def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
         """Return the tables of the steps that agree by their statistics, by number."""

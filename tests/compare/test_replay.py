@@ -7,6 +7,7 @@ as large as the result's root mean square, in both cases hundreds of units of ro
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.replay import SAME
 
 aten = torch.ops.aten
@@ -328,3 +330,50 @@ def test_long_arguments_are_cut(recorded_call):
     [text] = argument_differences(one[0], other[0])
     assert text.startswith("split_sizes: [1, 1,")
     assert len(text) < 150
+
+
+@pytest.mark.parametrize(
+    ("overload", "ours", "theirs", "text"),
+    [
+        (
+            "aten._softmax.default",
+            ['{"record":0}', -1, False],
+            ['{"record":0}', 2, True],
+            (),
+        ),
+        (
+            "aten._softmax.default",
+            ['{"record":0}', -1, False],
+            ['{"record":0}', 1, False],
+            ("dim: 2, here 1",),
+        ),
+        (
+            "aten.sum.dim_IntList",
+            ['{"record":0}', [-1, 0]],
+            ['{"record":0}', [2, 0]],
+            (),
+        ),
+        (
+            "aten.native_layer_norm.default",
+            ['{"record":0}', [4], '{"record":1}', '{"record":2}', 1e-5],
+            ['{"record":7}', [4], '{"record":8}', None, 1e-5],
+            ("bias: a tensor, here None",),
+        ),
+    ],
+)
+def test_axes_may_be_counted_from_the_end_and_tensors_be_missing(
+    overload, ours, theirs, text
+):
+    rows = [
+        RecordedRow(
+            record=9,
+            call=0,
+            operator=overload.split(".")[1],
+            overload=overload,
+            arguments=json.dumps(
+                [[json.loads(a) if isinstance(a, str) else a for a in arguments], {}]
+            ),
+        )
+        for arguments in (ours, theirs)
+    ]
+    assert argument_differences(*rows, axes=3) == text

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int, int], None]
 
+#: The exit code where nothing fails, and not every value could be judged.
+UNDECIDED = 3
+
 #: What ``--json`` prints of ``Comparison.to_dict``.
 JSON_KEYS = (
     "reference",
@@ -95,8 +98,9 @@ def command(
     """Compare two runs: find where they part, name the operator at fault, and say what to try.
 
     The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input or
-    damaged files. Give the folder that --save wrote in place of the two runs to judge
-    that comparison again, without the runs.
+    damaged files, 3 when nothing fails and statistics cannot decide that they agree.
+    Give the folder that --save wrote in place of the two runs to judge that comparison
+    again, without the runs.
     """
     if candidate is None:
         unused = {
@@ -149,9 +153,9 @@ def _print(comparison: Comparison, rows: int, written: dict[str, str | None]) ->
 
 
 def _exit_code(comparison: Comparison) -> int:
-    if not comparison.agrees:
-        return 1
-    return 2 if comparison.about.damage else 0
+    if comparison.agrees:
+        return 2 if comparison.about.damage else 0
+    return 1 if comparison.fails else UNDECIDED
 
 
 def _saved(path: str, unused: Mapping[str, object]) -> Comparison:

@@ -52,6 +52,7 @@ from .table import ComparedRow as ComparedRow
 from .table import JudgedRow as JudgedRow
 from .table import frame_of as frame_of
 from .table import judged as judged
+from .table import left_open as left_open
 from .table import received as received
 from .table import whole as whole
 from .value_difference import InputDifference as InputDifference

@@ -14,8 +14,17 @@ from roundoff.errors import RunError
 from roundoff.ops import overload_of
 
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
-#: Arguments that do not change the numbers of a call.
+#: Kinds of values that do not change the numbers of a call.
 _PLACES = frozenset(("dtype", "device", "layout", "memory_format", "slice"))
+#: Arguments that choose how a call runs, or which of its results are made.
+_HOW = frozenset(
+    """
+    non_blocking pin_memory half_to_float copy benchmark deterministic cudnn_enabled
+    allow_tf32 implicit compute_log_sumexp compute_debug_mask output_mask foreach fused
+    """.split()
+)
+#: Axes, which may be counted from the end.
+_AXES = frozenset(("dim", "dims", "axis", "dim0", "dim1", "start_dim", "end_dim"))
 #: Formats whose ends additive masks are filled with.
 _MASKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = [torch.finfo(dtype).max for dtype in _MASKED]
@@ -30,53 +39,87 @@ class _NoConstant:
     """Stands for a tensor, a format, a device: anything that is no constant."""
 
 
-def argument_differences(
-    reference: RecordedRow, candidate: RecordedRow
-) -> tuple[str, ...]:
-    """Return the constants that differ between two calls: ``eps: 1e-05, here 0.001``.
+class _Tensor(_NoConstant):
+    """Stands for a tensor, which the other call may lack."""
 
-    Tensors and formats are no constants. The rows are the first of each call.
+
+def argument_differences(
+    reference: RecordedRow, candidate: RecordedRow, axes: int | None = None
+) -> tuple[str, ...]:
+    """Return what differs between two calls: ``eps: 1e-05, here 0.001``.
+
+    That is the constants, and tensors that only one call has. Which tensors they are and
+    their formats are no constants. The rows are the first of each call.
+
+    Args:
+        reference: the reference's.
+        candidate: the candidate's.
+        axes: of the tensor that both read first, from whose end axes may be counted.
     """
     if reference.arguments is None or candidate.arguments is None:
         return ()
     if reference.arguments == candidate.arguments:
         return ()
     try:
-        ours = _constants(reference)
-        theirs = _constants(candidate)
+        ours = _constants(reference, axes)
+        theirs = _constants(candidate, axes)
     except (ValueError, RunError):
         return ()
     return tuple(
         f"{name}: {_text(ours.get(name))}, here {_text(theirs.get(name))}"
         for name in dict.fromkeys([*ours, *theirs])
-        if not _same_constant(ours.get(name), theirs.get(name))
+        if _differ(ours.get(name), theirs.get(name))
     )
 
 
-def _constants(row: RecordedRow) -> dict[str, Any]:
+def _constants(row: RecordedRow, axes: int | None) -> dict[str, Any]:
     """Return the constants of a call by name, defaults of the schema included."""
     positional, by_name = json.loads(row.arguments or "")
     schema = overload_of(row.overload or "")._schema.arguments
     names = [argument.name for argument in schema]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     values |= dict(zip(names, positional, strict=False)) | by_name
-    plain = {name: _constant(value) for name, value in values.items()}
-    return {name: value for name, value in plain.items() if value is not _NoConstant}
+    return {
+        name: _from_the_front(_constant(value), axes)
+        if name in _AXES
+        else _constant(value)
+        for name, value in values.items()
+        if name not in _HOW
+    }
+
+
+def _from_the_front(value: Any, axes: int | None) -> Any:
+    """Return an axis, or a list of them, counted from the first."""
+    if isinstance(value, list):
+        return [_from_the_front(each, axes) for each in value]
+    is_axis = isinstance(value, int) and not isinstance(value, bool)
+    return value + axes if is_axis and axes and value < 0 else value
 
 
 def _constant(value: Any) -> Any:
     if isinstance(value, dict):
         [kind] = value
-        no_constant = kind == "record" or kind in _PLACES
-        return _NoConstant if no_constant else value[kind]
+        if kind == "record":
+            return _Tensor
+        return _NoConstant if kind in _PLACES else value[kind]
     if isinstance(
         value, torch.dtype | torch.device | torch.layout | torch.memory_format
     ):
         return _NoConstant
     if isinstance(value, list | tuple):
         constants = [_constant(entry) for entry in value]
-        return _NoConstant if _NoConstant in constants else constants
+        has_others = _NoConstant in constants or _Tensor in constants
+        return _NoConstant if has_others else constants
     return value
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return True for constants that differ, and for a tensor that only one call has."""
+    if one is _Tensor or other is _Tensor:
+        return one is None or other is None
+    if one is _NoConstant or other is _NoConstant:
+        return False
+    return not _same_constant(one, other)
 
 
 def _same_constant(one: Any, other: Any) -> bool:
@@ -87,7 +130,7 @@ def _same_constant(one: Any, other: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    text = str(value)
+    text = "a tensor" if value is _Tensor else str(value)
     return text if len(text) < _LONGEST else text[: _LONGEST - 3] + "..."
 
 

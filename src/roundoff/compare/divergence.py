@@ -28,6 +28,9 @@ GAIN_REPLAYED = 1.25
 #: The same from statistics alone, where a difference of two near values looks like
 #: nothing else: above it the error is taken for the operator's own.
 GAIN = 32.0
+#: From statistics alone, an error up to this many times what the inputs bring at the
+#: worst has come in; between the two nobody can say.
+GAIN_EXPLAINED = 2.0
 #: Of operators with equal inputs only their own rounding is left: this part of the
 #: tolerance.
 EQUAL_INPUTS = 0.25
@@ -84,6 +87,9 @@ class StepMeasures(Protocol):
     ) -> CallReplay:
         """Run a call again on the inputs it had."""
 
+    def run_as_it_was(self, row: RecordedRow) -> CallReplay:
+        """Run a call again on the inputs and in the formats it had."""
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
@@ -107,6 +113,8 @@ class Divergence:
     exact: frozenset[int]
     measures: StepMeasures
     findings: dict[int, Finding] = field(default_factory=dict)
+    #: By candidate record, what the call made when it was run again as it was.
+    _alone: dict[int, CallReplay] = field(default_factory=dict)
 
     def run(self) -> dict[int, Finding]:
         """Judge every row that has a counterpart, in the order of execution."""
@@ -137,9 +145,19 @@ class Divergence:
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
         self._decide(finding, row, twin, distance.error, wrong_input)
+        if self.measures.can_replay:
+            self._check_alone(finding, row)
         if finding.cause is None:
             self._inherit(finding)
+        if finding.cause is None and not self.measures.can_replay:
+            finding.undecided = not self._explains(finding, distance.error)
         return finding
+
+    def _explains(self, finding: Finding, error: float) -> bool:
+        """Return True where rounding, here or before, explains what statistics show."""
+        return error <= finding.tolerance or not self._exceeds(
+            finding, error, GAIN_EXPLAINED
+        )
 
     def _decide(
         self,
@@ -277,11 +295,14 @@ class Divergence:
 
     def _exceeds_inputs(self, finding: Finding, error: float) -> bool:
         """Return True for an error larger than the inputs bring; unknown for inputs of noise."""
+        return finding.inputs < NOISE and self._exceeds(finding, error, GAIN)
+
+    def _exceeds(self, finding: Finding, error: float, gain: float) -> bool:
+        """Return True for an error larger than what the inputs bring, so many times."""
         inputs = finding.inputs
         if not self.measures.can_replay:
             inputs = max(inputs, self.measures.hidden_error)
-        allowed = GAIN * finding.gain * inputs + finding.tolerance
-        return finding.inputs < NOISE and error > allowed
+        return error > gain * finding.gain * inputs + finding.tolerance
 
     def _judge(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
@@ -298,8 +319,50 @@ class Divergence:
                 finding.own_error = replay.own
                 if _is_cleared(replay, finding):
                     return
+        elif self._is_another_call(finding, row, twin):
+            _make_own(finding, finding.own_error or error)
+            return
         if error > finding.tolerance and self._stands_out(finding, row, twin, error):
             _make_own(finding, error)
+
+    def _is_another_call(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow
+    ) -> bool:
+        """Return True where constants of one operator differ, which nothing can run again.
+
+        Those of an operator that moves values say where they go, and show in them.
+        """
+        if not finding.arguments or row.overload != twin.overload:
+            return False
+        return row.base_operator not in EXACT
+
+    def _check_alone(self, finding: Finding, row: RecordedRow) -> None:
+        """Run the call, and those without counterpart before it, on their own inputs.
+
+        An error that looks inherited may hide one that was made here.
+        """
+        for record in (*finding.region, row.record):
+            replay = self._run_as_it_was(record)
+            if replay is None or replay.reason is not None:
+                continue
+            if replay.at_fault:
+                finding.faulty = record
+                if finding.cause != OWN:
+                    finding.replayed = replay
+                    _make_own(finding, replay.own)
+                return
+            if finding.cause != OWN and finding.replayed is None:
+                finding.own_error = replay.own or finding.own_error
+
+    def _run_as_it_was(self, record: int) -> CallReplay | None:
+        """Return what a candidate's call makes of its inputs; None for what is no call."""
+        row = self.candidate[record]
+        is_judged = row.is_call and row.view_of is None and not is_workspace(row)
+        if not is_judged or row.base_operator in UNWRITTEN:
+            return None
+        if record not in self._alone:
+            self._alone[record] = self.measures.run_as_it_was(row)
+        return self._alone[record]
 
     def _stands_out(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
@@ -380,7 +443,7 @@ class Divergence:
                 finding.origin = None
 
     def _may_be_partial_sum(self, finding: Finding) -> bool:
-        if finding.cause != OWN:
+        if finding.cause != OWN or finding.faulty is not None:
             return False
         if self.candidate[finding.record].phase != "backward":
             return False

@@ -89,7 +89,8 @@ def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanati
         missing = detach
     if row.operator == twin.operator and row.is_call and not finding.arguments:
         finding.arguments = divergence.measures.changed_arguments(twin, row)
-    actual = sides.candidate.tensor(finding.record)
+    faulty = finding.record if finding.faulty is None else finding.faulty
+    actual = sides.candidate.tensor(faulty)
     looks_like = symptom(
         Fault(
             finding=finding,
@@ -143,8 +144,11 @@ def explain_unwritten(
 def _operator_at_fault(rows: Rows, finding: Finding, row: RecordedRow) -> RecordedRow:
     """Of several calls without counterpart, the one to name.
 
-    The one where NaN or Inf came up, or the last that computes.
+    The one that is wrong for the inputs it had, the one where NaN or Inf came up, or the
+    last that computes.
     """
+    if finding.faulty is not None:
+        return rows[finding.faulty]
     region = [rows[record] for record in finding.region]
     if math.isinf(finding.error or 0.0):
         for inner in region:

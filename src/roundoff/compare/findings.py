@@ -61,6 +61,9 @@ class Finding:
     #: The candidate record at fault.
     origin: int | None = None
     replayed: CallReplay | None = None
+    #: The candidate's record that is wrong for the inputs its call had: this one, or
+    #: one of ``region``.
+    faulty: int | None = None
     #: The arguments that differ between the two calls, a text each.
     arguments: tuple[str, ...] = ()
     #: The records without counterpart that it was made of.
@@ -71,6 +74,8 @@ class Finding:
     read: tuple[int, int] | None = None
     #: True where the error comes from an earlier step.
     carried: bool = False
+    #: True where statistics cannot say if the error was made here or came in.
+    undecided: bool = False
     #: True where an input could not be compared.
     unknown: bool = False
     #: The inputs that differ, each with its error.

@@ -51,6 +51,7 @@ _NEEDED = (
     "view_of",
     "hash",
     "reason",
+    "arguments",
     *VALUES,
     *COUNTS,
 )
@@ -198,15 +199,15 @@ def _compared_as_columns(
     same_counts = functools.reduce(
         pl.Series.__and__, (ours[c].eq_missing(theirs[c]) for c in COUNTS)
     )
+    same_arguments = ours["arguments"].eq(theirs["arguments"]).fill_null(True)
     measured = ours["nan"].is_not_null()
     error, equal = _statistics_error(ours, theirs)
     dtypes = ours["dtype"].drop_nulls().unique()
     bounds = {dtype: MARGIN * 2 * unit(dtype) for dtype in dtypes}
     bound = ours["dtype"].replace_strict(bounds, default=0.0, return_dtype=pl.Float64)
     unmeasured = ~measured.to_numpy()
-    agrees = ((same_place & same_format & same_counts).to_numpy()) & (
-        (error <= bound.to_numpy()) | unmeasured
-    )
+    same_calls = same_place & same_arguments & same_format & same_counts
+    agrees = same_calls.to_numpy() & ((error <= bound.to_numpy()) | unmeasured)
     table = _side_by_side(ours, theirs).with_columns(
         reason=pl.when(measured.not_()).then(
             pl.coalesce("reason", pl.lit("no statistics on both sides"))

@@ -23,11 +23,15 @@ from roundoff.ops import (
 #: How many calls of the reference run one after the other to say what the candidate's
 #: operators should have given together.
 DEEPEST = 12
-#: Calls whose results are kept: a call and its counterpart, each in two formats.
-KEPT = 4
+#: Calls whose results are kept: a call in its own format, in fp64 and in fp32, and its
+#: counterpart.
+KEPT = 6
 
 #: What the reference's calls together give, in a format.
 RunRegion = Callable[[torch.dtype], Tensor]
+#: A format to run a call in; None for those of its tensors.
+Format = torch.dtype | None
+_CallKey = tuple[str, str, Format]
 
 
 class Tensors(Protocol):
@@ -48,10 +52,10 @@ class RecentResults:
     """
 
     def __init__(self) -> None:
-        self._results: dict[tuple[str, str, torch.dtype], list[Tensor | None]] = {}
+        self._results: dict[_CallKey, list[Tensor | None]] = {}
 
     def of(
-        self, overload: str, arguments: str, tensors: Tensors, dtype: torch.dtype
+        self, overload: str, arguments: str, tensors: Tensors, dtype: Format
     ) -> list[Tensor | None]:
         """Return the results of a call in a format. Raises ``CannotRun``."""
         key = overload, arguments, dtype
@@ -67,7 +71,7 @@ class RecentResults:
 
 
 def run_call(
-    overload: str, arguments: str, value: Callable[[int], Tensor], dtype: torch.dtype
+    overload: str, arguments: str, value: Callable[[int], Tensor], dtype: Format
 ) -> list[Tensor | None]:
     """Run a recorded call in a format; an operator that rounds nothing as it is.
 

@@ -40,6 +40,7 @@ from roundoff.compare.rounding_bound import (
     unit,
     working_formats,
 )
+from roundoff.compare.same_kernel import run_as_it_was
 from roundoff.compare.table import ComparedRow
 from roundoff.ops import operators_that
 
@@ -198,7 +199,9 @@ class _Measures:
         theirs = self._first.get(row.call)
         if ours is None or theirs is None:
             return ()
-        return argument_differences(ours, theirs)
+        read = _inputs(self._candidate, theirs)
+        axes = len(read[0].shape or ()) if read else None
+        return argument_differences(ours, theirs, axes)
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         return self._memory.carried(row)
@@ -227,6 +230,12 @@ class _Measures:
             reference,
             self._results,
         )
+
+    def run_as_it_was(self, row: RecordedRow) -> CallReplay:
+        tensors = self._candidate_tensors.tensors
+        if tensors is None:
+            return CallReplay(reason="no tensors were kept")
+        return run_as_it_was(row, self._first[row.call], tensors, self._results)
 
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)
@@ -312,6 +321,7 @@ def _finding_columns(finding: Finding) -> dict[str, Any]:
         "inputs_error": finding.inputs,
         "own_error": finding.own_error,
         "cause": finding.cause,
+        "undecided": finding.undecided or None,
     }
 
 

@@ -16,6 +16,7 @@ from roundoff.compare.table import (
     LARGER_IS_BETTER,
     UNDECIDED,
     JudgedRow,
+    left_open,
     rows_in,
 )
 from roundoff.errors import RunError
@@ -198,7 +199,7 @@ class ComparisonSummary:
     """A comparison without its table: what is printed, drawn and said."""
 
     about: About = field(metadata={"inline": True})
-    #: True where no row fails.
+    #: True where no row fails and every measured one could be judged.
     agrees: bool
     #: How many rows pass, fail and are undecided.
     verdicts: Mapping[str, int]
@@ -211,6 +212,10 @@ class ComparisonSummary:
     coverage: ComparisonCoverage = field(default_factory=ComparisonCoverage)
     #: How many failing rows only inherit their error.
     inherited: int = 0
+    #: How many measured rows can be called neither right nor wrong.
+    open: int = 0
+    #: The first of them.
+    first_open: LabelledValue | None = None
     #: The value with the largest finite error.
     largest: LabelledValue | None = None
     #: The first value that fails.
@@ -304,19 +309,24 @@ def summarise(
         limit: how many culprits and roundings; None for all culprits and 5 roundings.
     """
     verdicts = verdicts_of(table)
+    open_rows = left_open(table)
     labels = table.lazy().select(*_LABEL, "record", "verdict", "cause")
     failing = labels.filter(pl.col("verdict") == FAIL)
     inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len())
+    is_measured = pl.col("error").is_not_null()
+    undecided = labels.filter((pl.col("verdict") == UNDECIDED) & is_measured)
     differing = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
     return ComparisonSummary(
         about=about,
-        agrees=FAIL not in verdicts,
+        agrees=FAIL not in verdicts and not open_rows,
         verdicts=verdicts,
         divergence=first_of(named),
         culprits=named[:limit],
         rounding=rounding_in(table, limit or 5),
         coverage=coverage,
         inherited=inherited.collect().item(),
+        open=open_rows,
+        first_open=_labelled(undecided.bottom_k(1, by=["step", "record"])),
         largest=_labelled(differing.top_k(1, by="error")),
         first=_labelled(failing.bottom_k(1, by=["step", "record"])),
         tensors=bool(table["max_abs"].is_not_null().any()),

@@ -396,6 +396,11 @@ def _works_on_result(fault: Fault) -> bool:
     return False
 
 
+def _wrong_alone(fault: Fault) -> Symptom | None:
+    """The call was run again as it was, on its own inputs, and gives something else."""
+    return None if fault.finding.faulty is None else _wrong_kernel(fault)
+
+
 def _wrong_kernel(fault: Fault) -> Symptom | None:
     replay = fault.finding.replayed
     excess = None if replay is None else replay.excess
@@ -438,6 +443,7 @@ _DESCRIPTIONS: tuple[Callable[[Fault], Symptom | None], ...] = (
     _random,
     _single_value,
     _structure,
+    _wrong_alone,
     _fewer_digits,
     _narrower,
     _replaced,

@@ -94,6 +94,8 @@ class ComparedRow:
     own_error: float | None = field(default=None, metadata={"json": "own"})
     #: own or inherited; None: explained by rounding.
     cause: str | None = None
+    #: True where statistics cannot say if the error was made here or came in.
+    undecided: bool | None = None
     #: The site that an inherited error comes from.
     origin: str | None = None
     #: Share of the error at the end of the step.
@@ -239,6 +241,12 @@ def judged(
     return table.with_columns(verdict.alias("verdict"))
 
 
+def left_open(table: pl.DataFrame) -> int:
+    """Return how many measured rows of a judged table can be called neither right nor wrong."""
+    is_open = (pl.col("verdict") == UNDECIDED) & pl.col("error").is_not_null()
+    return int(table.select(is_open.sum()).item() or 0)
+
+
 def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:
     """Return which rows break one of the limits, and which can be decided."""
     broken = [
@@ -250,9 +258,15 @@ def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:
 
 
 def _by_rounding(margin: float) -> tuple[pl.Expr, pl.Expr]:
-    """Return which rows have an error beyond rounding, and which can be decided."""
-    broken = pl.col("error") > margin * pl.col("tolerance")
+    """Return which rows have an error beyond rounding, and which can be decided.
+
+    What statistics show beyond rounding may have come in with the inputs, or not.
+    """
+    beyond = pl.col("error") > margin * pl.col("tolerance")
+    broken = beyond
     if margin <= 1:
         # an operator that does something else is a finding however little comes of it
         broken = broken | (pl.col("cause") == OWN)
-    return pl.col("cause").is_not_null() & broken, pl.col("error").is_not_null()
+    is_open = pl.col("undecided").fill_null(False) & beyond
+    decidable = pl.col("error").is_not_null() & ~is_open.fill_null(False)
+    return pl.col("cause").is_not_null() & broken, decidable

@@ -199,7 +199,7 @@ class Capture:
             self.paths,
             failed=self._failed,
             shadow=run_shadow if self.shadow else None,
-            describe=describe if self.keep == "tensors" else None,
+            describe=describe,
             is_wanted=self._wants if self.sites else None,
             noise=None if self.noise is None else Noise(self.noise).of,
         )

@@ -176,6 +176,8 @@ def _agreed(summary: ComparisonSummary) -> str:
             "Nothing could be compared: no value of the two runs has both a "
             "counterpart and statistics."
         )
+    if summary.open:
+        return _left_open(summary)
     if not summary.agrees:  # by the user's limits
         return "No operator makes an error that rounding does not explain."
     if equal == measured:
@@ -192,6 +194,21 @@ def _agreed(summary: ComparisonSummary) -> str:
     if largest is None:
         return f"{text}."
     return f"{text} (largest {size(largest.error)} at {called(largest)})."
+
+
+def _left_open(summary: ComparisonSummary) -> str:
+    """The verdict where nothing is blamed, and not every value could be judged."""
+    passing = summary.coverage.measured - summary.open
+    measured = count(summary.coverage.measured, "value")
+    first = summary.first_open
+    where = f" (first {called(first)}, {size(first.error)} off)" if first else ""
+    can = f"{summary.open:,} cannot be decided"
+    if not summary.tensors:
+        can += " from statistics"
+    return (
+        f"Nothing is found wrong, and it is not decided that the runs agree: "
+        f"{passing:,} of {measured} agree, {can}{where}."
+    )
 
 
 def _against_limits(summary: ComparisonSummary) -> list[str]:
@@ -333,6 +350,13 @@ def _statistics_alone(summary: ComparisonSummary) -> list[str]:
     if summary.tensors or not lacking:
         return []
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
+    if summary.open:
+        return [
+            (
+                f"Record both runs with --keep tensors to decide it ({who} tensors): every "
+                "operator is run again on the inputs it had then."
+            )
+        ]
     text = (
         f"This is from statistics alone ({who} tensors). With --keep tensors on both "
         "sides every operator is run again on the inputs it had, which tells the error "

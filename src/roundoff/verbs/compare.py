@@ -33,6 +33,7 @@ from roundoff.compare import (
     floor_of,
     frame_of,
     judged,
+    left_open,
     not_reproducible,
     received,
     recorded_beside,
@@ -107,8 +108,18 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """True where no row fails."""
-        return FAIL not in self.verdicts
+        """True where no row fails and every measured one could be judged."""
+        return not self.fails and not self.open
+
+    @property
+    def fails(self) -> bool:
+        """True where a row fails."""
+        return FAIL in self.verdicts
+
+    @property
+    def open(self) -> int:
+        """How many measured rows can be called neither right nor wrong."""
+        return left_open(self.table)
 
     def judge(self, *, margin: float = 1.0, **limits: float) -> Comparison:
         """The same measurements under other thresholds; nothing is computed again.

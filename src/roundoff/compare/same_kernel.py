@@ -1,0 +1,133 @@
+"""One recorded call again, as it was: on the same inputs, in the same formats.
+
+A kernel that gives the same bits again has made no error that is its own fault, whatever
+its inputs were. Where the bits differ, both results are held against the call in fp64:
+the recorded one may be as far from it as this machine's kernel is, and as far as one
+rounding of its format. That is a narrow band: in bf16, whose rounding is up to 0.4 %, an
+operator that is 1 % wrong stands out, also where only some elements are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.recorded_calls import (
+    CannotRun,
+    RecentResults,
+    Tensors,
+    result_at,
+)
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.replay import CallReplay
+from roundoff.compare.rounding_bound import smallest, unit
+from roundoff.record import own_error
+
+#: Root mean square of one rounding, in unit roundoffs, of values spread evenly in the
+#: logarithm: u * sqrt(mean of (1/m)**2 / 3) with a fraction m from 1 to 2 has 0.43; the
+#: worst, all fractions just above 1, has 1 / sqrt(3).
+ONE_ROUNDING = 3**-0.5
+#: Another honest kernel's error may be this many times that of the kernel here, in a
+#: format whose own rounding is most of it.
+WORSE = 2.0
+#: The same in fp32 and fp64, where what sums leave that cancel may be most of it.
+WORSE_IN_SUMS = 4.0
+#: One element may be off by this many roundings of its format.
+ROUNDINGS = 1.5
+#: An error of the sums within, in fp32, may be this many times that of the kernel here
+#: in another order.
+REORDERED = 8.0
+_UNIT_FP32 = 2.0**-24
+
+
+def run_as_it_was(
+    row: RecordedRow,
+    first: RecordedRow,
+    tensors: Tensors,
+    results: RecentResults,
+) -> CallReplay:
+    """Return the own error of a recorded result, judged by the kernel of this machine.
+
+    Args:
+        row: the result.
+        first: the first row of its call, which holds the arguments.
+        tensors: those of the run.
+        results: keeps what was run last.
+
+    Returns:
+        ``kernel`` is 0 with an ``excess`` of 0 where the same bits come again; a reason
+        where the call cannot be run.
+    """
+    if first.arguments is None or first.overload is None:
+        return CallReplay(reason="its arguments were not recorded")
+    if row.record not in tensors:
+        return CallReplay(reason="its result was not stored")
+    call = (first.overload, first.arguments, tensors)
+    actual = tensors[row.record]
+    try:
+        again = result_at(results.of(*call, None), row.place)
+    except CannotRun as error:
+        return CallReplay(reason=str(error))
+    if again.shape != actual.shape or again.dtype is not actual.dtype:
+        return CallReplay(reason="this machine's kernel gives another kind of tensor")
+    if _same_values(actual, again):
+        return CallReplay(kernel=0.0, excess=0.0)
+    try:
+        exact = result_at(results.of(*call, torch.float64), row.place)
+    except CannotRun:
+        exact = again
+    if exact.shape != actual.shape or not exact.is_floating_point():
+        return CallReplay(reason="its result is no floating-point tensor")
+    return _judged(actual, again, exact)
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() or not bool(one.isnan().any()):
+        return False
+    both_nan = one.isnan() & other.isnan()
+    return bool(((one == other) | both_nan).all())
+
+
+def _judged(actual: Tensor, again: Tensor, exact: Tensor) -> CallReplay:
+    """Hold a result against the call in fp64, by what the kernel here makes of it."""
+    measured, of_kernel = own_error([actual, again], [exact, exact])
+    if measured is None or of_kernel is None:
+        return CallReplay(reason="its result cannot be compared")
+    relative = measured.l2 / measured.reference if measured.reference else math.inf
+    if math.isinf(of_kernel.l2):
+        return CallReplay(reason="not finite in this format")
+    if math.isinf(measured.l2):
+        return CallReplay(kernel=math.inf, excess=math.inf, expected=exact)
+    name = str(actual.dtype).removeprefix("torch.")
+    u = unit(name)
+    least = smallest(name)
+    rounded = ONE_ROUNDING * u * measured.reference
+    worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
+    allowed = worse * max(of_kernel.l2, rounded) + least * math.sqrt(exact.numel())
+    allowed += REORDERED * _UNIT_FP32 * measured.reference
+    excess = max(measured.l2 / allowed, _worst_element(actual, again, exact, u, least))
+    return CallReplay(kernel=relative, excess=excess, expected=exact)
+
+
+def _worst_element(
+    actual: Tensor, again: Tensor, exact: Tensor, u: float, least: float
+) -> float:
+    """Return the largest error of one element, in units of what rounding explains.
+
+    Sums that cancel leave errors of the size of their terms: as large a floor as the
+    kernel here needs is granted to every element.
+    """
+    exact = exact.to(torch.float64)
+    finite = exact.isfinite() & again.isfinite() & actual.isfinite()
+    size = exact.abs().masked_fill(~finite, 0.0)
+    error = (actual.to(torch.float64) - exact).abs().masked_fill(~finite, 0.0)
+    of_kernel = (again.to(torch.float64) - exact).abs().masked_fill(~finite, 0.0)
+    one_rounding = u * size + least
+    beyond = float((of_kernel - one_rounding).max())
+    worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
+    floor = worse * max(0.0, beyond) + REORDERED * _UNIT_FP32 * float(size.max())
+    return float((error / (ROUNDINGS * one_rounding + floor)).max())

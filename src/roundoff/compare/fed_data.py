@@ -14,7 +14,11 @@ from torch import Tensor
 
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import Sides
-from roundoff.compare.loaded_values import is_reordered, statistics_factor
+from roundoff.compare.loaded_values import (
+    is_reordered,
+    statistics_factor,
+    values_before,
+)
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.step_causes import DATA, Cause, with_line
@@ -44,7 +48,7 @@ def data_records(rows: Rows) -> set[int]:
     Of the forward pass: inputs from outside, and what is computed from them, or drawn,
     outside of all modules. A value that becomes a parameter or buffer is none.
     """
-    loaded = _behind(rows, (row for row in rows.values() if row.name))
+    loaded = _behind(rows, values_before(rows).values())
     data: set[int] = set()
     for record, row in rows.items():
         if record in loaded or row.name or row.phase != "forward":
@@ -59,11 +63,8 @@ def data_records(rows: Rows) -> set[int]:
 
 
 def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
-    """Return what the first value of each name was made of."""
-    first: dict[str, int] = {}
-    for row in named:
-        first.setdefault(str(row.name), row.record)
-    waiting = [*first.values()]
+    """Return these rows and what they were made of."""
+    waiting = [row.record for row in named]
     behind: set[int] = set()
     while waiting:
         record = waiting.pop()
@@ -74,16 +75,22 @@ def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
     return behind
 
 
-def _fed(rows: Rows, data: set[int]) -> list[int]:
-    """Return the data that something else reads, in order."""
-    read = {
-        record
-        for row in rows.values()
-        if row.record not in data and row.is_call and row.phase == "forward"
-        for record in row.inputs
-        if record in data
-    }
-    return sorted(read)
+def _fed(
+    sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
+) -> list[tuple[int, int]]:
+    """Return the data that the same calls of the model or the loss read, in order."""
+    fed: dict[tuple[int, int], None] = {}
+    for row in compared:
+        if row.record is None or row.reference_record is None or row.place:
+            continue
+        if row.phase != "forward" or row.record in theirs or (row.call or 0) < 0:
+            continue
+        read = sides.reference.rows[row.reference_record].inputs
+        other = sides.candidate.rows[row.record].inputs
+        if len(read) == len(other):
+            pairs = zip(read, other, strict=True)
+            fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
+    return [*fed]
 
 
 def data_causes(
@@ -105,17 +112,8 @@ def data_causes(
     theirs = sides.candidate.rows
     data = data_records(theirs)
     data_of_reference = data_records(ours)
-    twins = {
-        row.record: row.reference_record
-        for row in compared
-        if row.record is not None and row.reference_record is not None
-        and row.status != "only in reference"
-    }
     pairs = []
-    for record in _fed(theirs, data):
-        twin = twins.get(record)
-        if twin is None or twin not in data_of_reference:
-            continue
+    for twin, record in _fed(sides, compared, data_of_reference, data):
         pair = _differing(sides, ours[twin], theirs[record])
         if pair is not None:
             pairs.append(pair)
@@ -177,9 +175,7 @@ def _detail(made: ComparedRow | None) -> str:
     return f"; it begins at {place}: {made.looks_like}, {made.evidence}"
 
 
-def _differing(
-    sides: Sides, twin: RecordedRow, row: RecordedRow
-) -> _FedPair | None:
+def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
     if twin.shape != row.shape:
         words = f"has the shape {row.shape} where the reference has {twin.shape}"
         return _FedPair(twin, row, words, None)
@@ -270,8 +266,8 @@ def _same_samples(ours: Tensor, theirs: Tensor) -> str | None:
     others = _samples(theirs)
     if sorted(mine) == sorted(others):
         return f"has the same {len(mine)} samples in another order"
-    if ours.dim() < 2 and len({*mine}) < len(mine):
-        return None  # labels: few values, all of which come again
+    if ours.dim() < 2:
+        return None  # labels: values that come again
     common = len({*mine} & {*others})
     if common:
         return f"has {common} of the reference's {len(mine)} samples, and others"
@@ -323,4 +319,3 @@ def _few(ours: Tensor, theirs: Tensor) -> str:
     if differing == ours.numel():
         return "has other values"
     return f"has {differing:,} of {ours.numel():,} values unlike the reference's"
-

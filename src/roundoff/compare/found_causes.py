@@ -11,10 +11,10 @@ from roundoff.compare.culprits import Culprit
 from roundoff.compare.explain import Sides
 from roundoff.compare.fed_data import data_causes
 from roundoff.compare.findings import OWN
+from roundoff.compare.left_out_operators import operator_causes
 from roundoff.compare.left_out_updates import update_causes
 from roundoff.compare.loaded_values import loaded_causes, values_before
-from roundoff.compare.loop_order import loop_causes
-from roundoff.compare.step_causes import DATA, LOADED, LOOP, Cause
+from roundoff.compare.step_causes import DATA, LOOP, Cause
 from roundoff.compare.table import ComparedRow
 from roundoff.record import LoopEvent
 
@@ -28,8 +28,6 @@ _OF_CALLS = frozenset(
         "gradient cut",
     )
 )
-
-Events = Sequence[tuple[int, LoopEvent]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,31 +68,32 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     if compared.is_first and compared.differs:
         names = _names(compared.sides, rename)
         causes += loaded_causes(compared.sides, compared.rows, names, **at)
-    return causes + update_causes(
+    causes += update_causes(
         compared.sides, compared.events, compared.rows, rename, **at
     )
+    if not causes:
+        causes += operator_causes(compared.sides, compared.rows, **at)
+    return causes
 
 
 def _names(sides: Sides, rename: Callable[[str], str]) -> dict[str, str]:
     return {name: rename(name) for name in values_before(sides.reference.rows)}
 
 
-def all_causes(
-    steps: Sequence[Sequence[Cause]], reference: Events, candidate: Events, rank: int
-) -> list[Cause]:
-    """Return the causes of all steps of a rank, each once, those of the loop with them."""
-    of_steps = _once([cause for causes in steps for cause in causes])
-    of_loop = loop_causes(reference, candidate, rank)
-    return sorted([*of_steps, *of_loop], key=lambda cause: (cause.step, cause.at))
+def in_order(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes of the steps and of the loop, each once, as they act."""
+    return sorted(_once(causes), key=lambda cause: (cause.step, cause.at))
+
+
+#: Of these the first stands for all: data, and updates that follow each other.
+_ONE_OF_A_KIND = {DATA: ""}
 
 
 def _once(causes: Sequence[Cause]) -> list[Cause]:
     """Return each cause where it is first seen: later steps show it again."""
     first: dict[tuple[str, str], Cause] = {}
     for cause in causes:
-        key = (cause.kind, "" if cause.kind in (DATA,) else cause.label)
-        if cause.kind == LOADED:
-            key = (cause.kind, cause.evidence)
+        key = (cause.kind, _ONE_OF_A_KIND.get(cause.kind, cause.name))
         first.setdefault(key, cause)
     return [*first.values()]
 
@@ -123,7 +122,7 @@ def is_shown(row: ComparedRow, causes: Sequence[Cause], *, tensors: bool) -> boo
             continue
         if cause.step == row.step and row.record in cause.shown_by:
             return True
-        if _is_setting_shown(row, cause) or _is_later_data(row, cause):
+        if _is_setting_shown(row, cause) or _is_left_from_before(row, cause):
             return True
         later = row.step > cause.step or (row.call or 0) >= cause.at
         if cause.decides and later and not tensors:
@@ -138,16 +137,26 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
     if cause.phase == "optimizer" and row.blamed_phase == "optimizer":
         return True
     if cause.phase == "backward" and row.blamed_phase == "backward":
-        return row.looks_like in ("extra operator", "missing operator", "other operator")
+        return row.looks_like in (
+            "extra operator",
+            "missing operator",
+            "other operator",
+        )
     lines = {cause.line, cause.reference_line} - {None}
     clips = cause.name.startswith("clip")
     return clips and bool({row.blamed_line, row.blamed_reference_line} & lines)
 
 
-def _is_later_data(row: ComparedRow, cause: Cause) -> bool:
-    """Return True for an input of a later step than that which was fed other data."""
-    is_input = row.call is not None and row.call < 0 and row.operator == "input"
-    return cause.kind == DATA and is_input
+def _is_left_from_before(row: ComparedRow, cause: Cause) -> bool:
+    """Return True for data of a later step, and for what an earlier one has left."""
+    if row.step is None or row.step <= cause.step:
+        return False
+    is_before = row.call is not None and row.call < 0
+    if cause.kind == DATA and is_before and row.operator == "input":
+        return True
+    if row.operator == "gradient":
+        return True
+    return is_before and row.name in cause.names
 
 
 def relabelled(row: ComparedRow) -> ComparedRow:

@@ -147,7 +147,8 @@ def _lost(
         line = None if cut is None else cut.line
         at = 0
         where = "" if cut is None else f": it ends at {with_line(cut.site, cut.line)}"
-        evidence = f"{which} gets no gradient here{where}; the reference has one for"
+        get = "gets" if len(names) == 1 else "get"
+        evidence = f"{which} {get} no gradient here{where}; the reference changes"
     elif reason == _NO_UPDATE:
         at = theirs.optimizer.call if theirs.optimizer is not None else _last(theirs)
         why = "its gradient is there, the optimizer does not hold or does not step it"
@@ -163,6 +164,7 @@ def _lost(
         rank=rank,
         phase=twin.phase,
         name=names[0],
+        names=names,
         at=at,
         twin=twin,
         line=line,
@@ -178,12 +180,19 @@ def _last(side: _Side) -> int:
 def _where_cut(
     ours: _Side, theirs: _Side, compared: Sequence[ComparedRow]
 ) -> RecordedRow | None:
-    """Return the first operator that goes backward in the reference alone."""
-    lone = [row for row in compared if row.status == "only in reference"]
-    for row in lone:
-        record = row.reference_record
+    """Return the detach that only the candidate has, or where its backward pass ends.
+
+    That is the first operator that goes backward in the reference alone.
+    """
+    for row in compared:
+        is_detach = row.operator == "detach" and row.phase == "forward"
+        if is_detach and row.status == "only in candidate" and row.record is not None:
+            return theirs.rows.get(row.record)
+    for row in compared:
+        if row.status != "only in reference" or row.reference_record is None:
+            continue
         if row.phase == "backward" and row.call is not None and row.call >= 0:
-            return None if record is None else ours.rows.get(record)
+            return ours.rows.get(row.reference_record)
     return None
 
 
@@ -206,6 +215,7 @@ def _extra(
         rank=rank,
         phase=row.phase,
         name=names[0],
+        names=names,
         at=-1 if frozen else row.call,
         row=row,
         decides=bool(frozen),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import Sides
 from roundoff.compare.parameter_content import EQUAL, relation
@@ -27,6 +28,8 @@ REORDERED = 1e-6
 #: At most this share of the slices of an axis are a few of them.
 FEW = 0.5
 GRADIENT = ".grad"
+#: What an operator looks like that reads the wrong value.
+_OF_INPUTS = ("missing operator", "other input", "stale or shared buffer")
 _STATISTICS = ("min", "max", "mean", "l2", "std")
 
 
@@ -72,6 +75,7 @@ def loaded_causes(
     holders = _contents(sides)
     shown_by = _made_before(sides.candidate.rows, pairs)
     detail = _detail(compared, shown_by, pairs)
+    shown_by += _misread(sides.candidate.rows, compared, pairs)
     causes = []
     for words, group in _grouped(sides, pairs, holders).items():
         first = group[0]
@@ -79,7 +83,9 @@ def loaded_causes(
             Cause(
                 kind=LOADED,
                 label="other parameter",
-                evidence=_sentence(words, group) + _makers(group) + detail,
+                evidence=_sentence(words, group)
+                + _makers(sides.candidate.rows, group)
+                + detail,
                 step=step,
                 rank=rank,
                 phase="forward",
@@ -87,6 +93,7 @@ def loaded_causes(
                 row=first.row,
                 twin=first.twin,
                 error=first.error,
+                names=[pair.name for pair in group],
                 shown_by=shown_by,
                 decides=True,
             )
@@ -233,6 +240,11 @@ def _words(sides: Sides, pair: NamedPair) -> str:
     theirs = sides.candidate.tensor(pair.row.record)
     if ours is None or theirs is None:
         return _statistics_words(pair)
+    if ours.numel() == 1:
+        return f"is {float(theirs):g} where the reference has {float(ours):g}"
+    value = theirs.reshape(-1)[0]
+    if bool((theirs == value).all()):
+        return f"is {float(value):g} everywhere"
     how = relation(ours, theirs)
     if how is not None and how.kind != EQUAL:
         return f"is the reference's {how.words}"
@@ -331,23 +343,37 @@ def _sentence(words: str, group: Sequence[NamedPair]) -> str:
     if len(group) == 1:
         return f"{names} {words}"
     plural = words.replace("is the", "are the", 1).replace("has the", "have the", 1)
-    plural = plural.replace("differs", "differ", 1)
+    plural = plural.replace("differs", "differ", 1).replace("is ", "are ", 1)
     return f"{names} {plural}"
 
 
-def _makers(group: Sequence[NamedPair]) -> str:
+def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return the row of the operator that made these values, behind views."""
+    while row.operator in TRANSPARENT and len(row.inputs) == 1:
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
+    return row
+
+
+def _makers(rows: Rows, group: Sequence[NamedPair]) -> str:
     """Say what made the value, where both sides show it and it is not the same."""
     twin = group[0].twin
     row = group[0].row
+    row = _maker(rows, row)
     if not twin.is_call or twin.base_operator == row.base_operator:
         return ""
     ours = with_line(twin.operator, twin.line)
     if not row.is_call:
         return f"; the reference writes it by {ours}, the candidate does not"
+    if row.values_read():
+        return ""  # made of other values: it was loaded from them
     theirs = with_line(row.operator, row.line)
+    it = "it" if len(group) == 1 else "them"
     return (
-        f"; the reference writes it by {ours}, the candidate leaves what {theirs} made: "
-        "not loaded"
+        f"; the reference writes {it} by {ours}, the candidate leaves what {theirs} "
+        "made: not loaded"
     )
 
 
@@ -362,6 +388,23 @@ def _made_before(rows: Rows, pairs: Sequence[NamedPair]) -> tuple[int, ...]:
         made.add(record)
         waiting += rows[record].inputs
     return tuple(sorted(made))
+
+
+def _misread(
+    rows: Rows, compared: Sequence[ComparedRow], pairs: Sequence[NamedPair]
+) -> tuple[int, ...]:
+    """Return the operators that are only blamed for reading one of the values."""
+    values = {pair.row.record for pair in pairs}
+    for row in rows.values():
+        if row.operator in TRANSPARENT and values.intersection(row.inputs):
+            values.add(row.record)
+    misread = []
+    for compared_row in compared:
+        if compared_row.looks_like not in _OF_INPUTS or compared_row.record is None:
+            continue
+        if values.intersection(rows[compared_row.record].inputs):
+            misread.append(compared_row.record)
+    return tuple(misread)
 
 
 def _detail(

@@ -155,7 +155,7 @@ def loop_causes(
         return []
     ours = optimizer_steps(reference)
     theirs = optimizer_steps(candidate)
-    causes = [*_steps_left_out(reference, candidate, ours, theirs, rank)]
+    causes = [*_steps_left_out(ours, theirs, rank)]
     told = {cause.name for cause in causes}
     for twin, step in _same_optimizers(ours, theirs):
         for compare in _COMPARED:
@@ -177,11 +177,7 @@ def _same_optimizers(
 
 
 def _steps_left_out(
-    reference: Sequence[tuple[int, LoopEvent]],
-    candidate: Sequence[tuple[int, LoopEvent]],
-    ours: Sequence[OptimizerStep],
-    theirs: Sequence[OptimizerStep],
-    rank: int,
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
 ) -> Iterator[Cause]:
     """Optimizers that step in one run alone, or less often than the backward passes say."""
     for name in dict.fromkeys(step.event.of for step in ours):
@@ -422,7 +418,9 @@ def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[
     event = twin.unscaled or step.unscaled
     who = "the reference" if step.unscaled is None else "the candidate"
     evidence = f"only {who} calls unscale_ ({'' if event is None else event.line})"
-    yield _cause(twin, step, rank, name="unscale_", evidence=evidence, phase="optimizer")
+    yield _cause(
+        twin, step, rank, name="unscale_", evidence=evidence, phase="optimizer"
+    )
 
 
 def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:

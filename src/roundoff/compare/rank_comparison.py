@@ -19,12 +19,21 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.exact import Array
 from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.found_causes import (
+    ComparedStep,
+    causes_of_step,
+    in_order,
+    is_shown,
+    relabelled,
+)
+from roundoff.compare.loop_order import loop_causes
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
+from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
-from roundoff.record import Run, StepTensors, as_run, site_name
+from roundoff.record import LoopEvent, Run, StepTensors, as_run, site_name
 
 #: Two rows are at the same place of the program where these agree.
 _PLACE = (
@@ -79,14 +88,29 @@ class Settings:
     threads: int = field(default_factory=torch.get_num_threads)
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """What is found in the steps of one rank.
+
+    Attributes:
+        table: a row for each value of either run.
+        damage: what could not be read, a line each.
+        causes: what stands behind the operators that differ.
+    """
+
+    table: pl.DataFrame
+    damage: Sequence[str]
+    causes: Sequence[Cause]
+
+
 def compare_rank(
     reference: str | Run,
     candidate: str | Run,
     rank: int,
     steps: Sequence[int],
     settings: Settings,
-) -> tuple[pl.DataFrame, list[str]]:
-    """Return the table of these steps of one rank, and what was damaged in them, a line each.
+) -> RankResult:
+    """Return what is found in these steps of one rank.
 
     Steps in which every row of one run has its counterpart at the same place, and no
     distance is above the least that rounding explains, are compared as columns; the
@@ -95,10 +119,11 @@ def compare_rank(
     if torch.get_num_threads() != settings.threads:
         torch.set_num_threads(settings.threads)
     comparison = _RankComparison(as_run(reference), as_run(candidate), rank, settings)
+    comparison.compare_loops(steps)
     agreeing = comparison.agreeing_steps(steps)
     frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
-    return table, comparison.damage
+    return RankResult(table, comparison.damage, comparison.causes)
 
 
 class _RankComparison:
@@ -115,7 +140,23 @@ class _RankComparison:
             run.about.keep in ("tensors", None) for run in (reference, candidate)
         )
         self._memory = EarlierSteps()
+        self._first_step: int | None = None
         self.damage: list[str] = []
+        self.causes: list[Cause] = []
+
+    def compare_loops(self, steps: Sequence[int]) -> None:
+        """Find what the training loops do differently in all steps."""
+        ours = [(step, event) for step in steps for event in self._events(step)[0]]
+        theirs = [(step, event) for step in steps for event in self._events(step)[1]]
+        self.causes += loop_causes(ours, theirs, self._rank)
+
+    def _events(self, step: int) -> tuple[list[LoopEvent], list[LoopEvent]]:
+        """Return what the loops did in a step; damage is told with its rows."""
+        try:
+            ours = self._reference.loop(self._rank, step)
+            return ours, self._candidate.loop(self._rank, step)
+        except RunError:
+            return [], []
 
     def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:
         """Return the table of a step; ``agreeing`` is it where both sides seem to agree."""
@@ -147,7 +188,29 @@ class _RankComparison:
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
-        return rows
+        return self._with_causes(sides, rows, step)
+
+    def _with_causes(
+        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+    ) -> list[ComparedRow]:
+        """Find what stands behind the rows; leave operators that only show it unnamed."""
+        if self._first_step is None:
+            self._first_step = step
+        compared = ComparedStep(
+            sides=sides,
+            rows=rows,
+            rank=self._rank,
+            step=step,
+            is_first=step == self._first_step,
+            modules=self._settings.modules,
+            events=self._events(step),
+        )
+        causes = [*self.causes, *causes_of_step(compared)]
+        self.causes = in_order(causes)
+        return [
+            relabelled(row) if is_shown(row, causes, tensors=self._tensors) else row
+            for row in rows
+        ]
 
     def _recorded(self, run: Run, step: int) -> RecordedStep:
         rows = rows_of(run, self._rank, step)

@@ -5,18 +5,18 @@ A cause is listed like an operator, before those that only show it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roundoff.compare.culprits import Culprit
 from roundoff.compare.recorded_rows import RecordedRow
 
-#: What a cause can be; ``Culprit.kind`` of an operator is ``OPERATOR``.
+#: What a cause can be.
 DATA = "data"
 LOADED = "parameter"
 UPDATE = "update"
 LOOP = "loop"
+OPERATORS = "operators"
 
 #: The labels of causes, each with what to try.
 CAUSE_ADVICE = {
@@ -35,6 +35,10 @@ CAUSE_ADVICE = {
         "compare what is given to the optimizer, and what is frozen in the reference"
     ),
     "gradient cut": "look for detach(), no_grad() or .data in one of the two programs",
+    "missing operator": (
+        "the reference computes this; look for the line that the candidate lacks"
+    ),
+    "extra operator": "look for the line that the reference lacks",
     "other loop": "compare the order of the calls in the two training loops",
     "other setting": "compare this setting of the two programs",
 }
@@ -58,6 +62,7 @@ class Cause:
         line: the candidate's source line, where no row has it.
         reference_line: the reference's.
         error: relative, the largest.
+        names: of the parameters and buffers that it tells of.
         shown_by: records of the candidate that only show this, in this step.
         decides: what differs from there on is no fault of an operator, as far as
             statistics alone can tell.
@@ -76,6 +81,7 @@ class Cause:
     line: str | None = None
     reference_line: str | None = None
     error: float | None = None
+    names: Sequence[str] = ()
     shown_by: Sequence[int] = field(default=())
     decides: bool = False
 
@@ -86,7 +92,7 @@ class Cause:
         shown = row or twin
         return Culprit(
             kind=self.kind,
-            site=None if row is None else row.site,
+            site=self.name,
             reference_site=None if twin is None else twin.site,
             module="" if shown is None else shown.module,
             operator="" if shown is None else shown.operator,
@@ -100,7 +106,7 @@ class Cause:
             dtype=None if shown is None else shown.dtype,
             name=self.name,
             error=self.error,
-            own_error=math.inf if self.error is None else self.error,
+            own_error=self.error or 0.0,
             inputs_error=0.0,
             tolerance=0.0,
             contribution=0.0,

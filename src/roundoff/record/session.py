@@ -336,9 +336,7 @@ class Capture:
         try:
             self._name_gradients()
             self.loop.add(FROZEN, names=self._frozen())
-            self.writer.write_step(
-                self.number, self.recorder.table(), self.loop.take()
-            )
+            self.writer.write_step(self.number, self.recorder.table(), self.loop.take())
             if self.writer.stopped:  # it has said so
                 self.stopped = str(self.writer.about.get("stopped"))
                 return

@@ -7,8 +7,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar

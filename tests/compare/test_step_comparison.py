@@ -159,11 +159,11 @@ def test_batch_norm_that_was_left_in_eval_mode(compared):
 
 
 def test_other_shapes_everywhere(compared):
-    """Another batch size: what cannot be compared is said, and nothing breaks in the backward pass."""
+    """A larger batch: its samples are compared, and statistics over more of them differ. Nothing breaks."""
 
     def work(count):
         def run(model):
-            x = torch.ones(count, 3, 8, 8).cumsum(-1)
+            x = torch.linspace(-1, 1, 576).view(3, 3, 8, 8)[:count].cos()
             model(x).square().mean().backward()
 
         return run
@@ -177,8 +177,8 @@ def test_other_shapes_everywhere(compared):
 
     found = compared(work(2), work(3), (model(), model()))
     assert not found.agrees
-    apart = found.table.filter(operator="native_batch_norm", place=0)
-    assert apart["error"].to_list() == [float("inf")]
+    apart = found.table.filter(operator="native_batch_norm", verdict="fail")
+    assert apart["error"].max() >= 1
     assert found.table.filter(name="0.weight")["error"][0] == 0  # the same weights
 
 

@@ -3,7 +3,7 @@
     program.py    what is run: cnn.py, encoder.py, decoder.py, lstm.py with data, optimizer and a step
     bank.py       what a fault is; ``record``
     constants.py code.py kernels.py precision.py training.py     the faults, by kind; damage.py breaks kernels
-    clean.py      pairs of runs in which nothing is wrong
+    clean.py      pairs of runs in which nothing is wrong; equivalent/ many more, schedules and layouts, with their bugs
 
 A new fault is a function that breaks a program, below ``@fault(family, what was done wrong, its sites)``. test_bank.py
 proves that the runs agree bit for bit until one of these sites. benchmarks/fault_bank.py asks a comparison for them.

@@ -213,8 +213,10 @@ def forward(model, batch):
 
 def test_a_program_that_cannot_run_in_fp64_is_undecided(write):
     more = """
+    import numpy as np
+
     def forward(model, batch):
-        return model(batch.float())
+        return model(torch.from_numpy(batch.numpy().astype(np.float32)))
     """
     found = diagnose(
         Workload.load(write("good.py", more=more)),
@@ -223,6 +225,21 @@ def test_a_program_that_cannot_run_in_fp64_is_undecided(write):
     assert found.comparison.divergence.site.startswith("norm/")
     assert found.higher_precision.verdict == "undecided"
     assert found.higher_precision.reason.startswith("not run in fp64: ")
+
+
+CASTS = """
+    def forward(model, batch):
+        return model(batch.to(torch.float32))
+    """
+
+
+def test_a_program_that_casts_to_fp32_stays_in_fp64(write):
+    """Its own casts would leave the rounding of fp32 in both fp64 runs: no bug, but it would look like one."""
+    reference = Workload.load(write("good.py", more=CASTS))
+    wrong = diagnose(reference, candidate=write("wrong.py", eps=0.1, more=CASTS))
+    assert wrong.higher_precision.verdict == "bug"
+    right = diagnose(reference, candidate="threads=2")
+    assert right.agrees
 
 
 def test_other_weights_are_said(write):

@@ -21,6 +21,7 @@ from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
 from .rank_comparison import Settings as Settings
+from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
 from .recorded_rows import rows_of as rows_of
@@ -32,6 +33,8 @@ from .repeats import repeat_notes as repeat_notes
 from .repeats import same_program as same_program
 from .reproducibility import not_reproducible as not_reproducible
 from .reproducibility import unstable as unstable
+from .rounding_bound import REGION as REGION
+from .rounding_bound import REGION_LIMIT as REGION_LIMIT
 from .summary import About as About
 from .summary import ChartPoint as ChartPoint
 from .summary import ComparisonCoverage as ComparisonCoverage

@@ -31,6 +31,8 @@ MATCHED = "matched"
 BY_USE = "by use"
 REFERENCE_ONLY = "only in reference"
 CANDIDATE_ONLY = "only in candidate"
+#: Of two programs by different hands: other operators, and what leaves them agrees.
+EQUIVALENT = "equivalent"
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,55 +170,71 @@ def _same_optimizers(
     ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
 ) -> Iterator[tuple[OptimizerStep, OptimizerStep]]:
     """Pair the steps of each optimizer in their order."""
-    for name in dict.fromkeys(step.event.of for step in ours):
+    for name, other in _optimizers(ours, theirs):
         mine = [step for step in ours if step.event.of == name]
-        others = [step for step in theirs if step.event.of == name]
+        others = [step for step in theirs if step.event.of == other]
         yield from zip(mine, others, strict=False)
+
+
+def _optimizers(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
+) -> list[tuple[str, str]]:
+    """Pair the names of the optimizers; as many of other classes in their order."""
+    mine = [*dict.fromkeys(step.event.of for step in ours)]
+    others = [*dict.fromkeys(step.event.of for step in theirs)]
+    if len(mine) == len(others) and {*mine} != {*others}:
+        return list(zip(mine, others, strict=True))
+    return [(name, name) for name in mine if name in others]
 
 
 def _steps_left_out(
     ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
 ) -> Iterator[Cause]:
-    """Optimizers that step in one run alone, or less often than the backward passes say."""
-    for name in dict.fromkeys(step.event.of for step in ours):
-        mine = [step for step in ours if step.event.of == name]
-        count = sum(step.event.of == name for step in theirs)
-        if count == 0:
-            line = mine[0].event.line
-            evidence = (
-                f"the optimizer {name} steps in the reference at {line}, and never in "
-                "the candidate: what it should update stays as it was"
-            )
-            yield Cause(
-                kind=UPDATE,
-                label="missing update",
-                evidence=evidence,
-                step=mine[0].step,
-                rank=rank,
-                phase="optimizer",
-                name=f"optimizer {name}",
-                reference_line=line,
-                decides=True,
-            )
-    for name in dict.fromkeys(step.event.of for step in theirs):
-        if any(step.event.of == name for step in ours):
-            continue
-        first = next(step for step in theirs if step.event.of == name)
+    """Optimizers that step in one run alone."""
+    pairs = _optimizers(ours, theirs)
+    for step in _first_steps(ours, {name for name, _ in pairs}):
         evidence = (
-            f"the optimizer {name} steps in the candidate at {first.event.line}, and "
-            "never in the reference"
+            f"the optimizer {step.event.of} steps in the reference at "
+            f"{step.event.line}, and never in the candidate: what it should update "
+            "stays as it was"
+        )
+        yield Cause(
+            kind=UPDATE,
+            label="missing update",
+            evidence=evidence,
+            step=step.step,
+            rank=rank,
+            phase="optimizer",
+            name=f"optimizer {step.event.of}",
+            reference_line=step.event.line,
+            decides=True,
+        )
+    for step in _first_steps(theirs, {name for _, name in pairs}):
+        evidence = (
+            f"the optimizer {step.event.of} steps in the candidate at "
+            f"{step.event.line}, and never in the reference"
         )
         yield Cause(
             kind=LOOP,
             label="other loop",
             evidence=evidence,
-            step=first.step,
+            step=step.step,
             rank=rank,
             phase="optimizer",
-            name=f"optimizer {name}",
-            line=first.event.line,
+            name=f"optimizer {step.event.of}",
+            line=step.event.line,
             decides=True,
         )
+
+
+def _first_steps(
+    steps: Sequence[OptimizerStep], paired: set[str]
+) -> Iterator[OptimizerStep]:
+    """Yield the first step of each optimizer that the other run lacks."""
+    first: dict[str, OptimizerStep] = {}
+    for step in steps:
+        first.setdefault(step.event.of, step)
+    yield from (step for name, step in first.items() if name not in paired)
 
 
 def _cause(

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.alignment import MATCHED
+from roundoff.compare.alignment import MATCHED, renaming
 from roundoff.compare.distance import (
     COUNTS,
     VALUES,
@@ -27,6 +27,13 @@ from roundoff.compare.found_causes import (
     relabelled,
 )
 from roundoff.compare.loop_order import loop_causes
+from roundoff.compare.port_comparison import by_different_hands
+from roundoff.compare.portions.comparison import (
+    PortionsMemory,
+    compare_portions,
+    in_other_portions,
+    without_tensors,
+)
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_causes import Cause
@@ -123,7 +130,49 @@ def compare_rank(
     agreeing = comparison.agreeing_steps(steps)
     frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
-    return RankResult(table, comparison.damage, comparison.causes)
+    return RankResult(table, comparison.damage, comparison.supported_causes())
+
+
+def compare_layouts(
+    reference: str | Run,
+    candidate: str | Run,
+    ranks: Sequence[int],
+    steps: Sequence[int],
+    settings: Settings,
+) -> RankResult:
+    """Return what is found in steps that one process did, and several share.
+
+    The values of the ranks are pieces of the reference's: stretches of it, or terms of
+    a sum. Without tensors they cannot be put together, and only those with the same
+    statistics are compared.
+
+    Args:
+        reference: of one rank.
+        candidate: of several.
+        ranks: of the candidate.
+        steps: that both have.
+        settings: as of ``compare_rank``.
+    """
+    ours = as_run(reference)
+    theirs = as_run(candidate)
+    only = _RankComparison(ours, theirs, ours.ranks[0], settings)
+    memory = PortionsMemory()
+    frames = []
+    for step in steps:
+        try:
+            whole = only.recorded(ours, step)
+            parts = {rank: only.recorded(theirs, step, rank) for rank in ranks}
+        except RunError as error:
+            only.damage.append(str(error).replace("\n", ";"))
+            continue
+        rename = renaming(settings.modules)
+        if whole.tensors is None:
+            rows = without_tensors(whole, parts, rename)
+        else:
+            rows = compare_portions(whole, parts, rename, memory)
+        frames.append(frame_of(rows))
+    table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
+    return RankResult(table, only.damage, [])
 
 
 class _RankComparison:
@@ -141,6 +190,9 @@ class _RankComparison:
         )
         self._memory = EarlierSteps()
         self._first_step: int | None = None
+        self._differs = False
+        self._is_one_program = True
+        self._portions = PortionsMemory()
         self.damage: list[str] = []
         self.causes: list[Cause] = []
 
@@ -149,6 +201,19 @@ class _RankComparison:
         ours = [(step, event) for step in steps for event in self._events(step)[0]]
         theirs = [(step, event) for step in steps for event in self._events(step)[1]]
         self.causes += loop_causes(ours, theirs, self._rank)
+
+    def supported_causes(self) -> list[Cause]:
+        """Return the causes that the values bear out.
+
+        A loop in another form may do the same: its order counts where values differ,
+        and where both sides are one program and not portions of one.
+        """
+        is_borne_out = self._differs and self._is_one_program
+        return [
+            cause
+            for cause in self.causes
+            if is_borne_out or cause.label != "other loop"
+        ]
 
     def _events(self, step: int) -> tuple[list[LoopEvent], list[LoopEvent]]:
         """Return what the loops did in a step; damage is told with its rows."""
@@ -176,8 +241,15 @@ class _RankComparison:
     def _row_by_row(self, step: int) -> list[ComparedRow]:
         at = (self._rank, step)
         sides = Sides(
-            self._recorded(self._reference, step), self._recorded(self._candidate, step)
+            self.recorded(self._reference, step), self.recorded(self._candidate, step)
         )
+        if self._tensors and in_other_portions(sides.reference, sides.candidate):
+            parts = {self._rank: sides.candidate}
+            rename = renaming(self._settings.modules)
+            self._is_one_program = False
+            rows = compare_portions(sides.reference, parts, rename, self._portions)
+            self._differs |= any(row.cause is not None for row in rows)
+            return rows
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
@@ -193,7 +265,15 @@ class _RankComparison:
     def _with_causes(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int
     ) -> list[ComparedRow]:
-        """Find what stands behind the rows; leave operators that only show it unnamed."""
+        """Find what stands behind the rows; leave operators that only show it unnamed.
+
+        A program of another hand has its own parameters and its own data path.
+        """
+        self._differs |= any(row.cause is not None for row in rows)
+        modules = self._settings.modules
+        if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
+            self._is_one_program = False
+            return [*rows]
         if self._first_step is None:
             self._first_step = step
         compared = ComparedStep(
@@ -212,11 +292,13 @@ class _RankComparison:
             for row in rows
         ]
 
-    def _recorded(self, run: Run, step: int) -> RecordedStep:
-        rows = rows_of(run, self._rank, step)
+    def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
+        """Return a step of a run; ``rank``: another one than that of this comparison."""
+        number = self._rank if rank is None else rank
+        rows = rows_of(run, number, step)
         if not self._tensors:
             return RecordedStep(rows)
-        return RecordedStep(rows, StepTensors(run, self._rank, step))
+        return RecordedStep(rows, StepTensors(run, number, step))
 
     def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
         """Return the tables of the steps that agree by their statistics, by number."""

@@ -21,6 +21,7 @@ from roundoff.compare.explain import (
 )
 from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributions
 from roundoff.compare.metrics import Metrics
+from roundoff.compare.port_comparison import by_different_hands, compare_port
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
 from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, last_named
 from roundoff.compare.replay import (
@@ -86,6 +87,8 @@ def compare_step(
     """
     reference = sides.reference.rows
     candidate = sides.candidate.rows
+    if by_different_hands(reference, candidate, modules):
+        return compare_port(sides, memory)
     pairs = align(reference, candidate, modules)
     measures = _Measures(sides, pairs, memory, floors or NoiseFloors({}, {}))
     divergence = Divergence(

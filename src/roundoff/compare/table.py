@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from roundoff.compare.alignment import EQUIVALENT
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.errors import RunError
 
@@ -43,7 +44,7 @@ class ComparedRow:
     call: int | None = None
     #: True for a view of another value's memory.
     view: bool | None = None
-    #: matched, by use, only in reference, only in candidate, damaged
+    #: matched, by use, equivalent, only in reference, only in candidate, damaged
     status: str
     #: Why it has no counterpart, or no metrics.
     reason: str | None = None
@@ -268,5 +269,7 @@ def _by_rounding(margin: float) -> tuple[pl.Expr, pl.Expr]:
         # an operator that does something else is a finding however little comes of it
         broken = broken | (pl.col("cause") == OWN)
     is_open = pl.col("undecided").fill_null(False) & beyond
-    decidable = pl.col("error").is_not_null() & ~is_open.fill_null(False)
+    made_otherwise = (pl.col("status") == EQUIVALENT) & pl.col("cause").is_null()
+    measured = pl.col("error").is_not_null() | made_otherwise
+    decidable = measured & ~is_open.fill_null(False)
     return pl.col("cause").is_not_null() & broken, decidable

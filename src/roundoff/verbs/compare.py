@@ -26,6 +26,7 @@ from roundoff.compare import (
     blamed_for_changing,
     chart_points,
     check_modules,
+    compare_layouts,
     compare_rank,
     coverage_of,
     culprits_in,
@@ -270,7 +271,9 @@ def compare(
     """
     ours = as_run(reference)
     theirs = as_run(candidate)
-    ranks = common("rank", ours.ranks, theirs.ranks, rank)
+    shared = rank is None and len(ours.ranks) == 1 < len(theirs.ranks)
+    ranks = _ranks_of_reference(ours, theirs, rank, shared=shared)
+    parts_of_work: Sequence[Any] = [theirs.ranks] if shared else ranks
     steps = common("step", ours.steps, theirs.steps, step)
     _check_levels(ours, theirs)
     if modules:
@@ -286,13 +289,14 @@ def compare(
     sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
         sides = (_place(reference), _place(candidate))
+    tasks = [(*sides, which, steps, settings) for which in parts_of_work]
     parts = run_tasks(
-        compare_rank,
-        [(*sides, rank, steps, settings) for rank in ranks],
+        compare_layouts if shared else compare_rank,
+        tasks,
         engine=engine,
         progress=progress,
     )
-    extras = _extras(ours, theirs, rank, step)
+    extras = _extras(ours, theirs, rank, step, shared=shared)
     table = _joined([part.table for part in parts], extras)
     _check_common_operators(table, theirs)
     unchanged = same_program(ours, theirs)
@@ -312,6 +316,15 @@ def compare(
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)
+
+
+def _ranks_of_reference(
+    ours: Run, theirs: Run, asked: int | None, *, shared: bool
+) -> list[int]:
+    """The ranks of the reference to compare; its only one where others share its work."""
+    if shared:
+        return list(ours.ranks)
+    return common("rank", ours.ranks, theirs.ranks, asked)
 
 
 def _about(reference: Run, candidate: Run) -> About:
@@ -339,14 +352,19 @@ class _Extra:
     rows: Sequence[ComparedRow]
 
 
-def _extras(ours: Run, theirs: Run, rank: int | None, step: int | None) -> list[_Extra]:
-    """What only one run has, unless one rank or step was asked for."""
+def _extras(
+    ours: Run, theirs: Run, rank: int | None, step: int | None, *, shared: bool
+) -> list[_Extra]:
+    """What only one run has, unless one rank or step was asked for.
+
+    ``shared``: the ranks of the candidate share the work of the reference's only one.
+    """
     extras = []
     for noun, asked, in_ours, in_theirs in (
         ("rank", rank, ours.ranks, theirs.ranks),
         ("step", step, ours.steps, theirs.steps),
     ):
-        if asked is not None:
+        if asked is not None or (shared and noun == "rank"):
             continue
         only_ours = [n for n in in_ours if n not in in_theirs]
         only_theirs = [n for n in in_theirs if n not in in_ours]

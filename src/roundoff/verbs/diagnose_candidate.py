@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ from roundoff.report import (
 )
 from roundoff.verbs.compare import Comparison, compare
 from roundoff.verbs.diagnose import Diagnosis, Sampling, diagnose_workload
-from roundoff.verbs.fp64_referee import decided, outputs_error
+from roundoff.verbs.fp64_casts import CastsToFp64
+from roundoff.verbs.fp64_referee import cleared, decided, outputs_error
 from roundoff.workload import Workload, named_tensors, user_code
 
 #: Output tensors of each step, by name, on the CPU.
@@ -124,6 +125,8 @@ def diagnose_candidate(
         stage()
         unit = other.unit or _unit(workload)
         higher = _higher(compared, ours, theirs, unit, not shaky.is_empty())
+        if higher is not None and higher.verdict == "rounding":
+            compared = cleared(compared, higher, unit)
         diagnosis, reason = _planned(workload, other, goal, sampling, progress)
         plan = diagnosis.summary if diagnosis else None
         sentences = candidate_sentences(higher, plan)
@@ -226,7 +229,7 @@ def record(
     original = variant.workload
     with values_kept(original.model), preserve(original.model):
         workload = variant.change(double(original) if fp64 else original)
-        around = nullcontext if fp64 else variant.around
+        around = CastsToFp64 if fp64 else variant.around
         recording = Capture(
             path, original.model, keep="tensors", noise=noise, overwrite=True
         )

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import polars as pl
 import torch
 from torch import Tensor
 
-from roundoff.compare import Culprit, relative_distance
+from roundoff.compare import (
+    FAIL,
+    REGION,
+    REGION_LIMIT,
+    Culprit,
+    relative_distance,
+)
 from roundoff.report import HigherPrecision, Verdict
 from roundoff.verbs.compare import Comparison
 
@@ -24,6 +31,11 @@ from roundoff.verbs.compare import Comparison
 FP64_UNIT = 2.0**-53
 #: Factor on both sides of the limit within which nothing is decided.
 GREY = 16.0
+#: Outputs of two fp64 runs that are the same but for rounding differ by no more: REGION
+#: of its roundings, the depth of a whole program.
+FP64_END = REGION * FP64_UNIT
+#: Columns that say who made an error.
+_BLAME = ("cause", "origin", "blamed", "looks_like")
 
 
 def verdict(error: float, error_fp64: float, unit: float) -> Verdict:
@@ -80,6 +92,9 @@ def decided(
             error = outputs
             stays = outputs_fp64
         judged, reason = _judged(site, error, stays, unit, named)
+        if judged == "bug" and site and _ends_agree(high, outputs_fp64):
+            judged = "rounding"
+            reason = _another_way(site, stays, outputs_fp64)
     return HigherPrecision(
         site=site,
         error=error,
@@ -118,6 +133,58 @@ def _judged(
         judged,
         f"{difference} stays at {stays:.1e} in fp64 ({error:.1e} before): not rounding",
     )
+
+
+def _ends_agree(high: Comparison, outputs_fp64: float | None) -> bool:
+    """Return True where all that fp64 runs end with is the same but for its rounding.
+
+    That is their outputs, parameters, buffers and gradients. What differs before them
+    is another way to the same.
+    """
+    if outputs_fp64 is None or outputs_fp64 > FP64_END:
+        return False
+    return _ends(high).filter(pl.col("verdict") == FAIL).is_empty()
+
+
+def _ends(comparison: Comparison) -> pl.DataFrame:
+    """Return the rows of the last value of each parameter, buffer and gradient."""
+    named = comparison.table.filter(pl.col("name").is_not_null())
+    last = named.sort("step", "record").group_by("rank", "name", maintain_order=True)
+    return last.last().filter(pl.col("error").is_not_null())
+
+
+def _another_way(site: str, stays: float | None, outputs: float | None) -> str:
+    return (
+        f"another formula: the values at {site} differ by {stays or 0:.1e} in fp64 too, "
+        f"and what the two runs end with agrees there (outputs to {outputs or 0:.1e})"
+    )
+
+
+def cleared(low: Comparison, higher: HigherPrecision, unit: float) -> Comparison:
+    """Return the comparison without its culprits, where fp64 has proven them rounding.
+
+    That is where the two programs end with the same in fp64, and in the candidate's
+    format with no more between them than rounding through many operators leaves. A
+    kernel that is wrong in this format alone leaves more, and stays.
+
+    Args:
+        low: the comparison in the candidate's format.
+        higher: what fp64 says of it.
+        unit: unit roundoff of the candidate's format.
+    """
+    allowed = min(REGION * unit, REGION_LIMIT)
+    outputs = higher.output_error
+    if low.agrees or outputs is None or outputs > allowed:
+        return low
+    if (higher.output_error_fp64 or 0.0) > FP64_END:
+        return low
+    beyond = (pl.col("error") > allowed) & (pl.col("error") > pl.col("tolerance"))
+    if not _ends(low).filter((pl.col("verdict") == FAIL) & beyond).is_empty():
+        return low
+    blameless = low.table.with_columns(
+        pl.lit(None, dtype=low.table.schema[name]).alias(name) for name in _BLAME
+    )
+    return replace(low, table=blameless).judge(margin=low.about.margin)
 
 
 def site_error(comparison: Comparison, named: Culprit) -> float | None:

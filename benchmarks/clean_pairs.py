@@ -1,0 +1,200 @@
+"""Is anything called wrong where nothing is, and is the bug named where one is?
+
+Clean pairs of one training; schedules (a cache, chunks, padding, micro-batches) against whole sequences; layouts of
+several processes against one: alarms, of which there may be none. Bugs planted in schedules and layouts: how many are
+named first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, progress, table, verdict
+
+import roundoff as ro
+from roundoff.errors import RoundoffError
+from roundoff.site import matches
+
+sys.path.insert(0, str(ROOT / "tests"))
+from faults.equivalent.layouts import LAYOUTS, launch, one_process
+from faults.equivalent.pairs import pairs
+from faults.equivalent.schedules import SCHEDULES
+
+#: The share of the planted bugs that must be named first.
+BAR = 0.9
+PARTS = ("pairs", "schedules", "layouts")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="those with one of these in the name")
+    parser.add_argument("--part", choices=PARTS, help="only this part")
+    parser.add_argument(
+        "--apart",
+        choices=("all", "only", "without"),
+        default="all",
+        help="the quarter that no rule was tried on",
+    )
+    parser.add_argument("--show", action="store_true", help="print the answers")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = _Chosen(args.names, args.apart, args.show)
+    measure = {"pairs": of_pairs, "schedules": of_schedules, "layouts": of_layouts}
+    for part in [args.part] if args.part else PARTS:
+        measure[part](chosen)
+
+
+class _Chosen:
+    """Which cases are measured."""
+
+    def __init__(self, names: Sequence[str], apart: str, show: bool) -> None:
+        self.names = names
+        self.apart = apart
+        self.show = show
+
+    def of(self, cases: Sequence[Any]) -> list[Any]:
+        return [case for case in cases if self._is_chosen(case)]
+
+    def _is_chosen(self, case: Any) -> bool:
+        if self.apart != "all" and case.apart != (self.apart == "only"):
+            return False
+        label = f"{getattr(case, 'network', '')} {case.name}"
+        return not self.names or any(name in label for name in self.names)
+
+
+def of_pairs(chosen: _Chosen) -> None:
+    """Alarms of clean pairs."""
+    rows = []
+    for pair in chosen.of(pairs()):
+        label = f"{pair.network}, {pair.name}"
+        alarms = _alarms(label, chosen, pair.reference, pair.candidate)
+        rows.append((label, *alarms))
+    _table_of_alarms("Clean pairs", rows)
+
+
+def of_schedules(chosen: _Chosen) -> None:
+    """Alarms of right schedules, and culprits of wrong ones."""
+    cases = chosen.of(SCHEDULES)
+    recorded = [
+        (
+            case,
+            lambda folder, case=case: case.record(folder, candidate=False),
+            lambda folder, case=case: case.record(folder, candidate=True),
+        )
+        for case in cases
+    ]
+    _right_and_wrong("Schedules", recorded, chosen)
+
+
+def of_layouts(chosen: _Chosen) -> None:
+    """Alarms of right layouts, and culprits of wrong ones."""
+    cases = chosen.of(LAYOUTS)
+    if not cases:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        launch(root, [case.name for case in cases])
+        recorded = [
+            (
+                case,
+                lambda f, case=case: one_process(
+                    f, trains=case.trains, steps=case.steps
+                ),
+                root / case.name,
+            )
+            for case in cases
+        ]
+        _right_and_wrong("Layouts", recorded, chosen)
+
+
+def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> None:
+    alarms = [
+        (case.name, *_alarms(case.name, chosen, *sides))
+        for case, *sides in recorded
+        if not case.sites
+    ]
+    _table_of_alarms(f"{title}: right ones", alarms)
+    named = [
+        (case.name, *_named(case, chosen, *sides))
+        for case, *sides in recorded
+        if case.sites
+    ]
+    if named:
+        first = sum(row[-1] == 1 for row in named)
+        header = ("bug", "true site", "named first", "rank")
+        table(f"{title}: planted bugs", header, named)
+        share = first / len(named)
+        print(f"first {first}/{len(named)}, bar {BAR:.0%}: {verdict(share, BAR)}")
+
+
+def _table_of_alarms(title: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    if not rows:
+        return
+    header = ("candidate", "rows", "undecided", "alarms", "first")
+    table(title, header, rows)
+    false = sum(bool(row[3]) for row in rows)
+    print(f"false alarms {false}/{len(rows)}, bar 0: {verdict(false, 0, at_most=True)}")
+
+
+def _alarms(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
+    compared = _compared(label, chosen, reference, candidate)
+    if isinstance(compared, str):
+        return 0, 0, 1, compared
+    verdicts = compared.verdicts
+    named = compared.culprits(1)
+    first = f"{named[0].site}: {named[0].looks_like}" if named else ""
+    alarms = verdicts.get("fail", 0)
+    progress(f"{label}: {alarms} alarms {first}")
+    return compared.table.height, verdicts.get("undecided", 0), alarms, first[:60]
+
+
+def _named(case: Any, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
+    compared = _compared(case.name, chosen, reference, candidate)
+    if isinstance(compared, str):
+        return case.sites[0], compared, 0
+    culprits = compared.culprits(3)
+    ranks = [n for n, culprit in enumerate(culprits, 1) if _is_true(case, culprit)]
+    rank = ranks[0] if ranks else 0
+    first = culprits[0].site or culprits[0].reference_site if culprits else "nothing"
+    progress(f"{case.name}: {first}, rank {rank}")
+    return case.sites[0], first, rank
+
+
+def _is_true(case: Any, culprit: Any) -> bool:
+    names = [culprit.site, culprit.reference_site, culprit.name]
+    spelt = [name for name in names if name]
+    spelt += [name.partition("#")[0] for name in spelt]
+    return any(matches(glob, name) for glob in case.sites for name in spelt)
+
+
+def _compared(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [
+            _folder(side, Path(folder, name))
+            for name, side in (("reference", reference), ("candidate", candidate))
+        ]
+        try:
+            compared = ro.compare(reference=sides[0], candidate=sides[1])
+        except RoundoffError as error:
+            progress(f"{label}: {error.what}")
+            return error.what
+        if chosen.show:
+            print(f"--- {label}\n{compared.answer}\n")
+        return compared
+
+
+def _folder(side: Callable[[Path], None] | Path, folder: Path) -> Path:
+    if isinstance(side, Path):
+        return side
+    side(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

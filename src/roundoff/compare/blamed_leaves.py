@@ -1,0 +1,486 @@
+"""Is it a parameter, or the layout of a value, that makes two programs part?
+
+Where tensors were kept this is tried: the candidate's calls run again with the values
+that the reference's parameter would give; where the result then agrees, the parameter is
+at fault. Without tensors, contents alone speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roundoff.compare.divergence import EXACT
+from roundoff.compare.parameter_content import (
+    JOINED,
+    PART,
+    axis_orders,
+    relation,
+)
+from roundoff.compare.recorded_calls import CannotRun, result_at, run_call
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_regions import Part, Sides
+from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
+
+#: Parameters of a region that are tried one by one.
+MOST_LEAVES = 12
+#: Parameters that may be put together in one.
+MOST_PARTS = 4
+#: Gates of a recurrent layer, in any order.
+GATES = (3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """What is at fault where two programs part.
+
+    Attributes:
+        value: the candidate's parameter, or the value in the wrong layout.
+        reference: what it should be.
+        evidence: in words.
+    """
+
+    value: Value
+    reference: Value | None
+    evidence: str
+
+
+def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Value]:
+    """Return the parameters and buffers that values read, not behind values that agree.
+
+    Values that are made of parameters alone are looked through.
+    """
+    leaves: dict[int, Value] = {}
+    seen: set[int] = set()
+    waiting = [(key, True) for key in starts]
+    while waiting:
+        key, is_start = waiting.pop()
+        if key in seen or key not in flow.values:
+            continue
+        seen.add(key)
+        value = flow.values[key]
+        if value.row.name and not value.is_call:
+            leaves[key] = value
+            continue
+        agrees = key in agreeing  # type: ignore[operator]
+        if agrees and not is_start and not _of_leaves_alone(flow, value):
+            continue
+        waiting += [(k, False) for k in value.inputs]
+    return sorted(leaves.values(), key=lambda v: v.order)[:MOST_LEAVES]
+
+
+def _of_leaves_alone(flow: Flow, value: Value, depth: int = 8) -> bool:
+    """Return True for a value that is made of parameters and constants alone."""
+    if not value.is_call:
+        return bool(value.row.name)
+    if not depth:
+        return False
+    inputs = [flow.values[k] for k in value.inputs if k in flow.values]
+    return all(_of_leaves_alone(flow, each, depth - 1) for each in inputs)
+
+
+def blamed_leaf(sides: Sides, part: Part) -> Blamed | None:
+    """Return the parameter that makes the two part; None where it is none."""
+    if part.candidate is None or part.reference is None:
+        return None
+    theirs = leaves_near(sides.candidate, [part.candidate.key], sides.twins)
+    starts = [part.reference.key, *(value.key for value in part.wanted[:1])]
+    ours = leaves_near(sides.reference, starts, sides.agreeing)
+    proven = _proven(sides, part, ours, theirs)
+    if proven is not None:
+        return proven
+    return _by_content(sides, ours, theirs)
+
+
+# -- by trial ------------------------------------------------------------------------
+
+
+def _proven(
+    sides: Sides, part: Part, ours: Sequence[Value], theirs: Sequence[Value]
+) -> Blamed | None:
+    """Try the reference's parameters in the candidate's places."""
+    value = part.candidate
+    if value is None:
+        return None
+    named = value.row.record if value.inner else value.key
+
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        return _agrees_with(sides, named, leaf.key, other)
+
+    return _tried(sides, ours, theirs, agrees)
+
+
+def _tried(
+    sides: Sides,
+    ours: Sequence[Value],
+    theirs: Sequence[Value],
+    agrees: Callable[[Value, Tensor], bool],
+) -> Blamed | None:
+    """Return the first leaf that makes the two agree once it holds other values."""
+    for leaf in theirs:
+        held = sides.candidate.tensor(leaf.key)
+        if held is None:
+            return None
+        for wanted, content in _contents(sides, ours, held):
+            for other in _layouts(content, held):
+                if not torch.equal(other, held) and agrees(leaf, other):
+                    words = _in_words(leaf, wanted, content, held)
+                    return Blamed(leaf, wanted, words)
+    return None
+
+
+def _contents(
+    sides: Sides, leaves: Sequence[Value], held: Tensor
+) -> Iterator[tuple[Value, Tensor]]:
+    """Yield what a parameter may have to hold: one of the reference's, a part, several."""
+    tensors = [(leaf, sides.reference.tensor(leaf.key)) for leaf in leaves]
+    known = [(leaf, tensor) for leaf, tensor in tensors if tensor is not None]
+    numel = held.numel()
+    for leaf, tensor in known:
+        if tensor.numel() == numel:
+            yield leaf, tensor
+        elif tensor.numel() > numel and tensor.numel() % numel == 0:
+            for part in _parts(tensor, tensor.numel() // numel):
+                yield leaf, part
+    for (leaf, one), (_, other) in combinations(known, 2):
+        if one.shape == other.shape and one.numel() == numel:
+            yield leaf, one + other
+        elif one.numel() + other.numel() == numel:
+            for joined in _joined(one, other):
+                yield leaf, joined
+
+
+def _parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    for axis in range(tensor.dim()):
+        if tensor.shape[axis] % count == 0:
+            yield from tensor.chunk(count, axis)
+
+
+def _joined(one: Tensor, other: Tensor) -> Iterator[Tensor]:
+    if one.dim() != other.dim():
+        return
+    for axis in range(one.dim()):
+        rest = [a for a in range(one.dim()) if a != axis]
+        if all(one.shape[a] == other.shape[a] for a in rest):
+            yield torch.cat([one, other], axis)
+            yield torch.cat([other, one], axis)
+
+
+def _same_size(leaves: Sequence[Value], leaf: Value) -> list[Value]:
+    numel = leaf.row.numel
+    return [value for value in leaves if value.row.numel == numel]
+
+
+def _layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    """Yield the values of one tensor in the shape of another, in every plain layout."""
+    content = content.to(held.dtype)
+    for order in axis_orders(content):
+        turned = content.permute(order)
+        if turned.dim() != held.dim() or turned.shape == held.shape:
+            shaped = turned.reshape(held.shape)
+            yield shaped
+            yield from _gates_of(shaped)
+    if content.shape == held.shape:
+        for axis in range(held.dim()):
+            yield content.flip(axis)
+
+
+def _gates_of(content: Tensor) -> Iterator[Tensor]:
+    for axis in range(content.dim()):
+        for parts in GATES:
+            size = content.shape[axis]
+            if size % parts == 0 and size > parts:
+                gates = content.chunk(parts, axis)
+                for order in permutations(range(parts)):
+                    yield torch.cat([gates[i] for i in order], axis)
+
+
+def _agrees_with(sides: Sides, named: int, leaf: int, other: Tensor) -> bool:
+    """Return True where the candidate's value agrees once a leaf holds other values."""
+    try:
+        result = run_with(sides.candidate, named, leaf, other)
+    except CannotRun:
+        return False
+    sketch = sketch_of_tensor(result)
+    if sketch is None:
+        return False
+    index = sides.near_in_reference(sketch)
+    return any(not sides.reference.values[key].says_nothing for key in index)
+
+
+def run_with(flow: Flow, key: int, leaf: int, other: Tensor) -> Tensor:
+    """Return a recorded value as it would be with other values in a leaf.
+
+    Raises ``CannotRun``.
+    """
+    changed: dict[int, Tensor] = {leaf: other}
+    for record in sorted(_between(flow, leaf, key)):
+        row = flow.step.rows[record]
+        first = flow.first.get(row.call)
+        if first is None or first.arguments is None or first.overload is None:
+            raise CannotRun("its arguments were not recorded")
+
+        def value(of: int) -> Tensor:
+            if of in changed:
+                return changed[of].clone()
+            tensor = flow.step.tensor(of)
+            if tensor is None:
+                raise CannotRun("one of its inputs was not stored")
+            return tensor.clone()
+
+        results = run_call(first.overload, first.arguments, value, other.dtype)
+        changed[record] = result_at(results, row.place)
+    if key not in changed:
+        raise CannotRun("it is not made of this")
+    return changed[key]
+
+
+def _between(flow: Flow, leaf: int, key: int) -> set[int]:
+    """Return the records that lead from a leaf to a value, the value among them."""
+    rows = flow.step.rows
+    leads: dict[int, bool] = {leaf: True}
+    for record in sorted(rows):
+        if record > key:
+            break
+        row = rows[record]
+        if record != leaf and row.is_call:
+            leads[record] = any(leads.get(i, False) for i in row.inputs)
+    needed = {key}
+    for record in sorted((r for r, does in leads.items() if does), reverse=True):
+        if record in needed:
+            needed.update(i for i in rows[record].inputs if leads.get(i, False))
+    return {record for record in needed if record != leaf and leads.get(record, False)}
+
+
+# -- by content ----------------------------------------------------------------------
+
+
+def _by_content(
+    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
+) -> Blamed | None:
+    """Compare what the parameters on both sides hold."""
+    lost = [v for v in ours if v.key not in sides.agreeing or v.says_nothing]
+    foreign = [v for v in theirs if v.key not in sides.twins or v.says_nothing]
+    lost = [v for v in lost if not _is_put_together(v, theirs)]
+    foreign = [v for v in foreign if not _is_put_together(v, ours)]
+    for leaf in foreign:
+        wanted = _best_partner(sides, lost, leaf)
+        if wanted is not None:
+            return Blamed(leaf, wanted, _words_of(sides, leaf, wanted))
+    return _of_another(sides, ours, theirs)
+
+
+def _is_put_together(whole: Value, parts: Sequence[Value]) -> bool:
+    """Return True where several of ``parts`` together are a parameter, or added up."""
+    if whole.sketch is None or whole.says_nothing:
+        return False
+    others = [v for v in parts if v.sketch is not None and v.key != whole.key]
+    for count in range(1, MOST_PARTS + 1):
+        for chosen in combinations(others, count):
+            if sum(v.sketch.numel for v in chosen if v.sketch) != whole.sketch.numel:
+                continue
+            if _together(whole.sketch, [v.sketch for v in chosen if v.sketch]):
+                return True
+    return False
+
+
+def _together(whole: Sketch, parts: Sequence[Sketch]) -> bool:
+    norm = float(np.sqrt(sum(part.size**2 for part in parts)))
+    return abs(norm - whole.size) <= 1e-5 * whole.size
+
+
+def _best_partner(sides: Sides, lost: Sequence[Value], leaf: Value) -> Value | None:
+    """Return the reference's parameter that a foreign one stands for."""
+    for wanted in _same_size(lost, leaf):
+        ours = sides.reference.tensor(wanted.key)
+        theirs = sides.candidate.tensor(leaf.key)
+        if ours is None or theirs is None:
+            return wanted
+        how = relation(ours, theirs)
+        if how is None or how.kind not in (PART, JOINED):
+            return wanted
+    return None
+
+
+def _of_another(
+    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
+) -> Blamed | None:
+    """A parameter that holds what the reference has elsewhere."""
+    wanted_here = {value.key for value in ours}
+    read_here = {value.key for value in theirs}
+    for leaf in theirs:
+        if leaf.says_nothing or _is_right_elsewhere(sides, leaf):
+            continue
+        twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
+        named = [value for value in twins if value.row.name and not value.is_call]
+        if not named or any(value.key in wanted_here for value in named):
+            continue
+        for wanted in _same_size(ours, leaf):
+            twin = sides.agreeing.get(wanted.key)
+            if twin is None or twin[0] not in read_here:
+                holds = f"{leaf.row.name} holds the reference's {named[0].row.name}"
+                return Blamed(leaf, wanted, f"{holds}, not {wanted.row.name}")
+    return None
+
+
+def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
+    """Return True where another call reads the leaf, and agrees."""
+    waiting = list(sides.candidate.readers.get(leaf.key, ()))
+    while waiting:
+        reader = sides.candidate.values[waiting.pop()]
+        if reader.row.phase != leaf.row.phase:
+            continue
+        if not reader.computes:
+            waiting += sides.candidate.readers.get(reader.key, ())
+        elif reader.key in sides.twins and not reader.inner:
+            return True
+    return False
+
+
+def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:
+    ours = sides.reference.tensor(wanted.key)
+    theirs = sides.candidate.tensor(leaf.key)
+    if ours is None or theirs is None:
+        return f"{leaf.row.name} holds none of the reference's parameters"
+    return _in_words(leaf, wanted, ours, theirs)
+
+
+def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
+    how = relation(ours, theirs)
+    if how is None:
+        return (
+            f"{leaf.row.name} holds other values than the reference's {wanted.row.name}"
+        )
+    return f"{leaf.row.name} is the reference's {wanted.row.name} {how.words}"
+
+
+# -- layouts -------------------------------------------------------------------------
+
+
+def blamed_layout(sides: Sides, part: Part) -> Blamed | None:
+    """Return what puts the right values into the wrong places, or reads others.
+
+    None where what the two parts read agrees up to the order and joining of axes, and
+    without tensors.
+    """
+    if part.candidate is None or part.reference is None:
+        return None
+    expected = _boundary(sides.reference, [part.reference.key], sides.agreeing)
+    read = _boundary(sides.candidate, [part.candidate.key], sides.twins)
+    for key in read:
+        value = sides.candidate.values[key]
+        if not value.is_call or value.says_nothing or not value.is_number:
+            continue
+        twins = [k for k in sides.all_twins(value) if k in expected]
+        if not twins:
+            continue
+        if not any(_same_places(sides, twin, key) for twin in twins):
+            return _first_wrong_place(sides, twins[0], value)
+    return None
+
+
+def _boundary(flow: Flow, starts: Sequence[int], agreeing: object) -> list[int]:
+    """Return the values that agree and are read by a region that ends with ``starts``."""
+    boundary: dict[int, None] = {}
+    seen: set[int] = set()
+    waiting = [k for key in starts for k in flow.values[key].inputs]
+    while waiting:
+        key = waiting.pop(0)
+        if key in seen or key not in flow.values:
+            continue
+        seen.add(key)
+        if key in agreeing:  # type: ignore[operator]
+            boundary[key] = None
+        else:
+            waiting += flow.values[key].inputs
+    return list(boundary)
+
+
+def _same_places(sides: Sides, twin: int, key: int) -> bool:
+    ours = sides.reference.tensor(twin)
+    theirs = sides.candidate.tensor(key)
+    return ours is None or theirs is None or same_layout(ours, theirs)
+
+
+def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
+    """Follow values that were moved back to the first that is in the wrong place."""
+    wrong = value
+    numel = value.sketch.numel if value.sketch else 0
+    while wrong.operator in EXACT:
+        sources = [sides.candidate.values.get(key) for key in wrong.inputs]
+        moved = [
+            source
+            for source in sources
+            if source is not None
+            and source.is_call
+            and source.sketch is not None
+            and source.sketch.numel == numel
+        ]
+        if not moved or _same_places(sides, twin, moved[0].key):
+            break
+        wrong = moved[0]
+    expected = sides.reference.tensor(twin)
+    if expected is None:
+        return None
+    ours = leaves_near(sides.reference, [twin], sides.agreeing)
+    theirs = leaves_near(sides.candidate, [wrong.key], sides.twins)
+
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        try:
+            result = run_with(sides.candidate, value.key, leaf.key, other)
+        except CannotRun:
+            return False
+        return same_layout(expected, result)
+
+    proven = None if value.inner else _tried(sides, ours, theirs, agrees)
+    if proven is not None:
+        return proven
+    words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"
+    return Blamed(wrong, sides.reference.values[twin], words)
+
+
+def _shape(value: Value) -> str:
+    shape = value.tensor.shape if value.tensor is not None else value.row.shape
+    return str(list(shape or ()))
+
+
+def same_layout(ours: Tensor, theirs: Tensor) -> bool:
+    """Return True where two tensors are one up to the order and the joining of axes.
+
+    >>> x = torch.randn(2, 3, 4)
+    >>> same_layout(x, x.permute(0, 2, 1)), same_layout(x, x.permute(2, 0, 1).flatten(1))
+    (True, True)
+    >>> same_layout(x, x.reshape(2, 4, 3))
+    False
+    """
+    for one, other in ((ours, theirs), (theirs, ours)):
+        for order in axis_orders(one):
+            turned = one.permute(order)
+            if _joins_to(turned.shape, other.shape) and _close(turned, other):
+                return True
+    return False
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    a = one.reshape(-1).to(torch.float64)
+    b = other.reshape(-1).to(torch.float64)
+    return float((a - b).norm()) <= 1e-4 * float(a.norm())
+
+
+def _joins_to(fine: Sequence[int], coarse: Sequence[int]) -> bool:
+    """Return True where joining neighbouring axes makes one shape of the other."""
+    waiting = [size for size in fine if size != 1]
+    for size in coarse:
+        if size == 1:
+            continue
+        joined = 1
+        while joined < size and waiting:
+            joined *= waiting.pop(0)
+        if joined != size:
+            return False
+    return not waiting

@@ -1,0 +1,204 @@
+"""What a recorded call computes inside, by torch's own decomposition of its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from roundoff.compare.divergence import EXACT
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_sketch import sketch_of_tensor
+from roundoff.errors import RunError
+from roundoff.ops import base, overload_of, restore
+
+#: A call that computes more steps inside is left whole.
+MOST = 2000
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every tensor that is made, what made it, and of which others."""
+
+    def __init__(self, known: dict[int, int], first_key: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys = known
+        self.next_key = first_key
+        self.kept: list[Tensor] = []
+        self.steps: list[tuple[int, str, tuple[int, ...], Tensor]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        read = tuple(
+            self.keys[id(leaf)]
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and id(leaf) in self.keys
+        )
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and len(self.steps) < MOST:
+                self._note(made, str(func._schema.name), read)
+        return result
+
+    def _note(self, made: Tensor, name: str, read: tuple[int, ...]) -> None:
+        self.kept.append(made)  # so that no other tensor gets its id
+        operator = name.rpartition("::")[2]
+        self.keys[id(made)] = self.next_key
+        self.steps.append((self.next_key, base(operator), read, made.detach().clone()))
+        self.next_key += 1
+
+
+def open_calls(flow: Flow, keys: Sequence[int]) -> bool:
+    """Add what the calls of these values compute inside; return True where any was added.
+
+    Calls whose tensors were not kept, and those that have no decomposition, stay whole.
+    """
+    opened = False
+    done: set[int] = set()
+    for key in keys:
+        value = flow.values[key]
+        if value.inner or not value.row.is_call or value.row.call in done:
+            continue
+        done.add(value.row.call)
+        opened |= _open(flow, value.row)
+    return opened
+
+
+def _open(flow: Flow, row: RecordedRow) -> bool:
+    first = flow.first.get(row.call)
+    if first is None or first.overload is None or first.arguments is None:
+        return False
+    if flow.step.tensors is None or row.base_operator in EXACT:
+        return False
+    if any(value.row.call == row.call for value in _inner(flow)):
+        return False
+    try:
+        func = overload_of(first.overload)
+        decomposed = _decomposition(func)
+        if decomposed is None:
+            return False
+        known: dict[int, int] = {}
+        held: list[Tensor] = []
+
+        def value(record: int) -> Tensor:
+            tensor = flow.tensor(record) if record in flow.values else None
+            if tensor is None:
+                raise RunError("one of its inputs was not stored")
+            copied = tensor.detach().clone()
+            held.append(copied)
+            known[id(copied)] = record
+            return copied
+
+        args, kwargs = restore(first.arguments, value)
+        watch = _Watch(known, max(flow.values) + 1)
+        with torch.no_grad(), watch:
+            result = decomposed(*args, **kwargs)
+    except (RunError, RuntimeError, TypeError, ValueError, KeyError, IndexError):
+        # it stays whole: the region is larger, and nothing is lost
+        return False
+    return _enter(flow, row, watch, result)
+
+
+def _inner(flow: Flow) -> list[Value]:
+    return [value for value in flow.values.values() if value.inner]
+
+
+def _enter(flow: Flow, row: RecordedRow, watch: _Watch, result: Any) -> bool:
+    rows = [v.row for v in flow.values.values() if v.row.call == row.call]
+    inner = [
+        Value(
+            key,
+            rows[0],
+            operator,
+            read,
+            sketch_of_tensor(tensor),
+            (rows[0].record - 1, place + 1),
+            inner=True,
+            tensor=tensor,
+        )
+        for place, (key, operator, read, tensor) in enumerate(watch.steps)
+    ]
+    results: dict[int, int] = {}
+    made = result if isinstance(result, tuple | list) else [result]
+    for each in rows:
+        place = each.place or 0
+        if place < len(made) and isinstance(made[place], Tensor):
+            key = watch.keys.get(id(made[place]))
+            if key is not None and key not in flow.values:
+                results[each.record] = key
+    if not results or not _is_larger(inner, row):
+        return False
+    flow.insert(inner, results)
+    return True
+
+
+def _is_larger(inner: Sequence[Value], row: RecordedRow) -> bool:
+    """Return True where several steps that compute lead from the call's inputs to its end."""
+    steps = [value for value in inner if value.computes]
+    read = {key for value in inner for key in value.inputs}
+    return len(steps) > 1 and bool(read & set(row.inputs))
+
+
+def _decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return a function of the same arguments made of simpler operators; None without one."""
+    from torch._decomp import decomposition_table
+
+    packet = func.overloadpacket
+    if packet is torch.ops.aten.mkldnn_rnn_layer:
+        return _lstm_layer
+    if packet is torch.ops.aten.addmm:
+        return _addmm
+    table: Any = decomposition_table
+    return table.get(func)  # type: ignore[no-any-return]
+
+
+def _addmm(
+    bias: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    product = torch.mm(one, other)
+    if alpha != 1:
+        product = product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _lstm_layer(
+    x: Tensor,
+    weight: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    recurrent_bias: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    reverse: bool,
+    batch_sizes: Sequence[int],
+    mode: int,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An LSTM layer over time, gates i, f, g, o (as torch.nn.LSTM documents them)."""
+    bidirectional = others[3]
+    if mode != 2 or bidirectional or batch_sizes:
+        raise ValueError("not a single LSTM layer")
+    steps = list(x.unbind(0))
+    outputs: list[Tensor] = []
+    if reverse:
+        steps.reverse()
+    for step in steps:
+        gates = torch.mm(step, weight.t()) + bias
+        gates = gates + (torch.mm(hidden, recurrent.t()) + recurrent_bias)
+        i, f, g, o = gates.chunk(4, 1)
+        cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+        hidden = torch.sigmoid(o) * torch.tanh(cell)
+        outputs.append(hidden)
+    if reverse:
+        outputs.reverse()
+    return torch.stack(outputs), hidden, cell

@@ -1,0 +1,524 @@
+"""One step of two programs by different hands, compared by the values they compute.
+
+Their operators, modules and layouts differ, so that calls have no counterparts one by one.
+What counts are results: the loss or the output, the gradients of parameters that hold the
+same values, what the optimizer makes of these, and what is written to buffers. Where one
+differs, ``value_regions`` says where the two part; what either computes in other operators
+between values that agree is equivalent, and no finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.alignment import (
+    EQUIVALENT,
+    MATCHED,
+    renaming,
+)
+from roundoff.compare.blamed_leaves import Blamed, blamed_layout, blamed_leaf
+from roundoff.compare.explain import EarlierSteps
+from roundoff.compare.explain import Sides as RecordedSides
+from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.symptoms import ADVICE
+from roundoff.compare.table import ComparedRow
+from roundoff.compare.value_flow import Flow, Value, flow_of
+from roundoff.compare.value_regions import Part, Sides, limit_of, parted
+
+#: Two programs of which less than this share of the calls have a counterpart of the same
+#: module and operator are by different hands.
+ALIKE = 0.5
+#: Gradients below this share of the largest one are rounding of what is zero.
+NO_GRADIENT = 1e-2
+#: How much closer outputs are looked at where gradients differ.
+CLOSER = (1, 4, 16, 64)
+#: An output of this many elements says more than the loss.
+WIDE = 8
+#: Updates of parameters agree up to this.
+UPDATE = 1e-3
+
+_FORWARD = "forward"
+_BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
+_OTHER_OPERATORS = "computed in other operators; what leaves here agrees"
+_AFTER = "made of values that differ"
+
+
+def by_different_hands(
+    reference: Rows, candidate: Rows, modules: Mapping[str, str]
+) -> bool:
+    """Return True where the calls of two programs have no counterparts by name.
+
+    Programs that compute in the same order with the same operators on the same shapes
+    are of one hand, whatever their modules are called.
+    """
+    rename = renaming(modules)
+    ours = _computing(reference, rename)
+    theirs = _computing(candidate, str)
+    if not ours or not theirs:
+        return False
+    if [call[1:] for call in ours] == [call[1:] for call in theirs]:
+        return False
+    common = Counter(call[:2] for call in ours) & Counter(call[:2] for call in theirs)
+    return sum(common.values()) < ALIKE * max(len(ours), len(theirs))
+
+
+def _computing(
+    rows: Rows, rename: Callable[[str], str]
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return module, operator and shape of each forward call that computes."""
+    calls = []
+    for row in rows.values():
+        value = Value(row.record, row, row.base_operator, (), None, (0, 0))
+        if row.phase == _FORWARD and value.computes and not row.place:
+            calls.append(
+                (rename(row.module), row.base_operator, tuple(row.shape or ()))
+            )
+    return calls
+
+
+def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow]:
+    """Return the rows of the table for one step of two programs by different hands.
+
+    Those of the candidate come first, in its order of execution; ``memory`` is changed.
+    """
+    reference = flow_of(steps.reference)
+    candidate = flow_of(steps.candidate)
+    sides = Sides(reference, candidate, limit_of([reference, candidate]))
+    sides.match()
+    differences = [] if memory.parted else _differences(sides)
+    rows = _Rows(sides, differences).rows()
+    memory.parted |= any(row.cause is not None for row in rows)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the two programs part, and what is to blame."""
+
+    part: Part
+    blamed: Blamed | None
+
+    @property
+    def value(self) -> Value | None:
+        """The candidate's value to name."""
+        return self.blamed.value if self.blamed else self.part.candidate
+
+
+def _differences(sides: Sides) -> list[Difference]:
+    """Return what differs: of the forward pass, else of what comes after it.
+
+    Where gradients differ although the outputs seem to agree, the outputs are looked at
+    more closely: a loss is one number, and hides much.
+    """
+    usual = sides.limit
+    ours, theirs, _ = _gradients(sides)
+    levels = CLOSER if ours and theirs else CLOSER[:1]
+    for closer in levels:
+        sides.limit = usual / closer
+        sides.match()
+        differences = _first_difference(sides, (_outputs,))
+        if differences:
+            return differences
+    sides.limit = usual
+    sides.match()
+    return _first_difference(sides, (_buffers, _gradients, _updates))
+
+
+def _first_difference(
+    sides: Sides, kinds: Sequence[Callable[[Sides], _Results]]
+) -> list[Difference]:
+    for results in kinds:
+        ours, theirs, phase = results(sides)
+        if not ours or not theirs:
+            continue
+        part = parted(sides, ours, theirs, phase)
+        if part is None or part.candidate is None:
+            continue
+        blamed = None
+        if phase == _FORWARD:
+            blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
+        return [Difference(part, blamed)]
+    return []
+
+
+# -- results -------------------------------------------------------------------------
+
+#: Keys of the reference and of the candidate that do not agree, and their phase.
+_Results = tuple[list[int], list[int], str]
+
+
+def _outputs(sides: Sides) -> _Results:
+    """What the forward pass ends with: the last value that nothing in it reads."""
+    ours = _last(sides.reference)
+    theirs = _last(sides.candidate)
+    if ours is None or theirs is None:
+        return [], [], _FORWARD
+    for one, other in (
+        (ours, theirs),
+        (_wide(sides.reference, ours), _wide(sides.candidate, theirs)),
+    ):
+        if one.key not in sides.agreeing and other.key not in sides.twins:
+            return [one.key], [other.key], _FORWARD
+    return [], [], _FORWARD
+
+
+def _wide(flow: Flow, last: Value) -> Value:
+    """Return the last value of several elements that a loss is made of."""
+    waiting = [last]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop(0)
+        if value.is_call and value.is_number and (value.row.numel or 0) >= WIDE:
+            return value
+        for key in value.inputs:
+            if key in flow.values and key not in seen:
+                seen.add(key)
+                waiting.append(flow.values[key])
+    return last
+
+
+def _last(flow: Flow) -> Value | None:
+    last = None
+    for value in flow.in_order():
+        if value.inner or value.row.phase != _FORWARD or value.row.name:
+            continue
+        if not value.computes or not value.is_number or value.row.place:
+            continue
+        if not _is_read(flow, value.key):
+            last = value
+    return last
+
+
+def _is_read(flow: Flow, key: int) -> bool:
+    """Return True where the forward pass computes with a value."""
+    waiting = [key]
+    while waiting:
+        for reader in flow.readers.get(waiting.pop(), ()):
+            value = flow.values[reader]
+            if value.row.phase != _FORWARD:
+                continue
+            if value.computes:
+                return True
+            if value.sketch is None or value.operator != "ones_like":
+                waiting.append(reader)
+    return False
+
+
+def _buffers(sides: Sides) -> _Results:
+    """What the forward pass writes to buffers, of the same size on both sides."""
+    ours = _written(sides.reference, sides.agreeing)
+    theirs = _written(sides.candidate, sides.twins)
+    sizes = {v.row.numel for v in ours} & {v.row.numel for v in theirs}
+    return (
+        [v.key for v in ours if v.row.numel in sizes],
+        [v.key for v in theirs if v.row.numel in sizes],
+        _FORWARD,
+    )
+
+
+def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
+    last = last_named(flow.step.rows)
+    values = [flow.values[row.record] for row in last.values() if row.is_call]
+    return [
+        value
+        for value in values
+        if value.row.phase == _FORWARD and value.is_number and value.key not in agreeing
+    ]
+
+
+def _same_parameters(sides: Sides) -> list[tuple[str, str]]:
+    """Return names of parameters that are each other's only counterpart."""
+    ours = _leaves(sides.reference)
+    theirs = _leaves(sides.candidate)
+    pairs = []
+    for name, value in theirs.items():
+        if value.sketch is None or value.says_nothing:
+            continue
+        twins = {
+            other
+            for other, twin in ours.items()
+            if twin.sketch and twin.sketch.distance(value.sketch) <= sides.limit
+        }
+        if len(twins) == 1:
+            pairs.append((twins.pop(), name))
+    counted = Counter(name for name, _ in pairs)
+    return [pair for pair in pairs if counted[pair[0]] == 1]
+
+
+def _leaves(flow: Flow) -> dict[str, Value]:
+    leaves: dict[str, Value] = {}
+    for value in flow.values.values():
+        if value.row.name and not value.is_call:
+            leaves.setdefault(value.row.name, value)
+    return leaves
+
+
+def _gradients(sides: Sides) -> _Results:
+    """The gradients of parameters that hold the same values, the last ones first."""
+    ours = last_named(sides.reference.step.rows)
+    theirs = last_named(sides.candidate.step.rows)
+    compared = []
+    for name, other in _same_parameters(sides):
+        row = ours.get(f"{name}.grad")
+        twin = theirs.get(f"{other}.grad")
+        if row is not None and twin is not None:
+            value = sides.reference.values[row.record]
+            compared.append((value, sides.candidate.values[twin.record]))
+    largest = max((v.sketch.size for v, _ in compared if v.sketch), default=0.0)
+    keys: _Results = ([], [], _BACKWARD)
+    for value, other_value in compared:
+        if _far(value, other_value, sides.limit, NO_GRADIENT * largest):
+            keys[0].append(value.key)
+            keys[1].append(other_value.key)
+    return keys
+
+
+def _far(one: Value, other: Value, limit: float, least: float) -> bool:
+    """Return True where two values are further apart than ``limit`` of a size."""
+    if one.sketch is None or other.sketch is None:
+        return False
+    apart = one.sketch.distance(other.sketch)
+    if math.isinf(apart):
+        return True
+    return apart * one.sketch.size > limit * max(one.sketch.size, least)
+
+
+def _updates(sides: Sides) -> _Results:
+    """What the optimizer adds to parameters that hold the same values."""
+    ours = last_named(sides.reference.step.rows)
+    theirs = last_named(sides.candidate.step.rows)
+    starts = _leaves(sides.reference)
+    other_starts = _leaves(sides.candidate)
+    sure = _with_gradients(sides)
+    keys: _Results = ([], [], _OPTIMIZER)
+    for name, other in _same_parameters(sides):
+        row = ours.get(name)
+        twin = theirs.get(other)
+        if row is None or twin is None or name not in sure:
+            continue
+        if _OPTIMIZER not in (row.phase, twin.phase):
+            continue
+        apart = _updates_apart(
+            sides, (starts[name].row, row), (other_starts[other].row, twin)
+        )
+        if apart > max(UPDATE, sides.limit):
+            keys[0].append(row.record)
+            keys[1].append(twin.record)
+    return keys
+
+
+def _with_gradients(sides: Sides) -> set[str]:
+    """Return the reference's parameters whose gradients are more than rounding."""
+    last = last_named(sides.reference.step.rows)
+    sizes = {
+        name.removesuffix(".grad"): sides.reference.values[row.record].sketch
+        for name, row in last.items()
+        if name.endswith(".grad")
+    }
+    largest = max((s.size for s in sizes.values() if s), default=0.0)
+    return {n for n, s in sizes.items() if s and s.size >= NO_GRADIENT * largest}
+
+
+def _updates_apart(
+    sides: Sides,
+    ours: tuple[RecordedRow, RecordedRow],
+    theirs: tuple[RecordedRow, RecordedRow],
+) -> float:
+    """Return the relative distance of two updates, where the gradient is no rounding."""
+    changes = []
+    for flow, (start, end) in ((sides.reference, ours), (sides.candidate, theirs)):
+        change = _change(flow, start, end)
+        if change is None:
+            return 0.0
+        changes.append(change)
+    one, other = changes
+    if len(one) != len(other) or not len(one):
+        return 0.0
+    return float((one - other).norm() / one.norm()) if bool(one.any()) else 0.0
+
+
+def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:
+    """Return what an optimizer added, sorted; None where it was not kept."""
+    before = flow.step.tensor(start.record)
+    after = flow.step.tensor(end.record)
+    gradient = last_named(flow.step.rows).get(f"{start.name}.grad")
+    slope = flow.step.tensor(gradient.record) if gradient is not None else None
+    if before is None or after is None or slope is None or slope.shape != after.shape:
+        return None
+    size = slope.abs()
+    sure = size > NO_GRADIENT * size.max()
+    change = after.to(torch.float64) - before.to(torch.float64)
+    return change[sure].sort().values
+
+
+# -- the table -----------------------------------------------------------------------
+
+
+class _Rows:
+    """The rows of the table of one step."""
+
+    def __init__(self, sides: Sides, differences: list[Difference]) -> None:
+        self._sides = sides
+        self._by_record = {
+            d.value.row.record: d for d in differences if d.value is not None
+        }
+        self._spoilt = _downstream(sides.candidate, self._by_record)
+
+    def rows(self) -> list[ComparedRow]:
+        """Return the candidate's rows, then those that only the reference has."""
+        candidate = self._sides.candidate
+        rows = [self._row(row) for row in candidate.step.rows.values()]
+        taken = {row.reference_record for row in rows}
+        for record, row in self._sides.reference.step.rows.items():
+            if record not in taken:
+                rows.append(self._reference_row(row))
+        return rows
+
+    def _row(self, row: RecordedRow) -> ComparedRow:
+        difference = self._by_record.get(row.record)
+        if difference is not None:
+            return self._own(row, difference)
+        twin = self._sides.twins.get(row.record)
+        if twin is not None:
+            return self._agreeing(row, *twin)
+        if row.record in self._spoilt:
+            origin = self._spoilt[row.record]
+            site = self._sides.candidate.values[origin].row.site
+            return ComparedRow(
+                **_names(row),
+                status=EQUIVALENT,
+                reason=_AFTER,
+                cause=INHERITED,
+                origin=site,
+            )
+        return ComparedRow(**_names(row), status=EQUIVALENT, reason=_OTHER_OPERATORS)
+
+    def _agreeing(self, row: RecordedRow, key: int, distance: float) -> ComparedRow:
+        twin = self._sides.reference.values[key].row
+        return ComparedRow(
+            **_names(row),
+            **_names_of_reference(twin),
+            status=MATCHED,
+            reason=None if twin.shape == row.shape else "in another layout",
+            error=distance,
+            equal=distance == 0.0,
+            tolerance=self._sides.limit,
+        )
+
+    def _reference_row(self, row: RecordedRow) -> ComparedRow:
+        agreeing = row.record in self._sides.agreeing or not self._by_record
+        return ComparedRow(
+            **_names(row) | {"site": None, "line": None, "record": None},
+            **_names_of_reference(row),
+            status=EQUIVALENT,
+            reason=_OTHER_OPERATORS if agreeing else "the candidate has no such value",
+        )
+
+    def _own(self, row: RecordedRow, difference: Difference) -> ComparedRow:
+        part = difference.part
+        twin = _named_reference(difference)
+        label, evidence = _description(difference)
+        error = part.distance if math.isfinite(part.distance) else 1.0
+        return ComparedRow(
+            **_names(row),
+            **(_names_of_reference(twin) if twin else {}),
+            status=MATCHED if twin else EQUIVALENT,
+            error=error,
+            equal=False,
+            tolerance=self._sides.limit,
+            inputs_error=0.0,
+            own_error=error,
+            cause=OWN,
+            contribution=1.0,
+            blamed=row.site,
+            blamed_line=row.line,
+            blamed_phase=row.phase,
+            blamed_reference=twin.site if twin else None,
+            blamed_reference_line=twin.line if twin else None,
+            looks_like=label,
+            evidence=evidence,
+            advice=ADVICE[label],
+        )
+
+
+def _named_reference(difference: Difference) -> RecordedRow | None:
+    if difference.blamed is not None and difference.blamed.reference is not None:
+        return difference.blamed.reference.row
+    reference = difference.part.reference
+    return reference.row if reference is not None else None
+
+
+def _downstream(flow: Flow, starts: Iterable[int]) -> dict[int, int]:
+    """Return the values that are made of these, each with the one it comes from."""
+    origin: dict[int, int] = {}
+    for start in starts:
+        waiting = [start]
+        while waiting:
+            for reader in flow.readers.get(waiting.pop(), ()):
+                if reader not in origin:
+                    origin[reader] = start
+                    waiting.append(reader)
+    return origin
+
+
+def _description(difference: Difference) -> tuple[str, str]:
+    """Return the label and the evidence of a difference."""
+    if difference.blamed is not None:
+        is_call = difference.blamed.value.is_call
+        label = "wrong axis or layout" if is_call else "other values"
+        return label, difference.blamed.evidence
+    part = difference.part
+    wanted = part.reference
+    value = part.candidate
+    if wanted is None or value is None:
+        return "other operator", "the reference has nothing like it here"
+    line = f" ({wanted.row.line})" if wanted.row.line else ""
+    there = f"{wanted.operator} of {wanted.row.site}{line}"
+    if math.isinf(part.distance):
+        words = f"what it reads agrees; the reference goes on with {there}"
+        return "other operator", words
+    words = (
+        f"what it is made of agrees; it is {part.distance:.2g} off, relative, from "
+        f"{there}"
+    )
+    return "other operator", words
+
+
+def _names(row: RecordedRow) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "step": row.step,
+        "phase": row.phase,
+        "place": row.place,
+        "role": row.role,
+        "name": row.name,
+        "numel": row.numel,
+        "view": row.view_of is not None,
+        "call": row.call,
+        "site": row.site,
+        "operator": row.operator,
+        "line": row.line,
+        "dtype": row.dtype,
+        "shape": row.shape,
+        "record": row.record,
+    }
+
+
+def _names_of_reference(row: RecordedRow) -> dict[str, Any]:
+    return {
+        "reference_site": row.site,
+        "reference_operator": row.operator,
+        "reference_line": row.line,
+        "reference_dtype": row.dtype,
+        "reference_shape": row.shape,
+        "reference_record": row.record,
+    }

@@ -1,0 +1,424 @@
+"""Where a step in portions goes wrong: the first value that stands nowhere, and matters.
+
+A value that stands nowhere in the reference may be a helper: a mask, a term of a sum, a
+score that a mask hides. It matters where something wrong is left of it: a gradient or a
+parameter that is not the reference's, or a result that nothing reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.portions.location import locate, multiple
+from roundoff.compare.portions.pieces import (
+    NOISE,
+    Piece,
+    Place,
+    StepPieces,
+    last_values,
+    values_of,
+)
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import unit
+
+
+@dataclass
+class Blame:
+    """What is wrong in a step.
+
+    Attributes:
+        wrong: values that matter and stand nowhere, by rank and record.
+        ends: those of them that the step leaves behind, or that nothing reads.
+        culprit: the value to name; None where nothing is wrong.
+        label: what its error looks like, a key of ``symptoms.ADVICE``.
+        evidence: what is known of it.
+    """
+
+    wrong: dict[Place, Piece] = field(default_factory=dict)
+    ends: set[Place] = field(default_factory=set)
+    culprit: Piece | None = None
+    label: str = ""
+    evidence: str = ""
+
+
+def blame(step: StepPieces) -> Blame:
+    """Return what is wrong in a step whose pieces were found."""
+    result = Blame()
+    result.ends = {*_wrong_ends(step), *_wrong_results(step)}
+    for rank in step.candidates:
+        _follow_back(step, rank, result)
+    if not result.wrong:
+        return result
+    first = _first(step, result.wrong)
+    result.culprit = first
+    result.label, result.evidence = _described(step, first)
+    for rule, label in _EARLIER:
+        earlier = rule(step, first)
+        if earlier is not None:
+            result.culprit, result.evidence = earlier
+            result.label = label
+            result.wrong[result.culprit.place] = result.culprit
+            break
+    return result
+
+
+# -- what the step leaves ----------------------------------------------------------------
+
+
+def _wrong_ends(step: StepPieces) -> Iterable[Place]:
+    """Yield the last values of names that are not the reference's, nor a stretch of it."""
+    ours = {step.rename(name): row for name, row in last_values(step.reference).items()}
+    for name, row in ours.items():
+        gradient = name.endswith(".grad")
+        if gradient and step.allowed(row) > NOISE:
+            step.noisy.add(name.removesuffix(".grad"))
+    for rank, candidate in step.candidates.items():
+        for name, row in last_values(candidate).items():
+            twin = ours.get(name)
+            if twin is None or name.removesuffix(".grad") in step.noisy:
+                continue
+            piece = step.pieces.get((rank, row.record))
+            if piece is not None and not _is_stretch(step, piece, twin):
+                yield piece.place
+
+
+def _is_stretch(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
+    """Return True for a value that is that of the reference, or a shard of it."""
+    location = piece.location
+    if location is not None and piece.twin is twin and location.factor == 1.0:
+        return True
+    whole = step.reference.tensor(twin.record)
+    values = values_of(step.candidates[piece.rank], piece.row)
+    if whole is None or values is None:
+        return True
+    piece.twin = twin
+    piece.tolerance = step.allowed(twin)
+    located = (
+        locate(whole, form, piece.tolerance, reordered=False)
+        for form in _shards(values, whole)
+    )
+    piece.location = next((each for each in located if each is not None), None)
+    return piece.location is not None
+
+
+def _shards(values: torch.Tensor, whole: torch.Tensor) -> list[torch.Tensor]:
+    """Return the shapes that the elements of a shard may have."""
+    if values.numel() == whole.numel():
+        return [values.reshape(whole.shape)]
+    if values.ndim == whole.ndim:
+        return [values]
+    parts, rest = divmod(whole.numel(), max(1, values.numel()))
+    if rest or not parts:
+        return [values]
+    shape = whole.shape
+    return [
+        values.reshape(*shape[:axis], size // parts, *shape[axis + 1 :])
+        for axis, size in enumerate(shape)
+        if size % parts == 0
+    ]
+
+
+def _wrong_results(step: StepPieces) -> Iterable[Place]:
+    """Yield forward results that nothing reads and that stand nowhere.
+
+    The reference has the same operator there, whose result nothing reads either.
+    """
+    unread = {
+        (step.rename(row.module), row.base_operator)
+        for row in _unread(step.reference.rows)
+    }
+    for rank, candidate in step.candidates.items():
+        for row in _unread(candidate.rows):
+            piece = step.pieces.get((rank, row.record))
+            if piece is None or piece.location is not None:
+                continue
+            if (row.module, row.base_operator) in unread or _is_in(row.module, unread):
+                yield piece.place
+
+
+def _is_in(module: str, unread: Iterable[tuple[str, str]]) -> bool:
+    """Return True for a module, other than the root, whose result the reference ends with."""
+    return bool(module) and any(module == name for name, _ in unread)
+
+
+def _unread(rows: Rows) -> list[RecordedRow]:
+    """Return forward results that nothing reads, behind views and copies."""
+    read = _read_by_computing(rows)
+    return [
+        row
+        for row in rows.values()
+        if row.is_call and row.phase != "backward" and row.record not in read
+        if row.phase != "optimizer" and not row.name
+    ]
+
+
+def _read_by_computing(rows: Rows) -> set[int]:
+    """Return the records that some call reads, other than by views that nothing reads."""
+    read: set[int] = set()
+    for row in sorted(rows.values(), key=lambda row: -row.record):
+        is_view = row.view_of is not None and not row.inplace
+        if is_view and row.record not in read:
+            continue
+        read.update(row.inputs)
+    return read
+
+
+# -- from what is left back to where it comes from ---------------------------------------
+
+
+def _follow_back(step: StepPieces, rank: int, result: Blame) -> None:
+    """Enter the values behind wrong ends of a rank that stand nowhere either."""
+    waiting = [step.pieces[place] for place in result.ends if place[0] == rank]
+    while waiting:
+        piece = waiting.pop()
+        if piece.place in result.wrong:
+            continue
+        result.wrong[piece.place] = piece
+        waiting += [each for each in step.read_by(piece) if not _is_right(step, each)]
+
+
+def _is_right(step: StepPieces, piece: Piece) -> bool:
+    """Return True for a value that stands in the reference, and for what was there before
+    and has no counterpart there. A term of a sum is right where what it reads is."""
+    if piece.term_of is not None and piece.location is None:
+        read = step.read_by(piece)
+        return all(_is_right(step, each) for each in read if each.row.is_call)
+    if piece.stands or piece.row.is_call:
+        return piece.stands
+    named = {step.rename(row.name) for row in step.reference.rows.values() if row.name}
+    return piece.row.name not in named
+
+
+def _first(step: StepPieces, wrong: Mapping[Place, Piece]) -> Piece:
+    """Return the first wrong value whose inputs are right, in the reference's order."""
+    first = [
+        piece
+        for piece in wrong.values()
+        if not any(each.place in wrong for each in step.read_by(piece))
+    ]
+    order = {
+        (step.rename(row.module), row.base_operator, row.phase): number
+        for number, row in enumerate(step.reference.rows.values())
+    }
+
+    def at(piece: Piece) -> tuple[int, int, int]:
+        row = piece.row
+        number = order.get((row.module, row.base_operator, row.phase), row.record)
+        return int(row.is_call), number, piece.rank
+
+    alone = [piece for piece in first if not piece.row.is_call]
+    return min(alone or first or wrong.values(), key=at)
+
+
+# -- what is known of it -------------------------------------------------------------------
+
+
+def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
+    """Return the label and the evidence of the first wrong value."""
+    factor = _factor(step, piece)
+    if factor is not None and piece.term_of is None:
+        evidence = f"it is {factor:.4g} times the reference's value"
+        return "constant factor", evidence
+    terms = [each for each in step.read_by(piece) if each.term_of is not None]
+    if terms and piece.row.phase != "collective":
+        over = "portions"
+        if len(step.candidates) > 1:
+            over = f"ranks {', '.join(map(str, step.candidates))}"
+        evidence = (
+            f"it reads {terms[0].row.site}, which is one term of a sum: the sum over "
+            f"the {over} is missing, or was cleared"
+        )
+        return "missing operator", evidence
+    read = [each for each in step.read_by(piece) if each.row.is_call]
+    if not piece.row.is_call:
+        return "other values", "it is no part of the reference's value of this name"
+    inputs = ", ".join(sorted({each.row.site for each in read})[:3])
+    evidence = "its values stand nowhere in the reference"
+    if inputs:
+        evidence += f"; those that it reads do: {inputs}"
+    return "difference", evidence
+
+
+def _factor(step: StepPieces, piece: Piece) -> float | None:
+    """Return how many times the reference's value a wrong one is; None for no multiple."""
+    twins = [piece.twin] if piece.twin is not None else step.twins_of(piece.row)
+    values = values_of(step.candidates[piece.rank], piece.row)
+    for twin in twins:
+        whole = step.reference.tensor(twin.record)
+        if whole is None or values is None or whole.shape != values.shape:
+            continue
+        factor = multiple(whole, values, step.allowed(twin))
+        if factor is not None:
+            return factor
+    return None
+
+
+# -- earlier causes ------------------------------------------------------------------------
+
+
+def _misplaced_shard(step: StepPieces, _: Piece) -> tuple[Piece, str] | None:
+    """Return a shard of a parameter that stands elsewhere than the others of its rank do."""
+    shards: dict[str, list[Piece]] = defaultdict(list)
+    for piece in step.pieces.values():
+        row = piece.row
+        if row.is_call or not row.name or piece.location is None:
+            continue
+        if not bool(piece.location.covered.all()):
+            shards[row.name].append(piece)
+    orders = {name: _order(pieces) for name, pieces in shards.items()}
+    if not orders:
+        return None
+    usual = Counter(orders.values()).most_common(1)[0][0]
+    for name, order in orders.items():
+        if order == usual or len(order) != len(usual):
+            continue
+        pieces = shards[name]
+        moved = [p for p, a, b in zip(pieces, order, usual, strict=True) if a != b]
+        ranks = ", ".join(str(piece.rank) for piece in moved)
+        evidence = (
+            f"the parts of {name} lie in the order {_listed(order)} of the ranks, those "
+            f"of the other parameters in the order {_listed(usual)}: rank {ranks} has "
+            "the part of another rank"
+        )
+        return moved[0], evidence
+    return None
+
+
+def _updated_more_often(step: StepPieces, _: Piece) -> tuple[Piece, str] | None:
+    """Return the first update of a parameter, where there are more than in the reference."""
+    usual = _updates(step.reference)
+    for rank, candidate in step.candidates.items():
+        updates = _updates(candidate)
+        more = [n for n in updates if len(updates[n]) > len(usual.get(n, ())) > 0]
+        if not more or len(more) <= len(updates) / 2:
+            continue
+        row = min((updates[name][0] for name in more), key=lambda row: row.record)
+        piece = step.pieces.get((rank, row.record))
+        if piece is not None:
+            often = len(updates[row.name or ""])
+            evidence = (
+                f"parameters are updated {often} times in this step, and "
+                f"{len(usual[row.name or ''])} times in the reference's: between them "
+                "the candidate works with other weights"
+            )
+            return piece, evidence
+    return None
+
+
+def _updates(step: RecordedStep) -> dict[str, list[RecordedRow]]:
+    """Return the calls of optimizers that write each parameter, by its name."""
+    updates: dict[str, dict[int, RecordedRow]] = defaultdict(dict)
+    parameters = {row.name for row in step.rows.values() if row.operator == "parameter"}
+    for row in step.rows.values():
+        if row.phase == "optimizer" and row.name in parameters:
+            updates[row.name or ""][row.call] = row
+    return {name: list(rows.values()) for name, rows in updates.items()}
+
+
+def _order(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    """Return which part of the whole each rank has, counted from 0."""
+    starts = []
+    for piece in sorted(pieces, key=lambda piece: piece.rank):
+        location = piece.location
+        if location is not None:
+            starts.append(int(location.covered.flatten().to(torch.uint8).argmax()))
+    numbers = {start: number for number, start in enumerate(sorted(set(starts)))}
+    return tuple(numbers[start] for start in starts)
+
+
+def _listed(order: Iterable[int]) -> str:
+    return ", ".join(map(str, order))
+
+
+def _lost_part(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+    """Return the first value of which no rank and no portion has a part, ever after."""
+    if not first.row.is_call:
+        return None
+    lost = _lost(step)
+    culprit_twin = first.twin.record if first.twin is not None else None
+    for record in sorted(lost & step.covered.keys()):
+        row = step.reference.rows[record]
+        if not unit(row.dtype) or any(source in lost for source in _sources(step, row)):
+            continue
+        pieces = [
+            piece
+            for piece in step.pieces.values()
+            if piece.twin is row and piece.row.base_operator == row.base_operator
+        ]
+        if not pieces or record == culprit_twin or not _leads_to(step, pieces, first):
+            continue
+        covered = step.covered[record]
+        share = 1 - float(covered.to(torch.float64).mean())
+        times = len(pieces)
+        evidence = (
+            f"{share:.0%} of the reference's value is in none of its {times} portions, "
+            "while others have it twice or read beyond it: a wrong slice, position or "
+            "sample"
+        )
+        return pieces[-1], evidence
+    return None
+
+
+def _lost(step: StepPieces) -> set[int]:
+    """Return forward values of the reference of which a part is nowhere, and of all that is
+    made of them too."""
+    rows = step.reference.rows
+    readers: dict[int, list[int]] = defaultdict(list)
+    for row in rows.values():
+        for record in row.inputs:
+            readers[record].append(row.record)
+    lost: set[int] = set()
+    for record in sorted(rows, reverse=True):
+        row = rows[record]
+        if row.phase != "forward" or not row.is_call or not row.inputs:
+            continue
+        after = [r for r in readers[record] if rows[r].phase == "forward"]
+        covered = step.covered.get(record)
+        if covered is not None and bool(covered.all()):
+            continue
+        if all(reader in lost for reader in after):
+            lost.add(record)
+    return lost
+
+
+def _sources(step: StepPieces, row: RecordedRow) -> set[int]:
+    """Return the reference's values behind a value, through views."""
+    rows = step.reference.rows
+    waiting = list(row.inputs)
+    sources: set[int] = set()
+    while waiting:
+        record = waiting.pop()
+        if record in sources or record not in rows:
+            continue
+        sources.add(record)
+        waiting += rows[record].inputs
+    return sources
+
+
+def _leads_to(step: StepPieces, pieces: Iterable[Piece], first: Piece) -> bool:
+    """Return True where the wrong value is made of one of the pieces, or of their twin."""
+    places = {piece.place for piece in pieces}
+    waiting = [first]
+    visited: set[Place] = set()
+    while waiting:
+        piece = waiting.pop()
+        if piece.place in visited:
+            continue
+        visited.add(piece.place)
+        if piece.place in places:
+            return True
+        waiting += step.read_by(piece)
+    return False
+
+
+#: Causes before the first wrong value, and what each looks like.
+_EARLIER = (
+    (_updated_more_often, "extra operator"),
+    (_misplaced_shard, "wrong axis or layout"),
+    (_lost_part, "wrong axis or layout"),
+)

@@ -1,0 +1,251 @@
+"""The rows of a step that was computed in other portions than the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
+from roundoff.compare.distance import of_statistics
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.portions.blame import Blame, blame
+from roundoff.compare.portions.location import locate
+from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
+from roundoff.compare.symptoms import ADVICE
+from roundoff.compare.table import ComparedRow
+
+#: Portions are another schedule where this share of the parameters' readers work on
+#: other shapes.
+SHARE = 0.5
+
+
+@dataclass
+class PortionsMemory:
+    """What the earlier steps leave to later ones; written step by step."""
+
+    #: Names of parameters whose gradients are rounding alone.
+    noisy: set[str] = field(default_factory=set)
+
+
+def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
+    """Return True where one rank does the reference's work in other portions.
+
+    Then the calls of most modules with parameters work on other shapes, or on rows in
+    another order, or there are several for one of the reference. A fault changes few
+    of them.
+    """
+    ours = _results_by_module(reference)
+    theirs = _results_by_module(candidate)
+    common = ours.keys() & theirs.keys()
+    if not common:
+        return False
+    changed = 0
+    for name in common:
+        same_shapes = _shapes(ours[name]) == _shapes(theirs[name])
+        first = (ours[name][0], theirs[name][0])
+        changed += not same_shapes or _is_reordered(reference, candidate, *first)
+    return changed > SHARE * len(common)
+
+
+def _shapes(rows: Sequence[RecordedRow]) -> list[tuple[int, ...]]:
+    return [tuple(row.shape or ()) for row in rows]
+
+
+def _is_reordered(
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    ours: RecordedRow,
+    theirs: RecordedRow,
+) -> bool:
+    """Return True for the same rows in another order: equal statistics, other values."""
+    rounding = min(REGION * unit(ours.dtype), REGION_LIMIT)
+    distance = of_statistics(ours, theirs)
+    if distance.equal and ours.hash is not None:
+        return False
+    if distance.error is None or distance.error > rounding:
+        return False
+    whole = reference.tensor(ours.record)
+    piece = candidate.tensor(theirs.record)
+    if whole is None or piece is None or whole.shape != piece.shape or whole.ndim < 2:
+        return False
+    if float((whole - piece).norm()) <= rounding * float(whole.norm()):
+        return False
+    return locate(whole, piece, rounding) is not None
+
+
+def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
+    """Return the forward results made with the parameters of each module."""
+    results: dict[str, list[RecordedRow]] = {}
+    names = {
+        row.record: uncompiled(row.name).rpartition(".")[0]
+        for row in step.rows.values()
+        if row.name and not row.is_call
+    }
+    for row in step.rows.values():
+        if row.phase != "forward" or not row.is_call:
+            continue
+        for record in row.inputs:
+            if record not in names:
+                continue
+            if hands_on(row):
+                names[row.record] = names[record]
+            elif row.place == 0:
+                results.setdefault(names[record], []).append(row)
+    return results
+
+
+def compare_portions(
+    reference: RecordedStep,
+    candidates: Mapping[int, RecordedStep],
+    rename: Callable[[str], str],
+    memory: PortionsMemory,
+) -> list[ComparedRow]:
+    """Return a row for each value of every rank of the candidate in one step.
+
+    Args:
+        reference: the step of the one process that does all of it, with tensors.
+        candidates: the step by rank, with tensors.
+        rename: from a module of the reference to its name in the candidate.
+        memory: what the steps before left; it is changed.
+    """
+    step = StepPieces(reference, candidates, rename, memory.noisy)
+    step.find()
+    result = blame(step)
+    return [_row(result, piece) for piece in step.pieces.values()]
+
+
+#: Why a value of another layout is not compared without tensors.
+_NO_TENSORS = (
+    "a part of a value of the reference: parts are put together from tensors alone "
+    "(record both with --keep tensors)"
+)
+
+
+def without_tensors(
+    reference: RecordedStep,
+    candidates: Mapping[int, RecordedStep],
+    rename: Callable[[str], str],
+) -> list[ComparedRow]:
+    """Return the rows of another layout where only statistics are known.
+
+    Values at the same place of the program with the same shape and statistics agree;
+    all others are undecided.
+    """
+    twins = {_place(row, rename(row.module)): row for row in reference.rows.values()}
+    rows = []
+    for rank, step in candidates.items():
+        for row in step.rows.values():
+            twin = twins.get(_place(row, row.module))
+            columns = _names(rank, row, twin)
+            distance = None if twin is None else of_statistics(twin, row).error
+            tolerance = min(REGION * unit(row.dtype), REGION_LIMIT)
+            if distance is not None and distance <= tolerance:
+                columns |= {"status": MATCHED, "error": distance}
+                columns |= {"equal": distance == 0, "tolerance": tolerance}
+            else:
+                columns |= {"status": CANDIDATE_ONLY, "reason": _NO_TENSORS}
+            rows.append(ComparedRow(**columns))
+    return rows
+
+
+def _place(row: RecordedRow, module: str) -> tuple[object, ...]:
+    return row.phase, module, row.operator, row.index, row.place, tuple(row.shape or ())
+
+
+def _row(result: Blame, piece: Piece) -> ComparedRow:
+    row = piece.row
+    columns = _names(piece.rank, row, piece.twin)
+    columns |= _measured(piece, result)
+    if piece is result.culprit:
+        columns |= _explained(piece, result)
+    elif piece.place in result.wrong and result.culprit is not None:
+        columns |= {"cause": INHERITED, "origin": result.culprit.row.site}
+        columns["error"] = columns.get("error") or 1.0
+        columns["tolerance"] = piece.tolerance
+    return ComparedRow(**columns)
+
+
+def _names(rank: int, row: RecordedRow, twin: RecordedRow | None) -> dict[str, Any]:
+    columns: dict[str, Any] = {
+        "rank": rank,
+        "step": row.step,
+        "phase": row.phase,
+        "place": row.place,
+        "role": row.role,
+        "name": row.name,
+        "numel": row.numel,
+        "view": False,
+        "call": row.call,
+        "site": row.site or row.name,
+        "operator": row.operator,
+        "line": row.line,
+        "dtype": row.dtype,
+        "shape": row.shape,
+        "record": row.record,
+    }
+    if twin is not None:
+        columns |= {
+            "reference_site": twin.site,
+            "reference_operator": twin.operator,
+            "reference_line": twin.line,
+            "reference_dtype": twin.dtype,
+            "reference_shape": twin.shape,
+            "reference_record": twin.record,
+        }
+    return columns
+
+
+def _measured(piece: Piece, result: Blame) -> dict[str, Any]:
+    """How far a piece is from the stretch of the reference where it stands."""
+    location = piece.location
+    if location is None:
+        if piece.term_of is not None:
+            reason = "a term of a sum over the ranks, which agrees"
+        elif piece.noise:
+            reason = "rounding is as large as the value: nothing can be told from it"
+        elif piece.place in result.wrong:
+            reason = "its values stand nowhere in the reference"
+        else:
+            reason = "it stands nowhere in the reference; nothing wrong is left of it"
+        return {"status": CANDIDATE_ONLY, "reason": reason}
+    covered = location.covered
+    is_whole = bool(covered.all())
+    share = "" if is_whole else "a part of the reference's value"
+    padded = "" if location.complete else "the reference's value and padding"
+    factor = "" if location.factor == 1 else f"{location.factor:.4g} times it"
+    reason = "; ".join(part for part in (share, padded, factor) if part)
+    return {
+        "status": MATCHED,
+        "reason": reason or None,
+        "error": location.error,
+        "equal": location.error == 0,
+        "tolerance": piece.tolerance,
+    }
+
+
+def _explained(piece: Piece, result: Blame) -> dict[str, Any]:
+    row = piece.row
+    twin = piece.twin
+    location = piece.location
+    error = 1.0 if location is None else max(location.error, 1.0)
+    return {
+        "error": error,
+        "own_error": error,
+        "inputs_error": 0.0,
+        "tolerance": piece.tolerance,
+        "contribution": 1.0,
+        "cause": OWN,
+        "origin": row.site,
+        "blamed": row.site,
+        "blamed_line": row.line,
+        "blamed_phase": row.phase,
+        "blamed_reference": None if twin is None else twin.site,
+        "blamed_reference_line": None if twin is None else twin.line,
+        "looks_like": result.label,
+        "evidence": result.evidence,
+        "advice": ADVICE[result.label],
+    }

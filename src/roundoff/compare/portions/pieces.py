@@ -1,0 +1,323 @@
+"""Every value of a step in portions: which piece of which value of the reference it is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.divergence import UNWRITTEN, is_workspace
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.portions.location import Location, locate, multiple
+from roundoff.compare.recorded_rows import RecordedRow, last_named
+from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, condition, unit
+
+#: Values of the reference that a piece is looked for in, at most.
+MOST_TWINS = 48
+#: Factors of gradients, at most: how many times the mean of a part weighs that of all.
+MOST_FACTORS = 6
+#: A value whose rounding is this large a share of it says nothing.
+NOISE = 0.1
+
+#: Rank and record.
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A value of the candidate, and what it is of the reference.
+
+    Attributes:
+        rank: of the candidate.
+        row: the value.
+        twin: the reference's value that it is a piece of; None without any.
+        location: where it stands there; None for a term of a sum.
+        term_of: the sum of these pieces over the ranks is this many times the twin.
+        tolerance: largest relative distance that rounding explains.
+        noise: rounding is as large as the value, so that it says nothing.
+    """
+
+    rank: int
+    row: RecordedRow
+    twin: RecordedRow | None = None
+    location: Location | None = None
+    term_of: float | None = None
+    tolerance: float = 0.0
+    noise: bool = False
+
+    @property
+    def place(self) -> Place:
+        return self.rank, self.row.record
+
+    @property
+    def stands(self) -> bool:
+        """True where it is a piece of the reference, a term of a sum, or noise."""
+        return self.noise or self.location is not None or self.term_of is not None
+
+
+@dataclass
+class StepPieces:
+    """One step of the reference, and of all ranks of the candidate.
+
+    Attributes:
+        reference: with its tensors.
+        candidates: by rank, with their tensors.
+        rename: from a module of the reference to its name in the candidate.
+        noisy: names whose values are rounding alone; added to, for later steps.
+        pieces: the candidate's values by rank and record, once ``find`` has run.
+        covered: by record of the reference, which of its elements pieces have.
+    """
+
+    reference: RecordedStep
+    candidates: Mapping[int, RecordedStep]
+    rename: Callable[[str], str]
+    noisy: set[str] = field(default_factory=set)
+    pieces: dict[Place, Piece] = field(default_factory=dict)
+    covered: dict[int, Tensor] = field(default_factory=dict)
+    _by_module: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
+    _factors: Counter[float] = field(default_factory=Counter)
+
+    def find(self) -> None:
+        """Find every value of the candidate in the reference."""
+        groups = defaultdict(list)
+        for row in self.reference.rows.values():
+            if is_value(self.reference, row) and row.is_call:
+                groups[_kind_of_phase(row), self.rename(row.module)].append(row)
+        self._by_module = dict(groups)
+        for rank, step in self.candidates.items():
+            for row in step.rows.values():
+                if is_value(step, row):
+                    self._find_piece(rank, step, row)
+        self._find_terms()
+
+    def allowed(self, twin: RecordedRow) -> float:
+        """Return the relative distance that rounding explains at a reference's value."""
+        rows = self.reference.rows
+        maker = twin
+        while hands_on(maker) and maker.inputs[0] in rows:
+            maker = rows[maker.inputs[0]]
+        inputs = [rows[record] for record in maker.inputs if record in rows]
+        rounding = min(REGION * unit(twin.dtype), REGION_LIMIT)
+        return rounding * condition(maker, inputs)
+
+    def _find_piece(self, rank: int, step: RecordedStep, row: RecordedRow) -> None:
+        piece = Piece(rank, row)
+        self.pieces[piece.place] = piece
+        tensor = values_of(step, row)
+        if tensor is None:
+            return
+        twins = self.twins_of(row) if row.is_call else self._named_leaf(row)
+        for twin in twins:
+            if self._stands_in(piece, tensor, twin):
+                return
+
+    def _named_leaf(self, row: RecordedRow) -> list[RecordedRow]:
+        return [
+            twin
+            for twin in self.reference.rows.values()
+            if not twin.is_call and twin.name and self.rename(twin.name) == row.name
+        ]
+
+    def twins_of(self, row: RecordedRow) -> list[RecordedRow]:
+        """Return the values of the reference to look in, the likeliest first."""
+        phases = [_kind_of_phase(row)]
+        if row.phase == "collective":
+            phases = ["forward", "backward"]
+        twins = [t for p in phases for t in self._by_module.get((p, row.module), ())]
+        likeliest_first = sorted(
+            twins,
+            key=lambda twin: (
+                twin.base_operator != row.base_operator,
+                twin.place != row.place,
+                twin.index != row.index,
+            ),
+        )
+        return likeliest_first[:MOST_TWINS]
+
+    def _stands_in(self, piece: Piece, tensor: Tensor, twin: RecordedRow) -> bool:
+        whole = self.reference.tensor(twin.record)
+        if whole is None or _is_number(whole) != _is_number(tensor):
+            return False
+        backward = piece.row.phase != "forward"
+        factors = [1.0, *self._usual_factors()] if backward else [1.0]
+        tolerance = self.allowed(twin)
+        if tolerance > NOISE:
+            same_kind = twin.base_operator == piece.row.base_operator
+            piece.noise |= same_kind and twin.place == piece.row.place
+            return False
+        location = None
+        for form in _local_forms(tensor, piece.row):
+            location = locate(
+                whole, form, tolerance, factors, reordered=piece.row.is_call
+            )
+            if location is not None:
+                break
+        if location is None or not self._is_as_complete(piece, location):
+            return False
+        piece.twin = twin
+        piece.location = location
+        piece.tolerance = tolerance
+        piece.noise = False
+        covered = self.covered.get(twin.record)
+        self.covered[twin.record] = (
+            location.covered if covered is None else covered | location.covered
+        )
+        self._count_factor(whole, tensor)
+        return True
+
+    def _is_as_complete(self, piece: Piece, location: Location) -> bool:
+        """Return True unless all that a value reads stands wholly in the reference, and it
+        does not: then the rest is no padding."""
+        if location.complete:
+            return True
+        read = self.read_by(piece)
+        computed = [each for each in read if each.row.is_call]
+        return not computed or not all(
+            each.location is not None and each.location.complete for each in computed
+        )
+
+    def read_by(self, piece: Piece) -> list[Piece]:
+        """Return the values that a value reads, behind views and copies."""
+        rows = self.candidates[piece.rank].rows
+        waiting = list(piece.row.values_read())
+        visited: set[int] = set()
+        read = []
+        while waiting:
+            record = waiting.pop()
+            if record in visited or record not in rows:
+                continue
+            visited.add(record)
+            source = self.pieces.get((piece.rank, record))
+            if source is not None:
+                read.append(source)
+            else:
+                waiting += rows[record].inputs
+        return read
+
+    def _count_factor(self, whole: Tensor, piece: Tensor) -> None:
+        """Note how many times more rows the whole has: the mean over all of them weighs one
+        as much less."""
+        if not whole.ndim or not piece.ndim or len(piece) >= len(whole):
+            return
+        if whole.shape[1:] == piece.shape[1:]:
+            self._factors[len(whole) / len(piece)] += 1
+
+    def _usual_factors(self) -> list[float]:
+        return [factor for factor, _ in self._factors.most_common(MOST_FACTORS)]
+
+    def _find_terms(self) -> None:
+        """Find sums over ranks and portions: values that stand nowhere alone, but together
+        do."""
+        for pieces in self._same_operator().values():
+            over_portions: dict[int, list[Piece]] = defaultdict(list)
+            over_ranks: dict[int, list[Piece]] = defaultdict(list)
+            usual = self._calls_in_reference(pieces[0].row)
+            numbers: Counter[int] = Counter()
+            for piece in pieces:
+                over_portions[numbers[piece.rank] % usual].append(piece)
+                over_ranks[piece.row.index].append(piece)
+                numbers[piece.rank] += 1
+            for group in (*over_portions.values(), *over_ranks.values()):
+                if len(group) > 1 and not any(piece.stands for piece in group):
+                    self._find_sum(group)
+
+    def _same_operator(self) -> dict[tuple[object, ...], list[Piece]]:
+        """Return the results of each operator of a module, in the order of execution."""
+        groups: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+        for piece in self.pieces.values():
+            row = piece.row
+            if row.is_call and _is_float(row):
+                groups[row.phase, row.module, row.operator, row.place].append(piece)
+        return groups
+
+    def _calls_in_reference(self, row: RecordedRow) -> int:
+        """Return how often the reference calls an operator in a module; at least 1."""
+        twins = self._by_module.get((_kind_of_phase(row), row.module), ())
+        same = [t for t in twins if (t.operator, t.place) == (row.operator, row.place)]
+        return max(1, len(same))
+
+    def _sum(self, group: Sequence[Piece]) -> Tensor | None:
+        """Return the sum of pieces of one shape in fp64; None for others."""
+        tensors = [values_of(self.candidates[p.rank], p.row) for p in group]
+        kept = [tensor.to(torch.float64) for tensor in tensors if tensor is not None]
+        if len(kept) < len(group) or len({tensor.shape for tensor in kept}) > 1:
+            return None
+        return torch.stack(kept).sum(0)
+
+    def _find_sum(self, group: Sequence[Piece]) -> None:
+        total = self._sum(group)
+        if total is None:
+            return
+        for twin in self.twins_of(group[0].row):
+            whole = self.reference.tensor(twin.record)
+            if whole is None or whole.shape != total.shape or not _is_number(whole):
+                continue
+            factor = multiple(whole, total, self.allowed(twin))
+            if factor is not None:
+                for piece in group:
+                    piece.twin = twin
+                    piece.term_of = factor
+                return
+
+
+def is_value(step: RecordedStep, row: RecordedRow) -> bool:
+    """Return True for values to look at: no views or copies, and no memory unwritten."""
+    if not row.numel or step.tensors is None or row.record not in step.tensors:
+        return False
+    if not row.is_call:
+        return bool(row.name)
+    is_view = row.view_of is not None and not row.inplace
+    if is_view or (hands_on(row) and not row.name):
+        return False
+    return row.base_operator not in UNWRITTEN and not is_workspace(row)
+
+
+def hands_on(row: RecordedRow) -> bool:
+    """Return True for a view, a copy, and the mark of a gradient."""
+    only_names = row.operator in TRANSPARENT or row.operator == "gradient"
+    return row.is_call and only_names and len(row.inputs) == 1
+
+
+def values_of(step: RecordedStep, row: RecordedRow) -> Tensor | None:
+    """Return the tensor of a row; of a distributed one the elements that are here, flat."""
+    return step.tensor(row.record)
+
+
+def _local_forms(tensor: Tensor, row: RecordedRow) -> list[Tensor]:
+    """Return the tensor; of a shard, of which only the elements are known, in each shape."""
+    shape = list(row.shape or ())
+    if list(tensor.shape) == shape or not shape or not tensor.numel():
+        return [tensor]
+    whole = 1
+    for size in shape:
+        whole *= size
+    parts, rest = divmod(whole, tensor.numel())
+    if rest:
+        return [tensor]
+    flat = tensor.reshape(-1)
+    return [
+        flat.view(*shape[:axis], size // parts, *shape[axis + 1 :])
+        for axis, size in enumerate(shape)
+        if size % parts == 0
+    ] or [tensor]
+
+
+def last_values(step: RecordedStep) -> dict[str, RecordedRow]:
+    """Return what a step leaves in parameters, buffers and gradients, by name."""
+    return last_named(step.rows)
+
+
+def _kind_of_phase(row: RecordedRow) -> str:
+    return "forward" if row.recomputed else row.phase
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_float(row: RecordedRow) -> bool:
+    return bool(unit(row.dtype))

@@ -1,0 +1,269 @@
+"""Where two programs of different operators part: by the values on both sides.
+
+A value of one program *agrees* where the other one has the same values somewhere, in
+whatever layout. Between values that agree each program may compute in its own operators:
+what leaves there counts. Where the results of the two programs differ, the values that
+lead to them without passing one that agrees are *parted*; the first of them, which are
+made of values that agree, are where the difference begins. Where tensors were kept, the
+parted calls are opened (see ``inner_values``) until nothing more is found inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from roundoff.compare.inner_values import open_calls
+from roundoff.compare.rounding_bound import unit
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_sketch import Sketch, SketchIndex
+
+#: Values agree up to this many roundings of the coarsest working format: what a network
+#: adds up to where nothing is wrong.
+ROUNDINGS = 1024.0
+#: A parted value is the counterpart of one that is this near.
+NEAR = 0.5
+#: A later value is the counterpart only where it is this much nearer than an earlier
+#: one, or as near: what is added to it is zero.
+MUCH_NEARER = 0.5
+AS_NEAR = 1e-6
+#: Parted calls are opened this many times, one inside the other.
+DEPTH = 3
+
+Test = Callable[[Value], bool]
+
+
+@dataclass(slots=True)
+class Sides:
+    """The values of both sides, and which agree.
+
+    Attributes:
+        reference: its values.
+        candidate: its values.
+        limit: the relative distance up to which values agree.
+        twins: for each candidate key the nearest reference key that agrees, and how far
+            it is.
+        agreeing: the reference keys that agree with some candidate's.
+    """
+
+    reference: Flow
+    candidate: Flow
+    limit: float
+    twins: dict[int, tuple[int, float]] = field(default_factory=dict)
+    agreeing: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
+
+    def all_twins(self, value: Value) -> list[int]:
+        """Return the keys of the reference that agree with a candidate's value."""
+        if value.sketch is None:
+            return []
+        return [key for _, key in self._index.near(value.sketch, self.limit)]
+
+    def near_in_reference(self, sketch: Sketch) -> list[int]:
+        """Return the keys of the reference that agree with a sketch."""
+        return [key for _, key in self._index.near(sketch, self.limit)]
+
+    def match(self) -> None:
+        """Find the values that agree, of calls that were opened too."""
+        self._index = _index(self.reference)
+        self.twins = _nearest(self.candidate, self.reference, self.limit)
+        self.agreeing = _nearest(self.reference, self.candidate, self.limit)
+
+
+def _nearest(of: Flow, among: Flow, limit: float) -> dict[int, tuple[int, float]]:
+    """Return for each key of one side the nearest of the other, and its distance."""
+    index = _index(among)
+    nearest = {}
+    for value in of.values.values():
+        if value.sketch is None:
+            continue
+        near = index.near(value.sketch, limit)
+        if near:
+            nearest[value.key] = (near[0][1], near[0][0])
+    return nearest
+
+
+def _index(flow: Flow) -> SketchIndex:
+    return SketchIndex(
+        (value.key, value.sketch)
+        for value in flow.values.values()
+        if value.sketch is not None
+    )
+
+
+def limit_of(flows: Iterable[Flow]) -> float:
+    """Return how far values may be apart: by the coarsest format that either computes in."""
+    units = [
+        unit(value.row.dtype)
+        for flow in flows
+        for value in flow.values.values()
+        if value.computes
+    ]
+    return min(ROUNDINGS * max(units, default=0.0), 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One place where the two programs part.
+
+    Attributes:
+        reference: the first value that the candidate does not have; None without one.
+        candidate: the value that is wrong; None where the candidate has none.
+        phase: where the results differ.
+        distance: how far the two are apart; infinite where they are of other sizes.
+        heads: the first parted values of the candidate.
+        wanted: the first parted values of the reference.
+    """
+
+    reference: Value | None
+    candidate: Value | None
+    phase: str
+    distance: float
+    heads: tuple[Value, ...]
+    wanted: tuple[Value, ...]
+
+
+def parted(
+    sides: Sides, reference: Sequence[int], candidate: Sequence[int], phase: str
+) -> Part | None:
+    """Return where two results part that do not agree; None where nothing can be named.
+
+    Args:
+        sides: the values; calls that parted are opened.
+        reference: keys of results of the reference that the candidate lacks.
+        candidate: keys of results of the candidate that the reference lacks.
+        phase: values of other phases are taken as given.
+    """
+    for _ in range(DEPTH):
+        ours = upstream(sides.reference, reference, _parted_in(sides.agreeing, phase))
+        theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
+        opened = open_calls(sides.reference, sorted(ours))
+        opened |= open_calls(sides.candidate, sorted(theirs))
+        if not opened:
+            break
+        sides.match()
+    ours = upstream(sides.reference, reference, _parted_in(sides.agreeing, phase))
+    theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
+    wanted = first_of(sides.reference, ours)
+    heads = first_of(sides.candidate, theirs)
+    if not heads and not wanted:
+        return None
+    return _part(sides, theirs, wanted, heads, phase)
+
+
+def _parted_in(agreeing: dict[int, tuple[int, float]], phase: str) -> Test:
+    def test(value: Value) -> bool:
+        if value.key in agreeing or value.says_nothing:
+            return False
+        return value.is_call and value.row.phase == phase
+
+    return test
+
+
+def upstream(flow: Flow, results: Sequence[int], test: Test) -> set[int]:
+    """Return the keys that lead to ``results`` through values that pass a test."""
+    region: set[int] = set()
+    waiting = [key for key in results if key in flow.values]
+    while waiting:
+        key = waiting.pop()
+        value = flow.values[key]
+        if key in region or not (test(value) or key in results):
+            continue
+        region.add(key)
+        waiting += [k for k in value.inputs if k in flow.values]
+    return region
+
+
+def first_of(flow: Flow, region: set[int]) -> list[Value]:
+    """Return the values of a region that compute, and are made of none inside it.
+
+    A value that only hands on what comes from outside of the region is looked through.
+    """
+    firsts = []
+    for key in region:
+        value = flow.values[key]
+        if not value.computes or not value.is_number:
+            continue
+        if not any(_reaches(flow, k, region) for k in value.inputs):
+            firsts.append(value)
+    return sorted(firsts, key=lambda value: value.order)
+
+
+def _reaches(flow: Flow, key: int, region: set[int]) -> bool:
+    """Return True where a value is of the region, behind what only hands values on."""
+    if key not in region:
+        return False
+    value = flow.values[key]
+    if value.computes:
+        return True
+    return any(_reaches(flow, k, region) for k in value.inputs)
+
+
+def _part(
+    sides: Sides,
+    theirs: set[int],
+    wanted: list[Value],
+    heads: list[Value],
+    phase: str,
+) -> Part:
+    """Choose the value to name: the one nearest to what the reference has first."""
+    first = {value.key for value in heads}
+    allowed = _made_of_the_same(sides, theirs, wanted) | first
+    best: Value | None = None
+    twin = wanted[0] if wanted else None
+    distance = math.inf
+    for key in sorted(allowed, key=lambda k: sides.candidate.values[k].order):
+        value = sides.candidate.values[key]
+        for other in wanted:
+            apart = _apart(other, value)
+            if apart < NEAR and _is_nearer(apart, distance):
+                distance = apart
+                best = value
+                twin = other
+    if best is None and heads:
+        best = heads[0]
+    return Part(twin, best, phase, distance, tuple(heads), tuple(wanted))
+
+
+def _is_nearer(apart: float, best: float) -> bool:
+    """Return True for much nearer than the best before, and for as near: a later step."""
+    return apart < MUCH_NEARER * best or abs(apart - best) <= AS_NEAR * best
+
+
+def _apart(one: Value, other: Value) -> float:
+    if one.sketch is None or other.sketch is None:
+        return math.inf
+    return one.sketch.distance(other.sketch)
+
+
+def _made_of_the_same(
+    sides: Sides, region: set[int], wanted: Sequence[Value]
+) -> set[int]:
+    """Return the values of a region that are made of nothing but what ``wanted`` are.
+
+    What agrees and is read there must lead to one of ``wanted`` in the reference.
+    """
+    sources = upstream(sides.reference, [v.key for v in wanted], lambda _value: True)
+    foreign: dict[int, bool] = {}
+    for key in sorted(region, key=lambda k: sides.candidate.values[k].order):
+        value = sides.candidate.values[key]
+        foreign[key] = any(
+            foreign[k] if k in foreign else not _leads_to(sides, k, sources)
+            for k in value.inputs
+        )
+    return {
+        key
+        for key, is_foreign in foreign.items()
+        if not is_foreign
+        and sides.candidate.values[key].computes
+        and sides.candidate.values[key].is_number
+    }
+
+
+def _leads_to(sides: Sides, key: int, sources: set[int]) -> bool:
+    """Return True for a candidate's value that agrees with one of ``sources``."""
+    value = sides.candidate.values.get(key)
+    if value is None or value.says_nothing or not value.is_number:
+        return True
+    return not sources.isdisjoint(sides.all_twins(value))

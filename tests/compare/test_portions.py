@@ -1,0 +1,91 @@
+"""Where a piece stands in a whole: slices, rows in another order, paddings, multiples."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from roundoff.compare.portions.location import locate, multiple
+
+TOLERANCE = 1e-6
+
+
+@pytest.fixture
+def whole():
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(4, 6, 5, generator=draw)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(1, 3), slice(None), slice(None)),
+        (slice(None), slice(2, 5), slice(None)),
+        (slice(0, 1), slice(3, 6), slice(1, 3)),
+        ([2, 0, 3, 1], slice(None), slice(None)),
+        ([3, 1], slice(None), slice(0, 4)),
+    ],
+)
+def test_a_part_covers_what_it_was_cut_from(whole, part):
+    location = locate(whole, whole[part], TOLERANCE)
+    assert location is not None
+    assert location.complete
+    expected = torch.zeros(whole.shape, dtype=torch.bool)
+    expected[part] = True
+    assert torch.equal(location.covered, expected)
+
+
+def test_padding_is_not_of_the_whole(whole):
+    padded = torch.nn.functional.pad(whole, (0, 0, 2, 1), value=7.0)
+    location = locate(whole, padded, TOLERANCE)
+    assert location is not None
+    assert not location.complete
+    assert bool(location.covered.all())
+
+
+def test_rows_of_sequences_in_one_row(whole):
+    packed = whole[1:3].reshape(1, 12, 5)
+    location = locate(whole, packed, TOLERANCE)
+    assert location is not None
+    assert location.complete
+    assert location.covered.all(-1).all(-1).tolist() == [False, True, True, False]
+
+
+def test_other_values_and_shapes_stand_nowhere(whole):
+    assert locate(whole, whole[:2] + 1e-3, TOLERANCE) is None
+    assert locate(whole, whole.transpose(1, 2), TOLERANCE) is None
+    assert locate(whole, torch.zeros(0, 6, 5), TOLERANCE) is None
+    flipped = whole.flip(-1)
+    assert locate(whole, flipped, TOLERANCE) is None
+
+
+def test_a_parameter_keeps_its_order(whole):
+    rows = whole[0]
+    assert locate(rows, rows[2:4], TOLERANCE, reordered=False) is not None
+    assert locate(rows, rows[[4, 1]], TOLERANCE, reordered=False) is None
+    assert locate(rows, rows[[4, 1]], TOLERANCE) is not None
+
+
+def test_special_values_stand_where_they_stood(whole):
+    whole[0, 1, 2] = -math.inf
+    assert locate(whole, whole[:2], TOLERANCE) is not None
+    moved = whole[:2].clone()
+    moved[0, 1, 2] = 0.0
+    assert locate(whole, moved, TOLERANCE) is None
+
+
+def test_factors_of_gradients(whole):
+    half = whole[:2] * 2
+    assert locate(whole, half, TOLERANCE) is None
+    location = locate(whole, half, TOLERANCE, (1.0, 2.0))
+    assert location is not None
+    assert location.factor == 2.0
+
+
+def test_multiples_of_a_sum(whole):
+    assert multiple(whole, whole * 3, TOLERANCE) == pytest.approx(3)
+    assert multiple(whole, whole + 1, TOLERANCE) is None
+    assert multiple(whole, -whole, TOLERANCE) is None
+    assert multiple(torch.zeros(3), torch.zeros(3), TOLERANCE) is None

@@ -1,0 +1,10 @@
+"""Runs that differ in nothing that is wrong, and runs that do, made of the same parts.
+
+    models.py      small networks beside those of tests/faults
+    pairs.py       two ways to run one training: nothing in them may be blamed
+    rewrites.py    the same network written in another way
+    schedules.py   whole sequences against a cache, chunks, paddings, micro-batches; with planted bugs
+    layouts.py     one process against several; with planted bugs
+
+A planted bug states where it is: globs over the sites that may be named first. benchmarks/clean_pairs.py measures all.
+"""

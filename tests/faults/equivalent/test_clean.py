@@ -1,0 +1,80 @@
+"""A few cases of each bank: nothing right is blamed, and a planted bug is named first. The benchmark has all."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import roundoff
+from roundoff.site import matches
+
+from .layouts import LAYOUTS, launch, one_process
+from .pairs import pairs
+from .schedules import SCHEDULES
+
+PAIRS = {(pair.network, pair.name): pair for pair in pairs()}
+RIGHT = ("chunked_prefill", "padded_on_the_right", "accumulated_samples")
+WRONG = ("last_token_repeated", "padding_on_the_left_seen", "accumulation_not_divided")
+
+
+def compared(reference, candidate):
+    return roundoff.compare(reference=reference, candidate=candidate)
+
+
+def is_named(case, culprit):
+    names = [n for n in (culprit.site, culprit.reference_site, culprit.name) if n]
+    names += [name.partition("#")[0] for name in names]
+    return any(matches(glob, name) for glob in case.sites for name in names)
+
+
+def test_the_banks_are_broad():
+    assert len(PAIRS) >= 60
+    assert len({network for network, _ in PAIRS}) >= 8
+    assert sum(not case.sites for case in SCHEDULES) >= 10
+    assert sum(not case.sites for case in LAYOUTS) >= 12
+    assert sum(bool(case.sites) for case in SCHEDULES) >= 12
+    assert sum(bool(case.sites) for case in LAYOUTS) >= 12
+
+
+@pytest.mark.parametrize(
+    "which", [("gpt", "renamed"), ("digits", "checkpointed"), ("graph", "two threads")]
+)
+def test_a_clean_pair_agrees(which, tmp_path):
+    PAIRS[which].reference(tmp_path / "reference")
+    PAIRS[which].candidate(tmp_path / "candidate")
+    comparison = compared(tmp_path / "reference", tmp_path / "candidate")
+    assert comparison.agrees, comparison.answer
+
+
+@pytest.mark.parametrize("name", RIGHT + WRONG)
+def test_a_schedule(name, tmp_path):
+    (case,) = (case for case in SCHEDULES if case.name == name)
+    case.record(tmp_path / "reference", candidate=False)
+    case.record(tmp_path / "candidate", candidate=True)
+    comparison = compared(tmp_path / "reference", tmp_path / "candidate")
+    assert comparison.agrees == (not case.sites), comparison.answer
+    if case.sites:
+        assert is_named(case, comparison.culprits(1)[0]), comparison.answer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform == "win32",
+    reason="needs torch.distributed",
+)
+def test_layouts(tmp_path):
+    names = ("ddp", "fully_sharded", "columns_and_rows", "sum_missing", "mean_for_sum")
+    launch(tmp_path, names)
+    one_process(tmp_path / "trained", trains=True, steps=1)
+    one_process(tmp_path / "inferred", trains=False, steps=1)
+    for case in LAYOUTS:
+        if case.name not in names:
+            continue
+        reference = tmp_path / ("trained" if case.trains else "inferred")
+        comparison = compared(reference, tmp_path / case.name)
+        assert comparison.agrees == (not case.sites), comparison.answer
+        assert comparison.table["rank"].n_unique() == case.world
+        if case.sites:
+            assert is_named(case, comparison.culprits(1)[0]), comparison.answer

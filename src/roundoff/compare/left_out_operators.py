@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.explain import Sides
 from roundoff.compare.findings import OWN
+from roundoff.compare.left_out_updates import lone_detach
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.step_causes import OPERATORS, Cause, with_line
 from roundoff.compare.table import ComparedRow
@@ -28,6 +29,13 @@ def operator_causes(
     phases = {row.phase for row in own}
     if "backward" not in phases or "forward" in phases:
         return []
+    detach = lone_detach(sides.candidate.rows, compared)
+    if detach is not None:
+        evidence = (
+            f"{with_line(detach.site, detach.line)} cuts the gradient here, and not in "
+            "the reference"
+        )
+        return [_cause("gradient cut", evidence, rank, step, row=detach)]
     twins = {
         row.record: row.reference_record
         for row in compared

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY
 from roundoff.compare.explain import Sides
 from roundoff.compare.loaded_values import GRADIENT
 from roundoff.compare.recorded_rows import RecordedRow, Rows
@@ -132,7 +133,7 @@ def _lost(
     are = "is" if len(names) == 1 else "are"
     write = with_line(twin.operator, twin.line)
     label = "missing update"
-    line = None
+    cut = None
     at = -1
     evidence = f"{which} {are} not changed here; the reference changes"
     if reason == _IS_FROZEN:
@@ -144,7 +145,6 @@ def _lost(
     elif reason == _NO_GRADIENT:
         label = "gradient cut"
         cut = _where_cut(ours, theirs, compared)
-        line = None if cut is None else cut.line
         at = 0
         where = "" if cut is None else f": it ends at {with_line(cut.site, cut.line)}"
         get = "gets" if len(names) == 1 else "get"
@@ -162,13 +162,12 @@ def _lost(
         evidence=f"{evidence} {it} by {write}",
         step=step,
         rank=rank,
-        phase=twin.phase,
-        name=names[0],
+        phase=twin.phase if cut is None else cut.phase,
+        name=names[0] if cut is None else cut.site,
         names=names,
         at=at,
-        twin=twin,
-        line=line,
-        reference_line=line or twin.line,
+        twin=cut or twin,
+        line=None if cut is None else cut.line,
         decides=reason != _NO_GRADIENT,
     )
 
@@ -184,15 +183,25 @@ def _where_cut(
 
     That is the first operator that goes backward in the reference alone.
     """
-    for row in compared:
-        is_detach = row.operator == "detach" and row.phase == "forward"
-        if is_detach and row.status == "only in candidate" and row.record is not None:
-            return theirs.rows.get(row.record)
+    detach = lone_detach(theirs.rows, compared)
+    if detach is not None:
+        return detach
     for row in compared:
         if row.status != "only in reference" or row.reference_record is None:
             continue
         if row.phase == "backward" and row.call is not None and row.call >= 0:
             return ours.rows.get(row.reference_record)
+    return None
+
+
+def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow | None:
+    """Return the first detach of the forward pass that the reference has not."""
+    for row in compared:
+        is_detach = row.operator == "detach" and row.phase == "forward"
+        if not is_detach or row.status == MATCHED or (row.call or 0) < 0:
+            continue
+        if row.record is not None and row.status != REFERENCE_ONLY:
+            return candidate.get(row.record)
     return None
 
 

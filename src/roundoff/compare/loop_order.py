@@ -461,7 +461,7 @@ def _setting(
 ) -> Cause:
     values = [_values(twin, step, name) for name in names]
     what = _NAMES.get(plain, plain)
-    evidence = f"{what} of {step.event.of}: {listed(values)}"
+    evidence = f"{what} of {_optimizer(twin, step)}: {listed(values)}"
     return _cause(
         twin,
         step,
@@ -471,6 +471,13 @@ def _setting(
         phase="optimizer",
         label="other setting",
     )
+
+
+def _optimizer(twin: OptimizerStep, step: OptimizerStep) -> str:
+    """Return the optimizer's name, and that of the reference where it is another."""
+    if twin.event.of == step.event.of:
+        return step.event.of
+    return f"{step.event.of} (the reference has {twin.event.of})"
 
 
 def _values(twin: OptimizerStep, step: OptimizerStep, name: str) -> str:
@@ -486,7 +493,7 @@ def _learning_rate(
 ) -> Cause:
     """The rate itself, or a schedule that has moved more often by then."""
     values = listed([_values(twin, step, name) for name in names])
-    evidence = f"learning rate of {step.event.of}: {values}"
+    evidence = f"learning rate of {_optimizer(twin, step)}: {values}"
     label = "other setting"
     shown = None
     reference = None

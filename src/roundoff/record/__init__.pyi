@@ -52,6 +52,8 @@ from .program import ScriptError as ScriptError
 from .program import StopScript as StopScript
 from .program import run_program as run_program
 from .program import words_of as words_of
+from .recorder import PARTLY_WRITTEN as PARTLY_WRITTEN
+from .recorder import UNSEEN as UNSEEN
 from .replay import Replay as Replay
 from .replay import ReplayedOutput as ReplayedOutput
 from .replay import replay_run as replay_run

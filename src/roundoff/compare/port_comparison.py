@@ -23,7 +23,12 @@ from roundoff.compare.alignment import (
     MATCHED,
     renaming,
 )
-from roundoff.compare.blamed_leaves import Blamed, blamed_layout, blamed_leaf
+from roundoff.compare.blamed_leaves import (
+    Blamed,
+    blamed_layout,
+    blamed_leaf,
+    blamed_step,
+)
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
@@ -145,7 +150,11 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
+            blamed = (
+                blamed_leaf(sides, part)
+                or blamed_layout(sides, part)
+                or blamed_step(sides, part)
+            )
         return [Difference(part, blamed)]
     return []
 

@@ -394,7 +394,7 @@ def test_outputs_that_cannot_be_measured_are_rows_with_a_reason(TwoHeads):
 
     torch.manual_seed(0)
     workload = Workload(Changed(TwoHeads(), more), [torch.randn(32, 16)])
-    measured = budget(workload, ["int8"])
+    measured = budget(workload, ["int8"], probes=8)
     assert [output.name for output in measured.outputs] == ["cls", "price"]
     assert measured.about.not_measured == {
         "zero": "zero everywhere, so no ratio to it exists",
@@ -409,6 +409,19 @@ def test_outputs_that_cannot_be_measured_are_rows_with_a_reason(TwoHeads):
     assert found.met
     with pytest.raises(PlanError, match="did not measure cut"):
         measured.plan("cut=30dB")
+
+
+def test_trials_measure_an_output_without_a_gradient(TwoHeads):
+    def more(output):
+        return {**output, "cut": output["price"].detach()}
+
+    torch.manual_seed(0)
+    workload = Workload(Changed(TwoHeads(), more), [torch.randn(32, 16)])
+    measured = budget(workload, ["int8"])
+    assert measured.about.trials == len(measured.costs)
+    everything = {cost.site: "int8" for cost in measured.costs}
+    predicted = {o.output: o.db for o in measured.predict(everything).outputs}
+    assert predicted["cut"] == pytest.approx(predicted["price"])
 
 
 def test_verify_of_one_output(workload, measured):

@@ -322,11 +322,18 @@ class Probe:
         return self._anchored(exact, in_place), reference
 
     def _anchored(self, result: Any, in_place: bool) -> Any:
-        """Return a result whose tensors all have a gradient."""
+        """Return a result whose tensors all have a gradient, each its own.
+
+        One of several outputs may be made of another (the state of an LSTM cell): the
+        gradient of a view of it is that of its uses after the call.
+        """
+        has_several = len(float_tensors(result)) > 1
 
         def anchored(value: Any) -> Any:
-            if not is_floating(value) or value.requires_grad:
+            if not is_floating(value):
                 return value
+            if value.requires_grad:
+                return value.view_as(value) if has_several else value
             # adding -0.0 changes no value, not even the sign of a zero
             anchor = self.anchor.to(value.device, value.dtype)
             return value.add_(anchor) if in_place else value + anchor

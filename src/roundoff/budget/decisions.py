@@ -247,6 +247,10 @@ class FollowingMode(CallMode):
             return trace
         return replace(trace, values=trace.values | site, makers=site)
 
+    def follows(self, target: Tensor) -> bool:
+        """Return True if a target comes from some site, or was decided by one."""
+        return self._trace(target) != _NOTHING
+
     def end(self, targets: Iterable[Tensor]) -> _Trace:
         """Return what the targets come from, and what the program went on by."""
         return self._trace_of(list(targets)) | self._program

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,19 +101,17 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
     with np.errstate(invalid="ignore", over="ignore"):
         a = np.sum(single, axis=0) if single else np.zeros((pooled[0].shape[0], 1))
         total = float((a**2).mean(axis=0).sum())
-        stderr = float(standard_errors(a**2, unmeasured=unmeasured))
+        is_exact = all(term.measured == TRIAL for term in terms)
+        spread = partial(standard_errors, unmeasured=unmeasured, is_exact=is_exact)
+        stderr = float(spread(a**2))
         if pooled:
             b = np.sum(pooled, axis=0)
             # probes are independent between batches too: add batches, then multiply
             product = b.sum(axis=1) * a.sum(axis=1)
             total += float((b**2).mean(axis=0).sum() + 2 * product.mean())
-            stderr = math.hypot(
-                stderr, float(standard_errors(b**2, unmeasured=unmeasured))
-            )
+            stderr = math.hypot(stderr, float(spread(b**2)))
     if math.isnan(total):
         return math.inf, math.inf
-    if not unmeasured and all(term.measured == TRIAL for term in terms):
-        stderr = 0.0
     return max(total, 0.0), stderr
 
 
@@ -133,11 +132,13 @@ def group_powers(
         with np.errstate(invalid="ignore", over="ignore"):
             noise = squares.mean(axis=1).sum(axis=1)
             errors = standard_errors(squares, unmeasured=unmeasured)
-        for place, total, error in zip(alike, noise, errors, strict=True):
+            beyond = standard_errors(squares, unmeasured=unmeasured, is_exact=True)
+        for number, place in enumerate(alike):
             terms = groups[place]
-            is_exact = not unmeasured and all(t.measured == TRIAL for t in terms)
-            results[place] = (float(total), 0.0 if is_exact else float(error))
-            if not np.isfinite(total):
+            is_exact = all(term.measured == TRIAL for term in terms)
+            error = beyond[number] if is_exact else errors[number]
+            results[place] = (float(noise[number]), float(error))
+            if not np.isfinite(noise[number]):
                 results[place] = power(terms, unmeasured=unmeasured)
     return results
 
@@ -184,7 +185,9 @@ def _cross_variance(group: Sequence[Array]) -> float:
     return _spread(cross) ** 2
 
 
-def standard_errors(squares: Array, *, unmeasured: float = 0.0) -> Array:
+def standard_errors(
+    squares: Array, *, unmeasured: float = 0.0, is_exact: bool = False
+) -> Array:
     """Return the standard errors of powers: means over probes, summed over columns.
 
     That is the spread over the independent probes of each column, and at least what
@@ -198,12 +201,16 @@ def standard_errors(squares: Array, *, unmeasured: float = 0.0) -> Array:
         unmeasured: share of the columns that were not measured. The others stand for
             them, so the error holds what columns differ by, with the correction for a
             finite population (Cochran, Sampling Techniques, 1977, eq. 2.9).
+        is_exact: the mean over the probes is exact in each column, as in a trial.
     """
     probes, columns = squares.shape[-2:]
     means = squares.mean(axis=-2)
     between = np.zeros(means.shape[:-1])
     if columns > 1:
         between = math.sqrt(columns) * means.std(axis=-1, ddof=1)
+    if is_exact:
+        exact: Array = math.sqrt(unmeasured) * between
+        return exact
     if probes == 1:
         return between
     spread = np.sqrt(squares.var(axis=-2, ddof=1).sum(axis=-1) / probes)

@@ -11,6 +11,7 @@ import polars as pl
 
 from roundoff.budget.facts import MeasuredSite
 from roundoff.budget.noise_power import TRIAL, Term, casts, power
+from roundoff.budget.prepared import kept
 from roundoff.budget.suspects import (
     CURVED,
     DECIDES,
@@ -24,42 +25,41 @@ from roundoff.budget.trial_rows import Array, OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.trials import (
     Pair,
+    Programs,
     Recording,
     measure_by_trial,
     record,
     same_shapes,
 )
-from roundoff.errors import WorkloadError
 from roundoff.formats import parse_format
-from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
 #: Rows with strong evidence that are tried whatever it costs: so many a format, or this
 #: share of the rows.
-MOST_CERTAIN = 4
+MOST_CERTAIN = 12
 SHARE = 0.1
 #: So many a format where errors go where no derivative follows: one that changes a
 #: decision outweighs the rounding of all other sites.
-MOST_DECIDING = 24
+MOST_DECIDING = 96
 
 
 def refine(
     workload: Workload,
     budget: Budget,
+    first: Recording,
     signs: Sequence[DrawnSigns],
     weights: Mapping[str, float],
-    of: str | None,
     trials: int | None,
     report: Callable[[str, int, int], None],
 ) -> Budget:
     """Return a budget whose doubtful rows are measured by trial.
 
     Args:
-        workload: that the budget is of.
+        workload: that the budget is of; its model is ``prepared``.
         budget: by the adjoint.
+        first: the first batch followed.
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
-        of: what it measures, see ``roundoff.budget``.
         trials: most rows to measure, strongest evidence first. None: those with strong
             evidence, a tenth of the rows or four a format at most, 24 a format where
             the model decides; more, down to some strength of evidence, while they are
@@ -67,29 +67,34 @@ def refine(
         report: called with the stage and how much of it is done.
     """
     last = max(drawn.index for drawn in signs) + 1
-    recording = _recording(workload, budget, of, last)
+    recording = _recording(workload, budget, first, last)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
     ]
 
+    programs = Programs(workload, recording)
+
     def noise_of(formats: dict[str, str]) -> float:
-        return _noise(workload, recording, views, formats)
+        return _noise(programs, views, formats)
 
     def measure(chosen: Sequence[Suspect]) -> dict[Pair, TrialRows]:
         if not chosen:
             return {}
         pairs = [_pair(suspect) for suspect in chosen]
         is_whole = len(recording.batches) >= last
-        return measure_by_trial(
-            workload,
-            recording if is_whole else record(workload, of, last),
-            pairs,
-            views,
-            signs,
-            lambda done, total: report("trials", done, total),
-            in_one={pair for pair in pairs if _is_divisible(budget, pair)},
-        )
+        whole = recording if is_whole else _recorded(workload, first, last)
+        with kept(workload.model, first.is_pure):
+            return measure_by_trial(
+                workload,
+                whole,
+                pairs,
+                views,
+                signs,
+                lambda done, total: report("trials", done, total),
+                in_one={pair for pair in pairs if _is_divisible(budget, pair)},
+                programs=programs if is_whole else None,
+            )
 
     doubtful = suspects(budget, recording, noise_of)
     if trials is not None:
@@ -106,39 +111,34 @@ def refine(
 
 
 def _recording(
-    workload: Workload, budget: Budget, of: str | None, last: int
+    workload: Workload, budget: Budget, first: Recording, last: int
 ) -> Recording:
     """Return the first batch followed, or all ``last`` where that does not show enough.
 
     So it is where a decision is taken, which other batches may take otherwise, where a
     site has no gradient, and where another batch calls sites that the first does not.
     """
-    first = record(workload, of, 1)
-    [batch] = first.batches
-    decides = any(place.decides for place in batch.places.values())
-    is_seen = all(
-        site.site in batch.places and site.no_path is None for site in budget.sites
-    )
-    return first if is_seen and not decides else record(workload, of, last)
+    places = first.batches[0].places
+    is_seen = all(site.site in places and site.no_path is None for site in budget.sites)
+    if is_seen and not first.decides:
+        return first
+    return _recorded(workload, first, last)
+
+
+def _recorded(workload: Workload, first: Recording, last: int) -> Recording:
+    with kept(workload.model, first.is_pure):
+        return record(workload, first.target, last)
 
 
 def _noise(
-    workload: Workload,
-    recording: Recording,
-    views: Sequence[OutputView],
-    formats: dict[str, str],
+    programs: Programs, views: Sequence[OutputView], formats: dict[str, str]
 ) -> float:
     """Return the noise of formats on the first batch, at the worst output."""
-    try:
-        ran = run_batches(
-            workload, formats, target=recording.target, batches=slice(0, 1)
-        )
-    except WorkloadError:
-        return math.inf  # the model refuses rounded values
-    exact = recording.batches[0].targets
-    if not same_shapes(exact, ran.targets[0]):
+    exact = programs.recording.batches[0].targets
+    rounded = programs.rounded(0, formats)
+    if rounded is None or not same_shapes(exact, rounded):
         return math.inf
-    return max(view.noise(ran.targets, [exact]) for view in views)
+    return max(view.noise([rounded], [exact]) for view in views)
 
 
 def _is_divisible(budget: Budget, pair: Pair) -> bool:

@@ -29,10 +29,10 @@ DOUBTFUL_DB = 0.75
 #: Strengths of evidence, see ``Suspect``.
 UNSEEN, DECIDER, DECIDES, CURVED, SAMPLING, NO_EVIDENCE = range(6)
 #: Fewest sites that are rounded together, and most groups of a format.
-GROUP = 8
-BANDS = 2
+GROUP = 4
+BANDS = 4
 #: Most groups that come from halving those.
-MOST_HALVINGS = 6
+MOST_HALVINGS = 12
 #: The least exponent of a normal number in fp32.
 LEAST_EXPONENT = -126
 

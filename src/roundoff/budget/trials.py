@@ -10,8 +10,15 @@ sampling error, and its cross terms with other sites keep their meaning.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,26 +29,42 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
+from roundoff.budget.program import DivergedError, Program, Step, record_program
 from roundoff.budget.terms import TermKey
-from roundoff.budget.trial_rows import Change, OutputView, TrialRows
+from roundoff.budget.trial_rows import (
+    Change,
+    OutputView,
+    TrialRows,
+    TriedRow,
+    add_projections,
+)
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.errors import WorkloadError
-from roundoff.formats import Format
+from roundoff.formats import Format, parse_format
 from roundoff.ops import (
     Call,
     CallMode,
+    RoundedOperands,
+    Rounder,
     RoundingStep,
+    execute,
     float_tensors,
     function_body,
     rounding_steps,
     watch,
 )
-from roundoff.plan import Plain, named_targets
+from roundoff.plan import Plain, named_targets, run_batches
 from roundoff.preserve import preserve
 from roundoff.workload import Workload
 
 #: A site and a format.
 Pair = tuple[str, Format]
+
+#: Bytes of differences of the target that are kept before they are projected.
+MOST_HELD = 2**25
+#: Trials of a batch from which on it is recorded as a program first, which costs as much
+#: as some trials by the model itself.
+FEWEST_TRIALS = 4
 
 #: The part that stands for all parts, where they were measured as one.
 WHOLE_PART = "output"
@@ -61,62 +84,62 @@ class Recording:
 
     Attributes:
         target: see ``roundoff.budget``.
-        batches: the first of the workload.
+        batches: those that were recorded, by their number.
         is_pure: a forward pass leaves the model and the random state as they were.
     """
 
     target: str | None
-    batches: tuple[RecordedBatch, ...]
+    batches: Mapping[int, RecordedBatch]
     is_pure: bool
+
+    @property
+    def decides(self) -> bool:
+        """True if errors of some site reach a decision that the target depends on."""
+        return any(
+            p.decides for batch in self.batches.values() for p in batch.places.values()
+        )
 
     def places(self, site: str) -> list[CallPlace]:
         """Return the calls of a site, one for each batch that has it."""
-        return [b.places[site] for b in self.batches if site in b.places]
+        batches = self.batches.values()
+        return [batch.places[site] for batch in batches if site in batch.places]
 
     @property
     def sites(self) -> list[str]:
         """Every site, in the order of the first calls."""
-        return list(dict.fromkeys(site for b in self.batches for site in b.places))
+        batches = self.batches.values()
+        return list(dict.fromkeys(site for batch in batches for site in batch.places))
 
 
 def record(
     workload: Workload, target: str | None = None, batches: int | None = None
 ) -> Recording:
-    """Run the unrounded model, and follow where its errors would go.
+    """Run the unrounded model, ``prepared``, and follow where its errors would go.
 
     On all batches, or on the first ones.
     """
     handler = CallPlaces()
     handler.wanted = _wanted(target)
-    recorded = []
+    recorded = {}
     before = _fingerprint(workload.model)
-    with preserve(workload.model):
-        _prepare(workload.model)
-        with watch(workload.model, handler, FollowingMode) as mode:
-            for batch in workload.batches[:batches]:
-                mode.begin()
-                with torch.enable_grad(), mode:
-                    output = workload.run(batch)
-                    targets = named_targets(
-                        workload, batch, output, target, handler.wanted_output
-                    )
-                places = handler.finished(targets.values())
-                values = {name: value.detach() for name, value in targets.items()}
-                recorded.append(RecordedBatch(places, values))
-        is_pure = _fingerprint(workload.model) == before
-    return Recording(target, tuple(recorded), is_pure)
+    with watch(workload.model, handler, FollowingMode) as mode:
+        for index, batch in enumerate(workload.batches[:batches]):
+            mode.begin()
+            with torch.enable_grad(), mode:
+                output = workload.run(batch)
+                targets = named_targets(
+                    workload, batch, output, target, handler.wanted_output
+                )
+            places = handler.finished(targets.values())
+            values = {name: value.detach() for name, value in targets.items()}
+            recorded[index] = RecordedBatch(places, values)
+    is_pure = _fingerprint(workload.model) == before
+    return Recording(target, recorded, is_pure)
 
 
 def _wanted(target: str | None) -> str | None:
     """Return the target where it is a site."""
     return target if target is not None and "/" in target else None
-
-
-def _prepare(model: nn.Module) -> None:
-    model.eval()
-    # a scripted module has no requires_grad_ of its own
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 def _fingerprint(model: nn.Module) -> list[Any]:
@@ -172,9 +195,29 @@ class _QuickMode(TorchFunctionMode):
         place = self.place
         if place is None or self.change is None or place.call.func is not func:
             return func(*args, **kwargs)
-        inputs = {key: value for key, value in kwargs.items() if key != "out"}
-        leaves = tree_leaves((list(args), inputs))
-        return self.change(replace(place.call, leaves=leaves))
+        return self.change(_call_at(place, args, kwargs))
+
+
+def _call_at(place: CallPlace, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """Return the call that was recorded at a place, with these arguments."""
+    inputs = {key: value for key, value in kwargs.items() if key != "out"}
+    leaves = tree_leaves((list(args), inputs))
+    return replace(place.call, leaves=leaves)
+
+
+def _run_program(
+    program: Program, place: CallPlace, change: _Rounding
+) -> dict[str, Tensor]:
+    """Run what follows from the call at a place, which ``change`` runs."""
+
+    def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if step.func is not place.call.func:
+            raise DivergedError("another call")
+        if change.is_known and not step.mutates:
+            return change.next_result()
+        return change(_call_at(place, args, kwargs))
+
+    return program.run(changed, place.number)
 
 
 class _NamedCall(Plain):
@@ -206,12 +249,16 @@ class _Rounding:
     the format rounds by a plain cast: a plan pays for each of those by itself.
     With ``in_one`` all parts are one, which takes one forward pass.
 
-    ``steps`` are the parts that change the result, ``unchanged`` the others.
+    ``steps`` are the parts that change the result, ``unchanged`` the others;
+    ``rounder`` rounds the operands.
     """
 
-    def __init__(self, fmt: Format, in_one: bool = False) -> None:
+    def __init__(
+        self, fmt: Format, in_one: bool = False, rounder: Rounder | None = None
+    ) -> None:
         self.fmt = fmt
         self.in_one = in_one
+        self.rounder = rounder
         self.steps: list[tuple[TermKey, Any]] = []
         self.unchanged: list[TermKey] = []
         self.forwards = 0
@@ -229,20 +276,27 @@ class _Rounding:
 
     def __call__(self, call: Call) -> Any:
         """Run the call with as many parts rounded as there were forward passes."""
-        if not self.forwards:
+        if not self.is_known:
             self._execute(call)
-        self.forwards += 1
-        result = self._exact
-        if self.steps:
-            result = self.steps[self.forwards - 1][1]
+        result = self.next_result()
         if not call.operator.inplace:
             return result
         written: Tensor = call.leaves[0]
         return written.copy_(result)
 
+    @property
+    def is_known(self) -> bool:
+        """True once the results are known; an in-place call still has to write them."""
+        return self._exact is not None
+
+    def next_result(self) -> Any:
+        """Return the result with one part more rounded."""
+        self.forwards += 1
+        return self.steps[self.forwards - 1][1] if self.steps else self._exact
+
     def _execute(self, call: Call) -> None:
         self._exact = before = call.again(list(call.leaves))
-        steps = rounding_steps(call, self.fmt, before)
+        steps = rounding_steps(call, self.fmt, before, self.rounder)
         for _, grouped in itertools.groupby(steps, self._part):
             group = list(grouped)
             key = self._key(str(call.site), group)
@@ -286,17 +340,21 @@ def measure_by_trial(
     signs: Sequence[DrawnSigns],
     progress: Callable[[int, int], None] | None = None,
     in_one: Collection[Pair] = (),
+    programs: Programs | None = None,
 ) -> dict[Pair, TrialRows]:
     """Measure what rounding each site alone to its format does to the target.
 
+    The model must be ``prepared``, and stays as it is.
+
     Args:
-        workload: model and batches; the model is left as it was.
+        workload: model and batches.
         recording: of this workload.
         pairs: sites and formats.
         views: the outputs of the budget.
         signs: of each batch that is measured.
         progress: called after each batch, with their number and that of all.
         in_one: pairs whose parts are measured as one, in one forward pass a batch.
+        programs: of the recording; without them they are made here.
 
     Returns:
         The rows of each pair. A pair that the model refuses to run, or that changes the
@@ -305,22 +363,48 @@ def measure_by_trial(
     results = {pair: TrialRows(in_one=pair in in_one) for pair in pairs}
     if not results:
         return results
-    handler = _NamedCall(_wanted(recording.target))
-    with preserve(workload.model), torch.no_grad():
-        _prepare(workload.model)
-        # without a name to look for, no module needs hooks, and compiled code runs
-        # uncompiled all the same
-        watched = workload.model if handler.wanted else nn.Module()
-        with watch(watched, handler) as mode:
-            runner = _OneCall(workload, recording, mode, handler)
-            measured = {drawn.index: drawn for drawn in signs}
-            for index in range(len(recording.batches)):
-                if index in measured:
-                    _measure_batch(runner, results, views, measured[index])
-                runner.run(index)
-                if progress is not None:
-                    progress(index + 1, len(recording.batches))
+    programs = programs or Programs(workload, recording)
+    measured = {drawn.index: drawn for drawn in signs}
+    with torch.no_grad(), _one_call(workload, recording) as runner:
+        for index in range(len(recording.batches)):
+            if index in measured:
+                is_worth = len(results) >= FEWEST_TRIALS
+                runner.begin(programs.of(index) if is_worth else None)
+                _measure_batch(runner, results, views, measured[index])
+            runner.run(index)
+            if progress is not None:
+                progress(index + 1, len(recording.batches))
     return results
+
+
+def measure_batch_by_trial(
+    workload: Workload,
+    recording: Recording,
+    pairs: Iterable[Pair],
+    views: Sequence[OutputView],
+    signs: DrawnSigns,
+) -> dict[Pair, TrialRows]:
+    """Measure the same on one batch alone; ``recording`` need not have others.
+
+    The result is of the kind that ``measure_by_trial`` returns, but for one batch.
+    """
+    results = {pair: TrialRows() for pair in pairs}
+    programs = Programs(workload, recording)
+    with torch.no_grad(), _one_call(workload, recording) as runner:
+        runner.begin(programs.of(signs.index))
+        _measure_batch(runner, results, views, signs)
+    return results
+
+
+@contextmanager
+def _one_call(workload: Workload, recording: Recording) -> Iterator[_OneCall]:
+    """Yield what runs the model with one call changed."""
+    handler = _NamedCall(_wanted(recording.target))
+    # without a name to look for, no module needs hooks, and compiled code runs
+    # uncompiled all the same
+    watched = workload.model if handler.wanted else nn.Module()
+    with watch(watched, handler) as mode:
+        yield _OneCall(workload, recording, mode, handler)
 
 
 def _measure_batch(
@@ -331,22 +415,101 @@ def _measure_batch(
 ) -> None:
     """Add what each pair does to one batch; drop those that cannot be measured."""
     batch = runner.recording.batches[signs.index]
+    exact = {name: batch.targets[name] for name in signs.names}
     vectors = signs.again(batch.targets)
+    tried: list[TriedRow] = []
+    held = 0
     for pair, rows in list(results.items()):
         site, fmt = pair
         place = batch.places.get(site)
         if place is None:
             rows.batches.append({})
             continue
-        rounding = _Rounding(fmt, rows.in_one)
-        changes = runner.changes(place, rounding, signs)
+        rounding = _Rounding(fmt, rows.in_one, runner.rounder)
+        changes = runner.changes(signs.index, place, rounding, exact)
         if changes is None:
             del results[pair]
             continue
         # without any step there was one forward pass, which changed nothing
         changed = dict(zip(rounding.keys, changes, strict=False))
-        rows.add(changed, rounding.unchanged, views, signs, vectors)
         rows.forwards += rounding.forwards
+        tried.append(TriedRow(rows, changed, rounding.unchanged))
+        held += sum(change.nbytes for change in changes)
+        if held > MOST_HELD:
+            add_projections(tried, views, signs, vectors)
+            tried = []
+            held = 0
+    add_projections(tried, views, signs, vectors)
+
+
+class Programs:
+    """The programs of the batches of a recording, made when asked for, one at a time."""
+
+    def __init__(self, workload: Workload, recording: Recording) -> None:
+        self.workload = workload
+        self.recording = recording
+        self._index: int | None = None
+        self._program: Program | None = None
+
+    def of(self, index: int) -> Program | None:
+        """Return the program of a batch; None where the model itself must run."""
+        if self._index != index:
+            self._index = index
+            self._program = None
+            self._program = self._recorded(index)
+        return self._program
+
+    def _recorded(self, index: int) -> Program | None:
+        needs_names = _wanted(self.recording.target) is not None
+        if needs_names or not self.recording.is_pure:
+            return None
+        batch = self.workload.batches[index]
+
+        def forward() -> dict[str, Tensor]:
+            output = self.workload.run(batch)
+            target = self.recording.target
+            return named_targets(self.workload, batch, output, target, None)
+
+        places = self.recording.batches[index].places.values()
+        numbers = {place.number for place in places}
+        # compiled code runs uncompiled
+        with watch(nn.Module(), Plain()):
+            return record_program(forward, numbers)
+
+    def rounded(
+        self, index: int, formats: Mapping[str, str]
+    ) -> dict[str, Tensor] | None:
+        """Return the targets of a batch with sites in formats; None where the model refuses."""
+        program = self.of(index)
+        if program is not None:
+            with suppress(DivergedError, RuntimeError), torch.no_grad():
+                return self._run_rounded(program, index, formats)
+        try:
+            ran = run_batches(
+                self.workload,
+                formats,
+                target=self.recording.target,
+                batches=slice(index, index + 1),
+            )
+        except WorkloadError:
+            return None
+        return ran.targets[0]
+
+    def _run_rounded(
+        self, program: Program, index: int, formats: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        places = self.recording.batches[index].places
+        chosen = {
+            places[site].number: (places[site], parse_format(name))
+            for site, name in formats.items()
+            if site in places
+        }
+
+        def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            place, fmt = chosen[step.number]
+            return execute(_call_at(place, args, kwargs), fmt)
+
+        return program.run_changed(changed, chosen)
 
 
 class _OneCall:
@@ -364,11 +527,26 @@ class _OneCall:
         self.mode = mode
         self.handler = handler
         self.quick = _QuickMode()
+        self.program: Program | None = None
+        self.rounder: Rounder | None = None
+
+    def begin(self, program: Program | None) -> None:
+        """Start a batch, with its program where it has one."""
+        self.program = program
+        # operands stay what they are, unless the program writes over them
+        keeps = program is not None and not program.writes_over
+        self.rounder = RoundedOperands() if keeps else None
 
     def targets(
         self, index: int, place: CallPlace, change: _Rounding
     ) -> dict[str, Tensor]:
         """Return the target tensors of a batch with the call at ``place`` changed."""
+        passes = change.forwards
+        if self.program is not None:
+            try:
+                return _run_program(self.program, place, change)
+            except (DivergedError, RuntimeError):
+                change.forwards = passes
         batch = self.workload.batches[index]
         self.mode.begin()
         self.quick.begin(place, change)
@@ -388,23 +566,29 @@ class _OneCall:
             )
 
     def changes(
-        self, place: CallPlace, rounding: _Rounding, signs: DrawnSigns
+        self,
+        index: int,
+        place: CallPlace,
+        rounding: _Rounding,
+        exact: Mapping[str, Tensor],
     ) -> list[Change] | None:
         """Return what each part of one call changes; None where that is not measured.
 
         So it is where the model refuses the rounded values, or returns other shapes.
+        ``exact`` are the target tensors to be compared.
         """
-        before = self.recording.batches[signs.index].targets
+        before = exact
         changes = []
         while not rounding.is_done:
             passes = rounding.forwards
             try:
-                after = self.targets(signs.index, place, rounding)
+                ran = self.targets(index, place, rounding)
             except WorkloadError:
                 return None
+            after = {name: ran[name] for name in exact if name in ran}
             if rounding.forwards == passes or not same_shapes(before, after):
                 return None
-            changes.append(Change.between(before, after, signs))
+            changes.append(Change.between(before, after))
             before = after
         return changes
 

@@ -11,7 +11,7 @@ from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
-from roundoff.compare.divergence import Divergence
+from roundoff.compare.divergence import Divergence, is_partly_written
 from roundoff.compare.explain import (
     EarlierSteps,
     RecordedStep,
@@ -238,7 +238,13 @@ class _Measures:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
             return CallReplay(reason="no tensors were kept")
-        return run_as_it_was(row, self._first[row.call], tensors, self._results)
+        return run_as_it_was(
+            row,
+            self._first[row.call],
+            tensors,
+            self._results,
+            _inputs(self._candidate, row),
+        )
 
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)
@@ -397,7 +403,8 @@ def _distance_columns(
     twin: RecordedRow, row: RecordedRow, distances: Distances, reason: str | None
 ) -> dict[str, Any]:
     unwritten = operators_that("leave memory unwritten")
-    if row.base_operator in unwritten and twin.base_operator in unwritten:
+    both_new = row.base_operator in unwritten and twin.base_operator in unwritten
+    if both_new or is_partly_written(row, twin):
         return {"reason": UNWRITTEN}  # any values stood there
     distance, metrics = distances.full(twin.record, row.record)
     columns: dict[str, Any] = {"error": distance.error, "equal": distance.equal}

@@ -17,6 +17,7 @@ from .calls import float_tensors as float_tensors
 from .calls import function_body as function_body
 from .calls import is_floating as is_floating
 from .calls import watch as watch
+from .execute import Rounder as Rounder
 from .execute import RoundingStep as RoundingStep
 from .execute import adds_bias_last as adds_bias_last
 from .execute import bias_shift as bias_shift

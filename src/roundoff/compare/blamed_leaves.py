@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.parameter_content import (
+    EQUAL,
     JOINED,
     PART,
     axis_orders,
@@ -34,6 +35,8 @@ MOST_LEAVES = 12
 MOST_PARTS = 4
 #: Values after the first that differs, which are tried too.
 NEXT = 4
+#: Values that are tried in parameters, at most.
+TRIALS = 200
 #: Gates of a recurrent layer, in any order.
 GATES = (3, 4)
 
@@ -73,8 +76,13 @@ def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Val
         agrees = key in agreeing  # type: ignore[operator]
         if agrees and not is_start and not _of_leaves_alone(flow, value):
             continue
-        waiting += [(k, False) for k in value.inputs]
+        waiting += [(k, is_start and _is_inside(flow, k)) for k in value.inputs]
     return sorted(leaves.values(), key=lambda v: v.order)[:MOST_LEAVES]
+
+
+def _is_inside(flow: Flow, key: int) -> bool:
+    """Return True for a step inside a call."""
+    return key in flow.values and flow.values[key].inner
 
 
 def _of_leaves_alone(flow: Flow, value: Value, depth: int = 8) -> bool:
@@ -124,8 +132,12 @@ def _proven(
     if value is None or sides.candidate.step.tensors is None:
         return None
     named = _next_values(sides, value.row.record if value.inner else value.key)
+    named = [key for key in named if key not in sides.twins]
+    trials = iter(range(TRIALS))
 
     def agrees(leaf: Value, other: Tensor) -> bool:
+        if next(trials, None) is None:
+            return False
         return any(_agrees_with(sides, key, leaf.key, other) for key in named)
 
     return _tried(sides, ours, theirs, agrees)
@@ -160,6 +172,9 @@ def _tried(
         if held is None:
             return None
         for wanted, content in _contents(sides, ours, held):
+            how = relation(content, held)
+            if how is not None and how.kind == EQUAL and held.dim() < 2:
+                continue
             for other in _layouts(content, held):
                 if not torch.equal(other, held) and agrees(leaf, other):
                     words = _in_words(leaf, wanted, content, held)
@@ -329,10 +344,7 @@ def _together(whole: Sketch, parts: Sequence[Sketch]) -> bool:
 
 def _best_partner(sides: Sides, lost: Sequence[Value], leaf: Value) -> Value | None:
     """Return the reference's parameter that a foreign one stands for."""
-    size = leaf.row.numel or 1
-    larger = [v for v in lost if (v.row.numel or 0) > size]
-    parts = [v for v in larger if (v.row.numel or 0) % size == 0]
-    for wanted in (*_same_size(lost, leaf), *parts):
+    for wanted in _same_size(lost, leaf):
         ours = sides.reference.tensor(wanted.key)
         theirs = sides.candidate.tensor(leaf.key)
         if ours is None or theirs is None:
@@ -413,7 +425,7 @@ def blamed_step(sides: Sides, part: Part) -> Blamed | None:
         value = sides.candidate.behind(key)
         if not value.computes or expected.isdisjoint(sides.all_twins(value)):
             continue
-        for source_key in value.inputs:
+        for source_key in value.row.inputs:
             source = sides.candidate.behind(source_key)
             if source.sketch is None or source.sketch.size or not source.is_number:
                 continue
@@ -506,7 +518,8 @@ def _boundary(flow: Flow, starts: Sequence[int], agreeing: object) -> list[int]:
 def _same_places(sides: Sides, twin: int, key: int) -> bool:
     """Return True where a value agrees with one of the views of a reference's value."""
     theirs = sides.candidate.tensor(key)
-    if theirs is None:
+    whole = sides.reference.tensor(twin)
+    if theirs is None or whole is None or theirs.numel() != whole.numel():
         return True
     value: Value | None = sides.reference.values[twin]
     while value is not None:

@@ -72,8 +72,10 @@ def by_different_hands(
         return False
     if [call[1:] for call in ours] == [call[1:] for call in theirs]:
         return False
-    common = Counter(call[:2] for call in ours) & Counter(call[:2] for call in theirs)
-    return sum(common.values()) < ALIKE * max(len(ours), len(theirs))
+    places = {call[:2] for call in ours}
+    other_places = {call[:2] for call in theirs}
+    common = len(places & other_places)
+    return common < ALIKE * max(len(places), len(other_places))
 
 
 def _computing(

@@ -158,13 +158,12 @@ def says_truth(fault: ScriptFault, culprit: Any) -> bool:
 def _on_true_line(fault: ScriptFault, culprit: Any) -> bool:
     ours, theirs = fault.true_lines()
     pairs = ((culprit.reference_line, ours), (culprit.line, theirs))
-    return any(_number(line) in lines for line, lines in pairs)
+    return any(_numbers(line) & lines for line, lines in pairs)
 
 
-def _number(line: str | None) -> int | None:
-    """Return the number of a line of the script itself."""
-    name, _, number = (line or "").rpartition(":")
-    return int(number) if name.endswith("train.py") else None
+def _numbers(line: str | None) -> set[int]:
+    """Return the numbers of the script's own lines: of the call, and of its kernel."""
+    return {int(number) for number in re.findall(r"\btrain\.py:(\d+)", line or "")}
 
 
 def _words(culprit: Any) -> str:

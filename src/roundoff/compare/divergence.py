@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
+from roundoff.compare.recorded_calls import is_written_in_python
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.replay import CallReplay
 from roundoff.ops import operators_that
+from roundoff.record import PARTLY_WRITTEN
 
 #: Growth of an error through an operator above which it is run again.
 GAIN_REPLAYED = 1.25
@@ -41,6 +43,8 @@ CARRIED = 4.0
 #: A value that is this many times nearer to its own counterpart than to what the
 #: reference reads is the wrong value, not a wrong one.
 NEARER = 8.0
+#: Of a memory that was written in parts, so many are looked at.
+MOST_PARTS = 256
 #: Operators whose result holds the values of their inputs: they add no error of size.
 EXACT = operators_that("add no error")
 #: These give all elements of their input, in their order.
@@ -140,7 +144,7 @@ class Divergence:
         finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
         if distance.error is None:
             return finding
-        if distance.equal or row.base_operator in UNWRITTEN or is_workspace(row):
+        if distance.equal or is_without_value(row, twin) or is_workspace(row):
             finding.own_error = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
@@ -149,9 +153,15 @@ class Divergence:
             self._check_alone(finding, row)
         if finding.cause is None:
             self._inherit(finding)
-        if finding.cause is None and not self.measures.can_replay:
+        if finding.cause is None and not self._can_be_judged(row):
             finding.undecided = not self._explains(finding, distance.error)
         return finding
+
+    def _can_be_judged(self, row: RecordedRow) -> bool:
+        """Return True where tensors were kept, and the call is none of the user's kernels."""
+        if not self.measures.can_replay:
+            return False
+        return row.overload is None or not is_written_in_python(row.overload)
 
     def _explains(self, finding: Finding, error: float) -> bool:
         """Return True where rounding, here or before, explains what statistics show."""
@@ -192,6 +202,8 @@ class Divergence:
         wrong_input = None
         for ours, theirs in read:
             distance = self.measures.distance(ours, theirs)
+            if is_without_value(self.candidate[theirs], self.reference[ours]):
+                continue  # what is written over, or to be
             if distance.error is None or distance.equal or distance.masked:
                 finding.unknown |= not distance.equal
             elif self._is_wrong_input(ours, theirs, distance.error, finding.tolerance):
@@ -222,7 +234,7 @@ class Divergence:
         read = [pair for pair in operands if pair[1] in self.counterpart]
         waiting = [theirs for _, theirs in operands if theirs not in self.counterpart]
         if not operands:
-            waiting = row.values_read()
+            waiting = row.values_read() if row.is_call else self._written_parts(row)
         region: set[int] = set()
         visited: set[int] = set()
         while waiting:
@@ -236,6 +248,35 @@ class Divergence:
                 region.add(record)
                 waiting += self.candidate[record].inputs
         return read, sorted(region)
+
+    def _written_parts(self, row: RecordedRow) -> list[int]:
+        """Return the records that were written, part by part, to the memory of a value.
+
+        A view of memory that calls have written in parts holds the values of them all.
+        """
+        parts: list[int] = []
+        waiting = list(row.inputs)
+        while waiting and len(parts) < MOST_PARTS:
+            record = waiting.pop()
+            parts.append(record)
+            write = self.candidate.get(record)
+            if write is None or not write.inplace or not write.inputs:
+                continue
+            before = self._before_views(write.inputs[0])
+            if before is None:
+                continue
+            is_part = not before.is_call and before.inputs
+            waiting += before.inputs[:1] if is_part else [before.record]
+        return parts
+
+    def _before_views(self, record: int) -> RecordedRow | None:
+        """Return the candidate's row that a record is a view of, behind all views."""
+        row = self.candidate.get(record)
+        while row is not None and row.is_call and row.view_of is not None:
+            if not row.inputs or row.inplace:
+                break
+            row = self.candidate.get(row.inputs[0])
+        return row
 
     def _is_wrong_input(
         self, ours: int, theirs: int, error: float, tolerance: float
@@ -445,9 +486,10 @@ class Divergence:
     def _may_be_partial_sum(self, finding: Finding) -> bool:
         if finding.cause != OWN or finding.faulty is not None:
             return False
+        guessed = finding.record not in self.exact
         if self.candidate[finding.record].phase != "backward":
-            return False
-        return finding.read is not None or finding.record not in self.exact
+            return guessed  # paired by use alone: the operands may be exchanged
+        return finding.read is not None or guessed
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart."""
@@ -481,6 +523,16 @@ def is_workspace(row: RecordedRow) -> bool:
     """Return True for bytes that a kernel leaves for its backward kernel."""
     further_result = (row.place or 0) > 0
     return row.dtype == "uint8" and further_result and row.operator in WORKSPACE
+
+
+def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
+    """Return True for views of new memory with elements that nothing was written to."""
+    return row.reason == twin.reason == PARTLY_WRITTEN
+
+
+def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:
+    """Return True for new memory, or a view of it, that nothing was written to in full."""
+    return row.base_operator in UNWRITTEN or is_partly_written(row, twin)
 
 
 def _make_own(finding: Finding, own_error: float | None) -> None:

@@ -10,6 +10,8 @@ operator that is 1 % wrong stands out, also where only some elements are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +24,14 @@ from roundoff.compare.recorded_calls import (
 )
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.replay import CallReplay
-from roundoff.compare.rounding_bound import smallest, unit
-from roundoff.record import own_error
+from roundoff.compare.rounding_bound import (
+    MARGIN,
+    condition,
+    smallest,
+    terms,
+    unit,
+)
+from roundoff.record import OwnError, own_error
 
 #: Root mean square of one rounding, in unit roundoffs, of values spread evenly in the
 #: logarithm: u * sqrt(mean of (1/m)**2 / 3) with a fraction m from 1 to 2 has 0.43; the
@@ -36,9 +44,8 @@ WORSE = 2.0
 WORSE_IN_SUMS = 4.0
 #: One element may be off by this many roundings of its format.
 ROUNDINGS = 1.5
-#: An error of the sums within, in fp32, may be this many times that of the kernel here
-#: in another order.
-REORDERED = 8.0
+#: Terms that cancel may leave this much more of the rounding of a sum, at most.
+LARGEST_CONDITION = 2.0**20
 _UNIT_FP32 = 2.0**-24
 
 
@@ -47,11 +54,13 @@ def run_as_it_was(
     first: RecordedRow,
     tensors: Tensors,
     results: RecentResults,
+    inputs: Sequence[RecordedRow] = (),
 ) -> CallReplay:
     """Return the own error of a recorded result, judged by the kernel of this machine.
 
     Args:
         row: the result.
+        inputs: what its call read.
         first: the first row of its call, which holds the arguments.
         tensors: those of the run.
         results: keeps what was run last.
@@ -80,7 +89,7 @@ def run_as_it_was(
         exact = again
     if exact.shape != actual.shape or not exact.is_floating_point():
         return CallReplay(reason="its result is no floating-point tensor")
-    return _judged(actual, again, exact)
+    return _judged(actual, again, exact, _rounding_of_sums(row, inputs))
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
@@ -92,7 +101,14 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | both_nan).all())
 
 
-def _judged(actual: Tensor, again: Tensor, exact: Tensor) -> CallReplay:
+def _rounding_of_sums(row: RecordedRow, inputs: Sequence[RecordedRow]) -> float:
+    """Return the relative error of sums within, which kernels add in fp32 in any order."""
+    root = math.sqrt(terms(row, inputs))
+    cancelling = min(condition(row, inputs), LARGEST_CONDITION)
+    return MARGIN * _UNIT_FP32 * root * cancelling
+
+
+def _judged(actual: Tensor, again: Tensor, exact: Tensor, of_sums: float) -> CallReplay:
     """Hold a result against the call in fp64, by what the kernel here makes of it."""
     measured, of_kernel = own_error([actual, again], [exact, exact])
     if measured is None or of_kernel is None:
@@ -102,32 +118,54 @@ def _judged(actual: Tensor, again: Tensor, exact: Tensor) -> CallReplay:
         return CallReplay(reason="not finite in this format")
     if math.isinf(measured.l2):
         return CallReplay(kernel=math.inf, excess=math.inf, expected=exact)
-    name = str(actual.dtype).removeprefix("torch.")
-    u = unit(name)
-    least = smallest(name)
-    rounded = ONE_ROUNDING * u * measured.reference
-    worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
-    allowed = worse * max(of_kernel.l2, rounded) + least * math.sqrt(exact.numel())
-    allowed += REORDERED * _UNIT_FP32 * measured.reference
-    excess = max(measured.l2 / allowed, _worst_element(actual, again, exact, u, least))
+    band = _Band.of(actual.dtype, of_sums * measured.reference)
+    excess = max(
+        measured.l2 / band.of_norm(of_kernel, exact.numel()),
+        band.worst_element(actual, again, exact),
+    )
     return CallReplay(kernel=relative, excess=excess, expected=exact)
 
 
-def _worst_element(
-    actual: Tensor, again: Tensor, exact: Tensor, u: float, least: float
-) -> float:
-    """Return the largest error of one element, in units of what rounding explains.
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """The error that an honest kernel may make.
 
-    Sums that cancel leave errors of the size of their terms: as large a floor as the
-    kernel here needs is granted to every element.
+    Attributes:
+        unit: unit roundoff of the format.
+        least: its smallest number.
+        worse: how many times the error of the kernel here is granted.
+        sums: the l2 norm of what sums in another order may change.
     """
-    exact = exact.to(torch.float64)
-    finite = exact.isfinite() & again.isfinite() & actual.isfinite()
-    size = exact.abs().masked_fill(~finite, 0.0)
-    error = (actual.to(torch.float64) - exact).abs().masked_fill(~finite, 0.0)
-    of_kernel = (again.to(torch.float64) - exact).abs().masked_fill(~finite, 0.0)
-    one_rounding = u * size + least
-    beyond = float((of_kernel - one_rounding).max())
-    worse = WORSE if u > _UNIT_FP32 else WORSE_IN_SUMS
-    floor = worse * max(0.0, beyond) + REORDERED * _UNIT_FP32 * float(size.max())
-    return float((error / (ROUNDINGS * one_rounding + floor)).max())
+
+    unit: float
+    least: float
+    worse: float
+    sums: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, sums: float) -> _Band:
+        name = str(dtype).removeprefix("torch.")
+        worse = WORSE if unit(name) > _UNIT_FP32 else WORSE_IN_SUMS
+        return cls(unit(name), smallest(name), worse, sums)
+
+    def of_norm(self, of_kernel: OwnError, count: int) -> float:
+        """Return the l2 norm of the error that is allowed."""
+        rounded = ONE_ROUNDING * self.unit * of_kernel.reference
+        largest = max(of_kernel.l2, rounded)
+        return self.worse * largest + self.least * math.sqrt(count) + self.sums
+
+    def worst_element(self, actual: Tensor, again: Tensor, exact: Tensor) -> float:
+        """Return the largest error of one element, in units of what is allowed there.
+
+        Sums that cancel leave errors of the size of their terms: as large a floor as
+        the kernel here needs is granted to every element.
+        """
+        wide = exact.to(torch.float64)
+        infinite = ~(wide.isfinite() & again.isfinite() & actual.isfinite())
+        size = wide.abs().masked_fill(infinite, 0.0)
+        error = (actual.to(torch.float64) - wide).abs().masked_fill(infinite, 0.0)
+        of_kernel = (again.to(torch.float64) - wide).abs().masked_fill(infinite, 0.0)
+        one_rounding = self.unit * size + self.least
+        beyond = max(0.0, float((of_kernel - one_rounding).max()))
+        floor = self.worse * beyond + self.sums / math.sqrt(wide.numel())
+        return float((error / (ROUNDINGS * one_rounding + floor)).max())

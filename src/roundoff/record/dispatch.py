@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,12 @@ from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
 from roundoff.record.module_paths import Paths
 from roundoff.record.recorder import Recorder, Source
-from roundoff.record.source_lines import COMPILED, in_compiled, user_line
+from roundoff.record.source_lines import (
+    COMPILED,
+    defined_at,
+    in_compiled,
+    user_line,
+)
 
 _COLLECTIVE = (
     "c10d",
@@ -53,7 +59,9 @@ class OperatorSchema:
         written: positions and names of the arguments that it writes.
         collective: it communicates.
         each: it works on lists of tensors, each for itself: ``_foreach_add_``,
-            ``_fused_adamw_``.
+            ``_fused_adamw_``, the unscaling of gradients.
+        kernel: file and line of the kernel, for one that the user has written in Python.
+        is_view: it hands on memory, and reads none.
     """
 
     name: str
@@ -61,6 +69,8 @@ class OperatorSchema:
     written: tuple[int | str, ...]
     collective: bool
     each: bool
+    kernel: str | None = None
+    is_view: bool = False
 
     @staticmethod
     @functools.cache
@@ -78,8 +88,26 @@ class OperatorSchema:
             overload=overload,
             written=written,
             collective=namespace in _COLLECTIVE,
-            each=name.startswith(("_foreach_", "_fused_")),
+            each=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
+            kernel=_kernel_line(schema.name),
+            is_view=any(
+                returned.alias_info is not None and not returned.alias_info.is_write
+                for returned in schema.returns
+            ),
         )
+
+    def at(self, line: str | None) -> str | None:
+        """Return the line of a call, with that of its kernel where the user wrote it."""
+        if self.kernel is None or line is COMPILED:
+            return line
+        return ", ".join(filter(None, (line, f"kernel {self.kernel}")))
+
+
+def _kernel_line(name: str) -> str | None:
+    """Return where a custom operator in Python (``torch.library``) is defined."""
+    module: Any = sys.modules.get("torch._library.custom_ops")
+    definition = getattr(module, "OPDEFS", {}).get(name)
+    return defined_at(getattr(definition, "_init_fn", None))
 
 
 class _RunningCall:
@@ -109,6 +137,10 @@ class _RunningCall:
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
         return tensors_in(self.args, self.kwargs.values())
+
+    def read(self) -> list[Tensor]:
+        """Return the tensors whose values it reads, as far as its schema says so."""
+        return _without(self.tensors(), self.written())
 
     def written(self) -> list[Tensor]:
         """Return the tensors that it writes."""
@@ -244,6 +276,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # of what was compiled, the boundary is recorded
         if source.line is COMPILED or not self._wants(source.module, schema.name):
             return call
+        if not schema.is_view:
+            self.recorder.before_reading(call.read())
         record_of = self.recorder.record_of
         call.inputs = [record_of(tensor, source) for tensor in call.tensors()]
         if self.describe is not None:
@@ -363,7 +397,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1:
             return self._backward_source(schema)
         phase = "collective" if schema.collective else self.phase
-        source = Source(phase, self.paths.current(), user_line(4))
+        source = Source(phase, self.paths.current(), schema.at(user_line(4)))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if sequence != self._sequence:
             # the call below made a node of the graph: its backward belongs to it
@@ -375,18 +409,20 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = "collective" if schema.collective else "backward"
         path = self.paths.current()
         if path:  # a checkpoint computes its forward again
-            return Source(phase, path, user_line(5), recomputed=True)
+            return Source(phase, path, schema.at(user_line(5)), recomputed=True)
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
         forward = self._forward_sources.get(node._sequence_nr())
+        line = user_line(5, in_engine=True)  # the user's own backward, or a hook
         if forward is not None:
-            return Source(phase, forward.module, forward.line)
+            own = schema.at(line or forward.line)
+            return Source(phase, forward.module, own)
         variable = getattr(node, "variable", None)
         name = None if variable is None else self.paths.name_of(variable)
-        return Source(phase, (name or "").rpartition(".")[0], None)
+        return Source(phase, (name or "").rpartition(".")[0], schema.at(line))
 
 
 if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone

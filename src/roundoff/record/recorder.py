@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from roundoff.ops import plain, unwrapped
+from roundoff.ops import base, operators_that, plain, unwrapped
 from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -29,6 +29,12 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 _NO_TENSOR = "no tensor among its results"
+#: The operator of a row whose values something wrote that is not seen.
+UNSEEN = "unseen_write"
+#: The reason of a view of memory with elements that no call has written.
+PARTLY_WRITTEN = "memory that nothing was written to yet, in part"
+#: These make memory without values.
+_UNWRITTEN = operators_that("leave memory unwritten")
 
 
 class Source:
@@ -97,17 +103,60 @@ class _ValueRow(NamedTuple):
     reason: str | None
 
 
+class _Blank:
+    """Memory that was made without values, and which of its elements a call has written.
+
+    Attributes:
+        record: of the call that made it.
+        count: how many elements it has.
+    """
+
+    __slots__ = ("_written", "count", "record")
+
+    def __init__(self, record: int, count: int) -> None:
+        self.record = record
+        self.count = count
+        #: by element of the storage; None before anything was written
+        self._written: Tensor | None = None
+
+    @property
+    def is_untouched(self) -> bool:
+        """True before any call has written to it."""
+        return self._written is None
+
+    def write(self, value: Tensor) -> bool:
+        """Note that a view of it was written; return True where all of it is now."""
+        if value.numel() >= self.count:
+            return True
+        size = value.untyped_storage().nbytes() // value.element_size()
+        if self._written is None:
+            self._written = torch.zeros(size, dtype=torch.bool)
+        view = value.shape, value.stride(), value.storage_offset()
+        if self._written.numel() == size:
+            self._written.as_strided(*view).fill_(True)
+        return int(self._written.sum()) >= self.count
+
+    def covers(self, value: Tensor) -> bool:
+        """Return True where all elements of a view of it were written."""
+        if self._written is None:
+            return False
+        view = value.shape, value.stride(), value.storage_offset()
+        return bool(self._written.as_strided(*view).all())
+
+
 class _Memory:
     """What is known of one storage.
 
     ``records``: the record of each view of it. ``latest``: the record that views are
     now views of, with the elements ``start`` to ``end`` of the storage that it covers.
-    ``base``: the geometry of the latest; ``elements``: record by elements of a view.
+    ``base``: the geometry of the latest; ``elements``: record by elements of a view;
+    ``blank``: what of it has no values yet, None where all has.
     """
 
     __slots__ = (
         "alive",
         "base",
+        "blank",
         "elements",
         "end",
         "latest",
@@ -121,6 +170,7 @@ class _Memory:
         self.alive = storage._weak_ref()
         self.records: dict[Any, int] = {}
         self.base: Geometry | None = None
+        self.blank: _Blank | None = None
         self.elements: dict[Any, int] | None = None
         self.latest = -1
         self.version = 0
@@ -188,7 +238,7 @@ class Recorder:
         self._kept: dict[int, dict[str, Any]] = {}
         #: record -> one with the same elements in another order
         self._twins: dict[int, int] = {}
-        self._gradient_names: dict[int, str] = {}
+        self._later_names: dict[int, str] = {}
         #: id -> record of a tensor without readable memory, and the tensor itself
         self._unread: dict[int, tuple[int, Tensor]] = {}
         self._memory: dict[int, _Memory] = {}
@@ -227,6 +277,41 @@ class Recorder:
         if value is not None:
             self._memory.pop(value.untyped_storage()._cdata, None)
 
+    def before_reading(self, tensors: Sequence[Tensor]) -> None:
+        """A call is about to read these: what no recorded call has written, others have.
+
+        A kernel that writes through numpy or a pointer is not seen. Its result gets a
+        row, at the line where its memory was made.
+        """
+        for tensor in tensors:
+            value, _ = plain(tensor)
+            if value is None or not value.numel():
+                continue
+            memory = self._memory.get(value.untyped_storage()._cdata)
+            if memory is None or memory.blank is None:
+                continue
+            if memory.blank.is_untouched:
+                blank = memory.blank.record
+                memory.blank = None
+                self._add_unseen(blank, tensor)
+
+    def _add_unseen(self, blank: int, tensor: Tensor) -> None:
+        """Add a row for memory that something unseen has written.
+
+        It is taken to have read what was looked at since its memory was made, and what
+        was computed last before.
+        """
+        head = self.rows[blank].head
+        before = [r for r in range(blank) if self.rows[r].head.number >= 0]
+        since = [
+            r
+            for r in range(blank + 1, len(self.rows))
+            if self.rows[r].view_of is not None
+            and self.rows[r].head.phase == head.phase
+        ]
+        source = Source(head.phase, head.module, head.line)
+        self.call(source, UNSEEN, None, [*before[-1:], *since], [], written=[tensor])
+
     def named_gradient(self, name: str, gradient: Tensor) -> None:
         """``gradient`` is that of parameter ``name``; where no recorded call has made
         it, it gets a row."""
@@ -237,7 +322,13 @@ class Recorder:
             latest = self._latest(gradient)
             written = [] if latest is None else [latest]
             (record,) = self.call(source, "gradient", None, written, (gradient,))
-        self._gradient_names[record] = f"{name}.grad"
+        self._later_names[record] = f"{name}.grad"
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give a value of this step its name, which was not known when it was made."""
+        record = self.recorded(tensor)
+        if record is not None and self.rows[record].name is None:
+            self._later_names[record] = name
 
     def call(
         self,
@@ -295,7 +386,17 @@ class Recorder:
             )
             records.append(record)
             arguments = None
+        if base(operator) in _UNWRITTEN:
+            for record, tensor in zip(records, (*written, *outputs), strict=False):
+                self._made_blank(record, tensor)
         return records
+
+    def _made_blank(self, record: int, tensor: Tensor) -> None:
+        """Note that new memory has no values yet."""
+        value, _ = plain(tensor)
+        if value is not None and value.numel() and value.device.type == "cpu":
+            memory = self._memory[value.untyped_storage()._cdata]
+            memory.blank = _Blank(record, value.numel())
 
     def table(self) -> dict[str, list[Any]]:
         """Return all columns of the step, statistics included."""
@@ -307,6 +408,12 @@ class Recorder:
             **self._kept_columns(),
             **self._own_error_columns(),
         }
+
+    def _is_partly_blank(self, value: Tensor) -> bool:
+        """Return True for a view of memory that no call has written all of."""
+        memory = self._memory.get(value.untyped_storage()._cdata)
+        blank = None if memory is None else memory.blank
+        return blank is not None and not blank.covers(value)
 
     def _count(self, phase: str, module: str, operator: str) -> int:
         """Return how often this was called before."""
@@ -334,7 +441,16 @@ class Recorder:
             inputs = [latest]
         index = self._count("", "", operator)
         head = _CallHead(
-            -1, source.phase, "", operator, index, False, None, source.line, None, None
+            -1,
+            source.phase,
+            "",
+            operator,
+            index,
+            False,
+            None,
+            source.line,
+            None,
+            None,
         )
         return self._add(tensor, head, 0, inputs, arguments=None, inplace=False)
 
@@ -361,6 +477,8 @@ class Recorder:
             self._unread[id(tensor)] = (record, tensor)
         else:
             view_of, stride, offset = self._place(record, value, inplace)
+            if reason is None and self._is_partly_blank(value):
+                reason = PARTLY_WRITTEN
             # values inside it: stored ones, a shard
             if value is not tensor and (
                 tensor.is_nested or value.shape != tensor.shape
@@ -408,6 +526,8 @@ class Recorder:
         view_of, stride = memory.add(
             record, value, geometry, version if is_written else None
         )
+        if inplace and memory.blank is not None and memory.blank.write(value):
+            memory.blank = None
         self._read(record, value, geometry, view_of, memory)
         return view_of, stride, geometry[0] - memory.start
 
@@ -464,7 +584,7 @@ class Recorder:
             "device": list(map(_text, columns["device"])),
             "layout": list(map(_text, columns["layout"])),
         }
-        for record, name in self._gradient_names.items():
+        for record, name in self._later_names.items():
             columns["name"][record] = name
         return columns
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -20,17 +22,24 @@ COMPILED = "compiled"
 _lines: dict[tuple[Any, int], str] = {}
 
 
-def user_line(depth: int = 2) -> str | None:
+#: The function in which autograd's engine runs, called by the user's ``backward()``.
+_ENGINE = "_engine_run_backward"
+
+
+def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
     """File and line of the innermost frame that is neither torch's nor ours.
 
     A file below the working directory by its path from there, one of an installed
     package by its path in it. ``COMPILED`` where the compiler's code comes first; None
-    where the model was called by roundoff itself. Frames below ``depth`` are not
-    looked at.
+    where the model was called by roundoff itself, and with ``in_engine`` where autograd's
+    engine has called no code of the user's (a backward kernel, a hook). Frames below
+    ``depth`` are not looked at.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
+        if in_engine and code.co_name == _ENGINE:
+            return None
         skip = _skipped.get(code)
         if skip is None:
             name = code.co_filename
@@ -48,6 +57,20 @@ def user_line(depth: int = 2) -> str | None:
             return line
         frame = frame.f_back
     return None
+
+
+def defined_at(function: Any) -> str | None:
+    """File and line where a function of the user's is defined; None for torch's and ours."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith((_OURS, _TORCH, "<")):
+        return None
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        lines, first = [], code.co_firstlineno
+    decorators = itertools.takewhile(lambda line: "def " not in line, lines)
+    number = first + (sum(1 for _ in decorators) if lines else 0)
+    return f"{_short(code.co_filename)}:{number}"
 
 
 def in_compiled(name: str | None = None) -> bool:

@@ -153,8 +153,8 @@ def test_columns_are_used_where_steps_agree(runs, monkeypatch, candidate, expect
 
 
 def table_of(*arguments):
-    frame, damage = rank_comparison.compare_rank(*arguments)
-    return whole([frame]), damage
+    result = rank_comparison.compare_rank(*arguments)
+    return whole([result.table]), list(result.damage)
 
 
 def test_a_rank_by_itself(runs):

@@ -60,7 +60,8 @@ def _scaled(order: str) -> Callable[[Program], None]:
 @fault(
     "decoder",
     "gradients clipped before they are unscaled",
-    "/{mul_*,linalg_vector_norm*,stack,_foreach_*}",
+    "/{mul_*,linalg_vector_norm*,stack,_foreach_*} clip* unscale_",
+    phase="forward|optimizer",
     clean=_scaled("unscale clip"),
 )
 def clipped_before_unscaled(p: Program) -> None:
@@ -70,7 +71,8 @@ def clipped_before_unscaled(p: Program) -> None:
 @fault(
     "lstm",
     "gradients never unscaled",
-    "/{mul_*,linalg_vector_norm*,_foreach_*}",
+    "/{mul_*,linalg_vector_norm*,_foreach_*} clip* unscale_",
+    phase="forward|optimizer",
     clean=_scaled("unscale clip"),
 )
 def never_unscaled(p: Program) -> None:
@@ -90,7 +92,8 @@ def _clipped(kind: float) -> Callable[[Program], None]:
 @fault(
     "cnn",
     "gradients clipped by their largest element, not their L2 norm",
-    "/{linalg_vector_norm*,_foreach_*,abs*,max*}",
+    "/{linalg_vector_norm*,_foreach_*,abs*,max*} clip*",
+    phase="forward|optimizer",
     clean=_clipped(2.0),
 )
 def clipped_by_maximum(p: Program) -> None:
@@ -131,7 +134,7 @@ def _optimizer(kind: Any, **options: Any) -> Callable[[Program], None]:
 @fault(
     "encoder",
     "Adam's weight decay, which goes through the moments, for AdamW's",
-    "/{mul_#*[02468],add,add#*}",
+    "/{mul_#*[02468],add,add#*} decoupled_weight_decay",
     phase="optimizer",
 )
 def coupled_decay(p: Program) -> None:
@@ -141,7 +144,7 @@ def coupled_decay(p: Program) -> None:
 @fault(
     "decoder",
     "beta2 0.999 for 0.95",
-    "/{mul_#*[13579],addcmul_*}",
+    "/{mul_#*[13579],addcmul_*} betas*",
     phase="optimizer",
     clean=_optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95)),
 )
@@ -152,7 +155,7 @@ def adam_beta(p: Program) -> None:
 @fault(
     "cnn",
     "Adam eps 1e-3 (advised for Inception) for 1e-8",
-    "/add_#*[13579]",
+    "/add_#*[13579] eps",
     phase="optimizer",
 )
 def adam_eps(p: Program) -> None:
@@ -162,7 +165,7 @@ def adam_eps(p: Program) -> None:
 @fault(
     "lstm",
     "a learning rate three times too large",
-    "/{mul_#*[02468],addcdiv_*}",
+    "/{mul_#*[02468],addcdiv_*} learning*",
     phase="optimizer",
 )
 def learning_rate(p: Program) -> None:
@@ -172,7 +175,7 @@ def learning_rate(p: Program) -> None:
 @fault(
     "cnn",
     "momentum with dampening",
-    "/add_#*[02468]",
+    "/add_#*[02468] dampening",
     phase="optimizer",
     steps=2,
     clean=_optimizer(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -184,7 +187,7 @@ def momentum_dampening(p: Program) -> None:
 @fault(
     "lstm",
     "zero_grad forgotten",
-    "head/add_* cell.*/add_* words.*/add_* upper/add_*",
+    "head/add_* cell.*/add_* words.*/add_* upper/add_* zero_grad",
     phase="backward",
     steps=2,
 )
@@ -208,7 +211,7 @@ def _schedule(first: bool) -> Callable[[Program], None]:
 @fault(
     "encoder",
     "a warm-up one step ahead",
-    "/{mul_#*[02468],addcdiv_*}",
+    "/{mul_#*[02468],addcdiv_*} learning*",
     phase="optimizer",
     steps=2,
     clean=_schedule(first=False),

@@ -9,6 +9,8 @@ from typing import Any
 
 from roundoff.compare.table import ComparedRow
 
+#: The kind of a culprit that is an operator.
+OPERATOR = "operator"
 #: Numbers of which no share can be told: they choose what runs.
 _CHOOSING = ("int", "uint", "bool")
 
@@ -58,6 +60,15 @@ class Culprit:
     calls: int = 1
     ranks: Sequence[int] = ()
     steps: Sequence[int] = ()
+    #: ``operator``, or what stands behind several: ``data``, ``parameter``, ``update``,
+    #: ``loop``; then ``evidence`` is a whole sentence, and ``call`` the one before which
+    #: it happens.
+    kind: str = OPERATOR
+
+    @property
+    def is_operator(self) -> bool:
+        """False for data, a parameter, an update or the loop."""
+        return self.kind == OPERATOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

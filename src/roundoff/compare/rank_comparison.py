@@ -19,6 +19,15 @@ from roundoff.compare.distance import (
 )
 from roundoff.compare.exact import Array
 from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.found_causes import (
+    ComparedStep,
+    causes_of_step,
+    in_order,
+    is_shown,
+    relabelled,
+)
+from roundoff.compare.loop_order import loop_causes
+from roundoff.compare.port_comparison import by_different_hands
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
@@ -27,10 +36,11 @@ from roundoff.compare.portions.comparison import (
 )
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.rounding_bound import MARGIN, unit
+from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
-from roundoff.record import Run, StepTensors, as_run, site_name
+from roundoff.record import LoopEvent, Run, StepTensors, as_run, site_name
 
 #: Two rows are at the same place of the program where these agree.
 _PLACE = (
@@ -85,14 +95,29 @@ class Settings:
     threads: int = field(default_factory=torch.get_num_threads)
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """What is found in the steps of one rank.
+
+    Attributes:
+        table: a row for each value of either run.
+        damage: what could not be read, a line each.
+        causes: what stands behind the operators that differ.
+    """
+
+    table: pl.DataFrame
+    damage: Sequence[str]
+    causes: Sequence[Cause]
+
+
 def compare_rank(
     reference: str | Run,
     candidate: str | Run,
     rank: int,
     steps: Sequence[int],
     settings: Settings,
-) -> tuple[pl.DataFrame, list[str]]:
-    """Return the table of these steps of one rank, and what was damaged in them, a line each.
+) -> RankResult:
+    """Return what is found in these steps of one rank.
 
     Steps in which every row of one run has its counterpart at the same place, and no
     distance is above the least that rounding explains, are compared as columns; the
@@ -101,10 +126,11 @@ def compare_rank(
     if torch.get_num_threads() != settings.threads:
         torch.set_num_threads(settings.threads)
     comparison = _RankComparison(as_run(reference), as_run(candidate), rank, settings)
+    comparison.compare_loops(steps)
     agreeing = comparison.agreeing_steps(steps)
     frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
-    return table, comparison.damage
+    return RankResult(table, comparison.damage, comparison.supported_causes())
 
 
 def compare_layouts(
@@ -113,8 +139,8 @@ def compare_layouts(
     ranks: Sequence[int],
     steps: Sequence[int],
     settings: Settings,
-) -> tuple[pl.DataFrame, list[str]]:
-    """Return the table of steps that one process did, and several share, and what was damaged.
+) -> RankResult:
+    """Return what is found in steps that one process did, and several share.
 
     The values of the ranks are pieces of the reference's: stretches of it, or terms of
     a sum. Without tensors they cannot be put together, and only those with the same
@@ -146,7 +172,7 @@ def compare_layouts(
             rows = compare_portions(whole, parts, rename, memory)
         frames.append(frame_of(rows))
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
-    return table, only.damage
+    return RankResult(table, only.damage, [])
 
 
 class _RankComparison:
@@ -163,8 +189,39 @@ class _RankComparison:
             run.about.keep in ("tensors", None) for run in (reference, candidate)
         )
         self._memory = EarlierSteps()
+        self._first_step: int | None = None
+        self._differs = False
+        self._is_one_program = True
         self._portions = PortionsMemory()
         self.damage: list[str] = []
+        self.causes: list[Cause] = []
+
+    def compare_loops(self, steps: Sequence[int]) -> None:
+        """Find what the training loops do differently in all steps."""
+        ours = [(step, event) for step in steps for event in self._events(step)[0]]
+        theirs = [(step, event) for step in steps for event in self._events(step)[1]]
+        self.causes += loop_causes(ours, theirs, self._rank)
+
+    def supported_causes(self) -> list[Cause]:
+        """Return the causes that the values bear out.
+
+        A loop in another form may do the same: its order counts where values differ,
+        and where both sides are one program and not portions of one.
+        """
+        is_borne_out = self._differs and self._is_one_program
+        return [
+            cause
+            for cause in self.causes
+            if is_borne_out or cause.label != "other loop"
+        ]
+
+    def _events(self, step: int) -> tuple[list[LoopEvent], list[LoopEvent]]:
+        """Return what the loops did in a step; damage is told with its rows."""
+        try:
+            ours = self._reference.loop(self._rank, step)
+            return ours, self._candidate.loop(self._rank, step)
+        except RunError:
+            return [], []
 
     def compare(self, step: int, agreeing: pl.DataFrame | None) -> pl.DataFrame:
         """Return the table of a step; ``agreeing`` is it where both sides seem to agree."""
@@ -189,7 +246,10 @@ class _RankComparison:
         if self._tensors and in_other_portions(sides.reference, sides.candidate):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
-            return compare_portions(sides.reference, parts, rename, self._portions)
+            self._is_one_program = False
+            rows = compare_portions(sides.reference, parts, rename, self._portions)
+            self._differs |= any(row.cause is not None for row in rows)
+            return rows
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
@@ -200,7 +260,37 @@ class _RankComparison:
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
-        return rows
+        return self._with_causes(sides, rows, step)
+
+    def _with_causes(
+        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+    ) -> list[ComparedRow]:
+        """Find what stands behind the rows; leave operators that only show it unnamed.
+
+        A program of another hand has its own parameters and its own data path.
+        """
+        self._differs |= any(row.cause is not None for row in rows)
+        modules = self._settings.modules
+        if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
+            self._is_one_program = False
+            return [*rows]
+        if self._first_step is None:
+            self._first_step = step
+        compared = ComparedStep(
+            sides=sides,
+            rows=rows,
+            rank=self._rank,
+            step=step,
+            is_first=step == self._first_step,
+            modules=self._settings.modules,
+            events=self._events(step),
+        )
+        causes = [*self.causes, *causes_of_step(compared)]
+        self.causes = in_order(causes)
+        return [
+            relabelled(row) if is_shown(row, causes, tensors=self._tensors) else row
+            for row in rows
+        ]
 
     def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
         """Return a step of a run; ``rank``: another one than that of this comparison."""

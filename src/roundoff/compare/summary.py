@@ -10,6 +10,7 @@ import polars as pl
 
 from roundoff.compare.culprits import Culprit, culprits
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.found_causes import with_causes
 from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.table import (
     FAIL,
@@ -49,8 +50,15 @@ class About:
     limits: Mapping[str, float] = field(default_factory=dict)
     #: The factor of what rounding explains.
     margin: float = 1.0
+    #: What stands behind the operators: data, parameters, updates, the loop.
+    causes: Sequence[Culprit] = field(default=(), metadata={"omit": "empty"})
     #: What else was tried, a sentence each.
     verified: Sequence[str] = field(default=(), metadata={"omit": "empty"})
+
+    @property
+    def blames(self) -> bool:
+        """True where a cause is listed, and the user has set no limits of their own."""
+        return bool(self.causes) and not self.limits
 
     def is_lower_limit(self, metric: str) -> bool:
         """Return True for a metric of which a larger value is better."""
@@ -69,7 +77,9 @@ class About:
         sides = values.get("environment", {})
         environment = {side: settings_of(rows) for side, rows in sides.items()}
         unstable = [_unstable_row(row, where) for row in values.get("unstable", ())]
-        return cls(**values | {"environment": environment, "unstable": unstable})
+        causes = [_listed_cause(row, where) for row in values.get("causes", ())]
+        lists = {"unstable": unstable, "causes": causes}
+        return cls(**values | {"environment": environment, **lists})
 
 
 #: Keys that ``comparison.json`` cannot do without.
@@ -116,6 +126,18 @@ def _unstable_row(row: Any, where: str) -> UnstableRow:
     if not isinstance(row, Mapping) or {*row} != names:
         raise _not_of_its_type("unstable", "a list of rows with all fields", row, where)
     return UnstableRow(**row)
+
+
+def _listed_cause(row: Any, where: str) -> Culprit:
+    names = {
+        each.metadata.get("json", each.name): each.name for each in fields(Culprit)
+    }
+    if not isinstance(row, Mapping) or not {*row} <= {*names}:
+        raise _not_of_its_type("causes", "a list of culprits", row, where)
+    try:
+        return Culprit(**{names[key]: value for key, value in row.items()})
+    except TypeError:
+        raise _not_of_its_type("causes", "a list of culprits", row, where) from None
 
 
 def _not_of_its_type(name: str, expected: str, value: Any, where: str) -> RunError:
@@ -234,14 +256,27 @@ class ComparisonSummary:
 _LABEL = tuple(each.name for each in fields(LabelledValue))
 
 
-def culprits_in(table: pl.DataFrame) -> list[Culprit]:
-    """Return the operators that made an error which rounding does not explain."""
-    return culprits(rows_in(table.filter(pl.col("cause") == OWN)))
+def culprits_in(table: pl.DataFrame, causes: Sequence[Culprit] = ()) -> list[Culprit]:
+    """Return the operators that made an error which rounding does not explain.
+
+    ``causes`` are what stands behind some of them: see ``About``.
+    """
+    operators = culprits(rows_in(table.filter(pl.col("cause") == OWN)))
+    return with_causes(operators, causes)
 
 
 def first_of(named: Sequence[Culprit]) -> Culprit | None:
-    """Return the first culprit in the order of execution; None without any."""
-    return min(named, key=lambda c: (c.step, c.record), default=None)
+    """Return the first culprit in the order of execution; None without any.
+
+    Of those before the first that is no operator; that itself, where there are none.
+    """
+    leading: list[Culprit] = []
+    for culprit in named:
+        if not culprit.is_operator:
+            leading = leading or [culprit]
+            break
+        leading.append(culprit)
+    return min(leading, key=lambda c: (c.step, c.record), default=None)
 
 
 def rounding_in(table: pl.DataFrame, n: int) -> list[RoundingContribution]:
@@ -318,7 +353,7 @@ def summarise(
     differing = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
     return ComparisonSummary(
         about=about,
-        agrees=FAIL not in verdicts and not open_rows,
+        agrees=FAIL not in verdicts and not open_rows and not about.blames,
         verdicts=verdicts,
         divergence=first_of(named),
         culprits=named[:limit],

@@ -238,7 +238,7 @@ class Recorder:
         self._kept: dict[int, dict[str, Any]] = {}
         #: record -> one with the same elements in another order
         self._twins: dict[int, int] = {}
-        self._gradient_names: dict[int, str] = {}
+        self._later_names: dict[int, str] = {}
         #: id -> record of a tensor without readable memory, and the tensor itself
         self._unread: dict[int, tuple[int, Tensor]] = {}
         self._memory: dict[int, _Memory] = {}
@@ -322,7 +322,13 @@ class Recorder:
             latest = self._latest(gradient)
             written = [] if latest is None else [latest]
             (record,) = self.call(source, "gradient", None, written, (gradient,))
-        self._gradient_names[record] = f"{name}.grad"
+        self._later_names[record] = f"{name}.grad"
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give a value of this step its name, which was not known when it was made."""
+        record = self.recorded(tensor)
+        if record is not None and self.rows[record].name is None:
+            self._later_names[record] = name
 
     def call(
         self,
@@ -578,7 +584,7 @@ class Recorder:
             "device": list(map(_text, columns["device"])),
             "layout": list(map(_text, columns["layout"])),
         }
-        for record, name in self._gradient_names.items():
+        for record, name in self._later_names.items():
             columns["name"][record] = name
         return columns
 

@@ -25,6 +25,7 @@ from roundoff.ops import describe
 from roundoff.record.disk.writer import Writer
 from roundoff.record.dispatch import OpMode
 from roundoff.record.environment import environment
+from roundoff.record.loop_events import FROZEN, LoopLog
 from roundoff.record.module_paths import Paths, quiet
 from roundoff.record.modules import ModuleRecording
 from roundoff.record.noise import Noise
@@ -156,6 +157,7 @@ class Capture:
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.paths = Paths(self.model)
+        self.paths.root_listeners.append(self._name_values)
         stack.enter_context(quiet())
         stack.enter_context(self.paths.follow())
         before = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -164,6 +166,8 @@ class Capture:
         stack.callback(after.remove)
         self.keeper = Keeper(self.keep, self.writer, self.seed)
         self.recorder = self._new_recorder()
+        self.loop = LoopLog(lambda: self.recorder.calls)
+        stack.enter_context(self.loop.follow())
         if self.level == "op":
             self._listen_to_operators(stack)
         else:
@@ -258,6 +262,7 @@ class Capture:
         self._pause()
         if self.recorder.rows and not self.stopped:
             self._write()
+        self.loop.take()
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
                 if isinstance(value, Tensor):
@@ -330,7 +335,8 @@ class Capture:
     def _write(self) -> None:
         try:
             self._name_gradients()
-            self.writer.write_step(self.number, self.recorder.table())
+            self.loop.add(FROZEN, names=self._frozen())
+            self.writer.write_step(self.number, self.recorder.table(), self.loop.take())
             if self.writer.stopped:  # it has said so
                 self.stopped = str(self.writer.about.get("stopped"))
                 return
@@ -386,6 +392,20 @@ class Capture:
     def _after_optimizer(self, *_: Any) -> None:
         if self._mode is not None:
             self._mode.phase = "forward"
+
+    def _frozen(self) -> list[str]:
+        """Return the names of the parameters that want no gradient."""
+        parameters = (p for module in self.paths.modules() for p in module.parameters())
+        names = (self.paths.name_of(p) for p in parameters if not p.requires_grad)
+        return sorted({name for name in names if name is not None})
+
+    def _name_values(self, root: nn.Module, _: str) -> None:
+        """Name what was written to a model's parameters before its first call."""
+        tensors = [*root.parameters(), *root.buffers()]
+        for tensor in tensors:
+            name = self.paths.name_of(tensor)
+            if name is not None:
+                self.recorder.name(tensor, name)
 
     def _name_gradients(self) -> None:
         if not self.recorder.has_backward:

@@ -326,6 +326,12 @@ def _quick(pieces: Sequence[Tensor]) -> TensorStatistics | None:
     )
 
 
+def _total(values: Sequence[float]) -> float:
+    """Return the sum, rounded once; NaN or Inf where a piece's own has overflowed."""
+    is_finite = all(map(math.isfinite, values))
+    return math.fsum(values) if is_finite else sum(values)
+
+
 def _masked(pieces: Sequence[Tensor]) -> TensorStatistics:
     """From ``masked_sums``, scaled so that no square leaves the range of fp32, and the
     spread around the mean."""
@@ -333,7 +339,7 @@ def _masked(pieces: Sequence[Tensor]) -> TensorStatistics:
     def run(shift: float, scale: float) -> list[float]:
         parts = _parts("masked_sums", pieces, torch.tensor(shift), torch.tensor(scale))
         minima, maxima, *sums = zip(*parts, strict=True)
-        return [min(minima), max(maxima), *map(math.fsum, sums)]
+        return [min(minima), max(maxima), *map(_total, sums)]
 
     low, high, _, _, finite, *marks = run(0.0, 1.0)
     counts = [int(mark) for mark in marks]

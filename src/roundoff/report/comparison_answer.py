@@ -94,7 +94,8 @@ def _stop(sentence: str) -> str:
 def called(value: Labelled, *, line: bool = True) -> str:
     """A value as a sentence names it, with the source line."""
     site = value.site or value.reference_site or "an operator"
-    return call_name(site, value.name, value.call, value.line if line else None)
+    name = None if value.name == value.site else value.name
+    return call_name(site, name, value.call, value.line if line else None)
 
 
 def call_name(
@@ -231,6 +232,8 @@ def _against_limits(summary: ComparisonSummary) -> list[str]:
 
 def _parted(summary: ComparisonSummary, first: Culprit) -> list[str]:
     """Where the first error was made, its size, what it looks like, how it matters."""
+    if not first.is_operator:
+        return [_behind_the_operators(summary, first)]
     sentences = [_where_the_runs_part(summary, first)]
     other = first.reference_site
     if other and other != first.site and first.call >= 0:
@@ -243,6 +246,15 @@ def _parted(summary: ComparisonSummary, first: Culprit) -> list[str]:
         share = percent(first.contribution)
         sentences.append(f"It makes {share} of the error at the end of the step.")
     return sentences
+
+
+def _behind_the_operators(summary: ComparisonSummary, first: Culprit) -> str:
+    """The sentence about data, a parameter, an update or the loop."""
+    evidence = first.evidence or "the programs differ"
+    where = f" from step {first.step} on" if len(summary.steps) > 1 else ""
+    if len(summary.ranks) > 1:
+        where += f", rank {first.rank}"
+    return f"The runs differ{where}: {evidence}."
 
 
 def _where_the_runs_part(summary: ComparisonSummary, first: Culprit) -> str:

@@ -72,7 +72,7 @@ class Comparison:
 
     @cached_property
     def _named(self) -> list[Culprit]:
-        return culprits_in(self.table)
+        return culprits_in(self.table, self.about.causes)
 
     def culprits(self, n: int | None = None) -> list[Culprit]:
         """The operators that made an error which rounding does not explain.
@@ -114,8 +114,8 @@ class Comparison:
 
     @property
     def fails(self) -> bool:
-        """True where a row fails."""
-        return FAIL in self.verdicts
+        """True where a row fails, or something behind the operators differs."""
+        return FAIL in self.verdicts or self.about.blames
 
     @property
     def open(self) -> int:
@@ -297,7 +297,7 @@ def compare(
         progress=progress,
     )
     extras = _extras(ours, theirs, rank, step, shared=shared)
-    table = _joined([frame for frame, _ in parts], extras)
+    table = _joined([part.table for part in parts], extras)
     _check_common_operators(table, theirs)
     unchanged = same_program(ours, theirs)
     repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
@@ -309,7 +309,8 @@ def compare(
     more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
     about = replace(
         _about(ours, theirs),
-        damage=[line for _, lines in parts for line in lines],
+        damage=[line for part in parts for line in part.damage],
+        causes=[cause.culprit() for part in parts for cause in part.causes],
         notes=[extra.note for extra in extras],
         unstable=unstable,
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),

@@ -146,6 +146,7 @@ def test_tensors_come_when_they_are_asked_for(there, asked):
     run.scalars.collect()
     assert sorted(set(asked)) == [
         "checksums.json",
+        "loop.json",
         "ops.parquet",
         "run.json",
         "scalars.txt",

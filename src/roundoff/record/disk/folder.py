@@ -15,6 +15,7 @@ from roundoff.files import check_folder
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
+    LOOP,
     OPERATORS,
     SCALAR_FILE,
     is_chunk,
@@ -195,7 +196,7 @@ def _strange_folders(folder: Path) -> Iterator[Path]:
             yield folder
         return
     for file in sorted(folder.iterdir()):
-        is_written = file.name in (OPERATORS, CHECKSUMS) or is_chunk(file.name)
+        is_written = file.name in (OPERATORS, CHECKSUMS, LOOP) or is_chunk(file.name)
         if file.is_symlink() or not is_written:
             yield file
 

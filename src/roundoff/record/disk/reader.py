@@ -26,6 +26,7 @@ from roundoff.record.disk.checked_reading import (
 from roundoff.record.disk.description import RunDescription
 from roundoff.record.disk.schema import (
     CHECKSUMS,
+    LOOP,
     OPERATORS,
     OPS,
     SCALAR_FILE,
@@ -38,6 +39,7 @@ from roundoff.record.disk.schema import (
 from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.tensors import TensorFile
 from roundoff.record.disk.typed_rows import rows_of_table
+from roundoff.record.loop_events import LoopEvent
 
 _INDEX_COLUMNS = (
     "record",
@@ -203,6 +205,23 @@ class Run:
         if stored.stride is None or self.about.keep == "sample":
             return elements
         return stored.strided(elements, self.path)
+
+    def loop(self, rank: int, step: int) -> list[LoopEvent]:
+        """Return what the loop of one rank did in a step, in order.
+
+        Nothing for a step, or a recording, that has none. Raises ``RunError`` naming a
+        damaged file.
+        """
+        if step not in self._steps_of.get(rank, ()):
+            return []
+        path = self.path / rank_name(rank) / step_name(step) / LOOP
+        entry = self._checksums_of(path.parent).get(LOOP)
+        if entry is None:  # of an earlier version, or another tool
+            return []
+        if not has_checksum(self._present(path), entry):
+            raise damaged(path, "other bytes than were written, or none")
+        entries = read_checked(path, read_json, path)
+        return [LoopEvent.of_json(each, str(path)) for each in entries]
 
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
         """Return where the tensors of one step of one rank are, by record."""
@@ -381,7 +400,7 @@ def _stored_tensors(rows: pl.DataFrame, rank: int, step: int) -> list[StoredTens
 def _is_checksum_table(content: Any) -> bool:
     if not isinstance(content, dict) or OPERATORS not in content:
         return False
-    named = all(name == OPERATORS or is_chunk(name) for name in content)
+    named = all(name in (OPERATORS, LOOP) or is_chunk(name) for name in content)
     return named and all(map(is_checksum, content.values()))
 
 

@@ -29,6 +29,7 @@ from roundoff.record.disk.reader import Run
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
+    LOOP,
     OPERATORS,
     SCALAR_FILE,
     parse_rank,
@@ -268,7 +269,7 @@ def _is_run_file(parts: list[str]) -> bool:
         return False
     if len(parts) == 2:
         return parts[1] == SCALAR_FILE
-    is_table = len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS)
+    is_table = len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS, LOOP)
     return is_table and parse_step(parts[1]) is not None
 
 

@@ -4,6 +4,7 @@
     RUN/rank0/step000003/
         ops.parquet               OPS, one row for each tensor value
         tensors-000.safetensors   kept tensors; keys are the column `blob`
+        loop.json                 what the loop did, a list of LoopEvent
         checksums.json            file name -> {"bytes": n, "xxh3_128": hex}
     RUN/rank0/scalars.txt         SCALARS, a line for each
 
@@ -29,6 +30,7 @@ SCHEMA = 1
 ABOUT = "run.json"
 OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
+LOOP = "loop.json"
 SCALAR_FILE = "scalars.txt"
 
 

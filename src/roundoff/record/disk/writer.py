@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from roundoff.record.disk.folder import claim, publish
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
+    LOOP,
     OPERATORS,
     SCALAR_FILE,
     SCHEMA,
@@ -30,6 +32,7 @@ from roundoff.record.disk.schema import (
 )
 from roundoff.record.disk.step_table import table_of
 from roundoff.record.disk.tensors import Chunks, checksum
+from roundoff.record.loop_events import LoopEvent
 
 _T = TypeVar("_T")
 
@@ -111,14 +114,18 @@ class Writer:
         return self._guarded(lambda: self._chunks(step).add(key, tensor))
 
     def write_step(
-        self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame
+        self,
+        step: int,
+        rows: Mapping[str, Sequence[Any]] | pl.DataFrame,
+        events: Sequence[LoopEvent] = (),
     ) -> None:
         """Finish a step: its rows and tensors appear on disk at once and whole.
 
         Columns of OPS that ``rows`` lacks become null, ``rank`` and ``step`` this
-        writer's rank and this step. A step that is there already is replaced.
+        writer's rank and this step. ``events`` are what the loop did. A step that is
+        there already is replaced.
         """
-        self._guarded(lambda: self._finish(step, rows))
+        self._guarded(lambda: self._finish(step, rows, events))
 
     def scalar(self, step: int, name: str, value: float | torch.Tensor) -> None:
         """Record a number of this step: ``loss``, ``loss_scale``, ``grad_norm``, ``lr``.
@@ -190,7 +197,10 @@ class Writer:
         return self._open[step]
 
     def _finish(
-        self, step: int, rows: Mapping[str, Sequence[Any]] | pl.DataFrame
+        self,
+        step: int,
+        rows: Mapping[str, Sequence[Any]] | pl.DataFrame,
+        events: Sequence[LoopEvent],
     ) -> None:
         table = table_of(rows, self.rank, step)
         chunks = self._chunks(step)
@@ -198,7 +208,14 @@ class Writer:
         path = folder / OPERATORS
         table.write_parquet(path, compression="zstd", statistics=False)
         chunks.finish()
-        sums = {OPERATORS: checksum(path), **chunks.checksums}
+        loop = folder / LOOP
+        text = json.dumps([asdict(event) for event in events])
+        loop.write_text(text, encoding="utf-8")
+        sums = {
+            OPERATORS: checksum(path),
+            LOOP: checksum(loop),
+            **chunks.checksums,
+        }
         (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
         publish(folder, step)
         del self._open[step]

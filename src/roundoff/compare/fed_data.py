@@ -1,0 +1,321 @@
+"""The data that two runs were fed: other samples, another order, other values.
+
+Data are what the model and the loss read and no parameter went into: inputs from outside,
+and what the script itself makes of them, or draws, before the first module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.distance import of_statistics
+from roundoff.compare.explain import Sides
+from roundoff.compare.loaded_values import (
+    is_reordered,
+    statistics_factor,
+    values_before,
+)
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import unit
+from roundoff.compare.step_causes import DATA, Cause, with_line
+from roundoff.compare.table import ComparedRow
+
+#: Data that were made otherwise may differ by this many roundings.
+ROUNDINGS = 16.0
+#: A fit leaves at most this share of the difference's squares.
+FIT = 1e-6
+#: Most inputs that are described, each in words.
+MOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _FedPair:
+    """A value of both sides that the model or the loss reads."""
+
+    twin: RecordedRow
+    row: RecordedRow
+    words: str
+    error: float | None
+
+
+def data_records(rows: Rows) -> set[int]:
+    """Return the records that no parameter went into, and no module made.
+
+    Of the forward pass: inputs from outside, and what is computed from them, or drawn,
+    outside of all modules. A value that becomes a parameter or buffer is none.
+    """
+    loaded = _behind(rows, values_before(rows).values())
+    data: set[int] = set()
+    for record, row in rows.items():
+        if record in loaded or row.name or row.phase != "forward":
+            continue
+        if not row.is_call:
+            outside = row.operator in ("input", "alias")
+            if outside and all(i in data for i in row.inputs):
+                data.add(record)
+        elif not row.module and all(i in data for i in row.inputs):
+            data.add(record)
+    return data
+
+
+def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
+    """Return these rows and what they were made of."""
+    waiting = [row.record for row in named]
+    behind: set[int] = set()
+    while waiting:
+        record = waiting.pop()
+        if record in behind or record not in rows:
+            continue
+        behind.add(record)
+        waiting += rows[record].inputs
+    return behind
+
+
+def _fed(
+    sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
+) -> list[tuple[int, int]]:
+    """Return the data that the same calls of the model or the loss read, in order."""
+    fed: dict[tuple[int, int], None] = {}
+    for row in compared:
+        if row.record is None or row.reference_record is None or row.place:
+            continue
+        if row.phase != "forward" or row.record in theirs or (row.call or 0) < 0:
+            continue
+        read = sides.reference.rows[row.reference_record].inputs
+        other = sides.candidate.rows[row.record].inputs
+        if len(read) == len(other):
+            pairs = zip(read, other, strict=True)
+            fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
+    return [*fed]
+
+
+def data_causes(
+    sides: Sides,
+    compared: Sequence[ComparedRow],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the cause "other data" where what a step is fed differs; nothing else.
+
+    Args:
+        sides: the step.
+        compared: its rows.
+        rank: of the step.
+        step: its number.
+    """
+    ours = sides.reference.rows
+    theirs = sides.candidate.rows
+    data = data_records(theirs)
+    data_of_reference = data_records(ours)
+    pairs = []
+    for twin, record in _fed(sides, compared, data_of_reference, data):
+        pair = _differing(sides, ours[twin], theirs[record])
+        if pair is not None:
+            pairs.append(pair)
+    if not pairs:
+        return []
+    return [_cause(pairs, data, compared, rank, step)]
+
+
+def _cause(
+    pairs: Sequence[_FedPair],
+    data: set[int],
+    compared: Sequence[ComparedRow],
+    rank: int,
+    step: int,
+) -> Cause:
+    first = pairs[0]
+    made = _made_by(compared, data)
+    described = [
+        f"{with_line(pair.row.site, pair.row.line)} {pair.words}"
+        for pair in pairs[:MOST]
+    ]
+    text = "; ".join(described)
+    if len(pairs) > MOST:
+        text += f"; and {len(pairs) - MOST:,} more inputs"
+    return Cause(
+        kind=DATA,
+        label="other data",
+        evidence=f"the runs were fed other data: {text}{_detail(made)}",
+        step=step,
+        rank=rank,
+        phase="forward",
+        name=first.row.site,
+        row=first.row,
+        twin=first.twin,
+        line=None if made is None else made.blamed_line,
+        reference_line=None if made is None else made.blamed_reference_line,
+        error=max((pair.error or 0.0 for pair in pairs), default=None),
+        shown_by=tuple(sorted(data)),
+        decides=True,
+    )
+
+
+def _made_by(rows: Sequence[ComparedRow], data: set[int]) -> ComparedRow | None:
+    """Return the first operator of the data that made another value."""
+    for row in rows:
+        if row.cause != "own" or row.record not in data:
+            continue
+        if row.call is not None and row.call >= 0 and row.blamed_line is not None:
+            return row
+    return None
+
+
+def _detail(made: ComparedRow | None) -> str:
+    if made is None:
+        return ""
+    place = with_line(made.blamed or "an operator", made.blamed_line)
+    if made.looks_like == "noise":
+        return f"; {place} draws other numbers: another seed, or other draws before it"
+    return f"; it begins at {place}: {made.looks_like}, {made.evidence}"
+
+
+def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
+    if twin.shape != row.shape:
+        words = f"has the shape {row.shape} where the reference has {twin.shape}"
+        return _FedPair(twin, row, words, None)
+    ours = sides.reference.tensor(twin.record)
+    theirs = sides.candidate.tensor(row.record)
+    if ours is None or theirs is None:
+        return _by_statistics(twin, row)
+    if torch.equal(ours, theirs):
+        return None
+    wanted = ours.detach().to(torch.float64)
+    values = theirs.detach().to(torch.float64)
+    size = float(wanted.norm())
+    error = float((values - wanted).norm()) / size if size else float("inf")
+    if error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
+        return None
+    return _FedPair(twin, row, how_data_differ(ours, theirs), error)
+
+
+def _by_statistics(twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
+    distance = of_statistics(twin, row)
+    if distance.error is None or distance.equal:
+        return None
+    if is_reordered(twin, row):
+        words = "has the same values in another order, by its statistics"
+        return _FedPair(twin, row, words, distance.error)
+    if distance.error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
+        return None
+    return _FedPair(twin, row, _statistics_words(twin, row), distance.error)
+
+
+def _statistics_words(twin: RecordedRow, row: RecordedRow) -> str:
+    factor = statistics_factor(twin, row)
+    if factor is not None:
+        return f"is {factor:.6g} times the reference's, by its statistics"
+    affine = _affine(
+        (twin.min, twin.max, twin.mean), (row.min, row.max, row.mean), twin, row
+    )
+    if affine is not None:
+        return f"is the reference's {affine}, by its statistics: scaled otherwise"
+    return "has other values, by its statistics"
+
+
+def _affine(
+    ours: Sequence[float | None],
+    theirs: Sequence[float | None],
+    twin: RecordedRow,
+    row: RecordedRow,
+) -> str | None:
+    """Return the factor and offset that lead from one row's statistics to the other's."""
+    if None in (*ours, *theirs) or not twin.std or row.std is None or not row.std:
+        return None
+    factor = row.std / twin.std
+    low, _, mean = (value or 0.0 for value in ours)
+    other_low, other_high, other_mean = (value or 0.0 for value in theirs)
+    offset = other_mean - factor * mean
+    fits = [
+        abs(factor * a + offset - b) <= 1e-5 * max(abs(other_low), abs(other_high))
+        for a, b in ((low, other_low), (twin.max or 0.0, other_high))
+    ]
+    return f"times {factor:.4g} plus {offset:.4g}" if all(fits) else None
+
+
+def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
+    """Return how the candidate's data differ from the reference's, in words.
+
+    >>> batch = torch.tensor([[1.0, 2.0], [3.0, 5.0], [4.0, 9.0]])
+    >>> how_data_differ(batch, batch.flip(0))
+    'has the same 3 samples in another order'
+    >>> how_data_differ(batch, 1.02 * batch)
+    "is 1.02 times the reference's"
+    >>> how_data_differ(batch, 2 * batch - 1)
+    "is the reference's times 2 plus -1: scaled otherwise"
+    >>> how_data_differ(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 0]))
+    "has 1 of 4 values unlike the reference's"
+    """
+    return (
+        _same_samples(ours, theirs)
+        or _same_values(ours, theirs)
+        or _scaled(ours, theirs)
+        or _few(ours, theirs)
+    )
+
+
+def _same_samples(ours: Tensor, theirs: Tensor) -> str | None:
+    if not ours.dim() or len(ours) < 2 or not ours.numel():
+        return None
+    mine = _samples(ours)
+    others = _samples(theirs)
+    if sorted(mine) == sorted(others):
+        return f"has the same {len(mine)} samples in another order"
+    if ours.dim() < 2:
+        return None  # labels: values that come again
+    common = len({*mine} & {*others})
+    if common:
+        return f"has {common} of the reference's {len(mine)} samples, and others"
+    return None
+
+
+def _samples(tensor: Tensor) -> list[bytes]:
+    """Return the bytes of each sample."""
+    flat = tensor.detach().contiguous().reshape(len(tensor), -1)
+    rows = flat.view(torch.uint8).numpy(force=True)
+    return [row.tobytes() for row in rows]
+
+
+def _same_values(ours: Tensor, theirs: Tensor) -> str | None:
+    mine = ours.detach().reshape(-1).sort().values
+    others = theirs.detach().reshape(-1).sort().values
+    if mine.numel() > 1 and torch.equal(mine, others):
+        return "has the same values in another order"
+    return None
+
+
+def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return None
+    x = ours.detach().to(torch.float64).reshape(-1)
+    y = theirs.detach().to(torch.float64).reshape(-1)
+    square = float(x @ x)
+    if not square or x.numel() < 3 or not bool((x.isfinite() & y.isfinite()).all()):
+        return None
+    factor = float(x @ y) / square
+    if factor and float((factor * x - y).square().sum()) <= FIT * float(y @ y):
+        return f"is {factor:.6g} times the reference's"
+    centred = x - x.mean()
+    spread = float(centred @ centred)
+    if not spread:
+        return None
+    factor = float(centred @ (y - y.mean())) / spread
+    offset = float(y.mean() - factor * x.mean())
+    rest = float((factor * x + offset - y).square().sum())
+    if factor and rest <= FIT * float((y - y.mean()).square().sum()):
+        return (
+            f"is the reference's times {factor:.6g} plus {offset:.4g}: scaled otherwise"
+        )
+    return None
+
+
+def _few(ours: Tensor, theirs: Tensor) -> str:
+    differing = int((ours != theirs).sum())
+    if differing == ours.numel():
+        return "has other values"
+    return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

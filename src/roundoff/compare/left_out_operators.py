@@ -1,0 +1,98 @@
+"""Operators that only one run has in its forward pass, and that no value there shows.
+
+What is added to a loss, or left out of it, changes nothing that the forward pass reads
+any more: it shows in the gradients alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.explain import Sides
+from roundoff.compare.findings import OWN
+from roundoff.compare.left_out_updates import lone_detach
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.step_causes import OPERATORS, Cause, with_line
+from roundoff.compare.table import ComparedRow
+
+
+def operator_causes(
+    sides: Sides, compared: Sequence[ComparedRow], *, rank: int, step: int
+) -> list[Cause]:
+    """Return the forward operator that one run lacks, where gradients alone differ.
+
+    Nothing where an operator of the forward pass made an error of its own: that is the
+    cause then.
+    """
+    own = [row for row in compared if row.cause == OWN and (row.call or 0) >= 0]
+    phases = {row.phase for row in own}
+    if "backward" not in phases or "forward" in phases:
+        return []
+    detach = lone_detach(sides.candidate.rows, compared)
+    if detach is not None:
+        evidence = (
+            f"{with_line(detach.site, detach.line)} cuts the gradient here, and not in "
+            "the reference"
+        )
+        return [_cause("gradient cut", evidence, rank, step, row=detach)]
+    twins = {
+        row.record: row.reference_record
+        for row in compared
+        if row.record is not None and row.reference_record is not None
+    }
+    differing = {row.record for row in compared if row.error and row.cause is not None}
+    paired = {twin for record, twin in twins.items() if record not in differing}
+    sound = {record for record in twins if record not in differing}
+    missing = _lone(sides.reference.rows, set(twins.values()), paired)
+    if missing is not None:
+        evidence = (
+            f"{with_line(missing.site, missing.line)} is in the reference only: what it "
+            "adds is left out here, and the gradients show it"
+        )
+        return [_cause("missing operator", evidence, rank, step, twin=missing)]
+    extra = _lone(sides.candidate.rows, set(twins), sound)
+    if extra is None:
+        return []
+    evidence = (
+        f"{with_line(extra.site, extra.line)} is in the candidate only, and the "
+        "gradients show it"
+    )
+    return [_cause("extra operator", evidence, rank, step, row=extra)]
+
+
+def _lone(rows: Rows, paired: set[int], sound: set[int]) -> RecordedRow | None:
+    """Return the first forward operator without counterpart whose inputs agree."""
+    for row in rows.values():
+        if row.record in paired or not row.is_call or row.phase != "forward":
+            continue
+        if row.operator in TRANSPARENT or not row.inputs or row.name:
+            continue
+        if all(record in sound for record in row.inputs):
+            return row
+    return None
+
+
+def _cause(
+    label: str,
+    evidence: str,
+    rank: int,
+    step: int,
+    *,
+    row: RecordedRow | None = None,
+    twin: RecordedRow | None = None,
+) -> Cause:
+    shown = row or twin
+    site = "" if shown is None else shown.site
+    return Cause(
+        kind=OPERATORS,
+        label=label,
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase="forward",
+        name=site,
+        at=0,
+        row=row,
+        twin=twin,
+    )

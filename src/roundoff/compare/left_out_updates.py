@@ -1,0 +1,231 @@
+"""Parameters and buffers that one run changes in a step, and the other does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY
+from roundoff.compare.explain import Sides
+from roundoff.compare.loaded_values import GRADIENT
+from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.step_causes import UPDATE, Cause, listed, with_line
+from roundoff.compare.table import ComparedRow
+from roundoff.record import FROZEN, LoopEvent
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What one run did to its named values in a step."""
+
+    rows: Rows
+    #: The last row of each value that the step changes.
+    changed: Mapping[str, RecordedRow]
+    gradients: frozenset[str]
+    frozen: frozenset[str]
+    names: frozenset[str]
+    optimizer: LoopEvent | None
+
+
+def _side(
+    rows: Rows, events: Sequence[LoopEvent], rename: Callable[[str], str]
+) -> _Side:
+    changed: dict[str, RecordedRow] = {}
+    names: set[str] = set()
+    gradients: set[str] = set()
+    for row in rows.values():
+        if not row.name:
+            continue
+        name = rename(row.name)
+        if name.endswith(GRADIENT):
+            gradients.add(name.removesuffix(GRADIENT))
+            continue
+        if name in names and row.is_call:
+            changed[name] = row
+        names.add(name)
+    frozen = [n for event in events if event.what == FROZEN for n in event.names]
+    steps = [event for event in events if event.what == "optimizer.step"]
+    return _Side(
+        rows=rows,
+        changed=changed,
+        gradients=frozenset(gradients),
+        frozen=frozenset(map(rename, frozen)),
+        names=frozenset(names),
+        optimizer=steps[0] if steps else None,
+    )
+
+
+def update_causes(
+    sides: Sides,
+    events: tuple[Sequence[LoopEvent], Sequence[LoopEvent]],
+    compared: Sequence[ComparedRow],
+    rename: Callable[[str], str],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the changes of parameters and buffers that only one run makes in a step.
+
+    Args:
+        sides: the step.
+        events: what the loops did in it, of the reference and the candidate.
+        compared: its rows.
+        rename: gives names of the reference their name in the candidate.
+        rank: of the step.
+        step: its number.
+    """
+    ours = _side(sides.reference.rows, events[0], rename)
+    theirs = _side(sides.candidate.rows, events[1], lambda name: name)
+    lost = [n for n in ours.changed if n not in theirs.changed and n in theirs.names]
+    lost += [n for n in ours.changed if n in theirs.frozen and n not in lost]
+    extra = [n for n in theirs.changed if n not in ours.changed and n in ours.names]
+    extra += [n for n in theirs.changed if n in ours.frozen and n not in extra]
+    causes = []
+    for names, describe in _reasons(lost, ours, theirs):
+        causes.append(_lost(names, describe, (ours, theirs), compared, rank, step))
+    if extra and not lost:
+        causes.append(_extra(extra, ours, theirs, rank, step))
+    return [cause for cause in causes if cause is not None]
+
+
+#: Why a value is not changed.
+_IS_FROZEN = "frozen"
+_NO_GRADIENT = "no gradient"
+_NO_UPDATE = "no update"
+_NOT_WRITTEN = "not written"
+
+
+def _reasons(
+    lost: Sequence[str], ours: _Side, theirs: _Side
+) -> list[tuple[list[str], str]]:
+    """Return the names that are not changed, by why."""
+    groups: dict[str, list[str]] = {}
+    for name in lost:
+        groups.setdefault(_reason(name, ours, theirs), []).append(name)
+    # a compiled optimizer is not seen
+    is_seen = any(row.phase == "optimizer" for row in theirs.rows.values())
+    if theirs.optimizer is not None and not is_seen:
+        groups.pop(_NO_UPDATE, None)
+    return [(names, reason) for reason, names in groups.items()]
+
+
+def _reason(name: str, ours: _Side, theirs: _Side) -> str:
+    if name in theirs.frozen and name not in ours.frozen:
+        return _IS_FROZEN
+    if ours.changed[name].phase != "optimizer":
+        return _NOT_WRITTEN
+    if name in ours.gradients and name not in theirs.gradients:
+        return _NO_GRADIENT
+    return _NO_UPDATE
+
+
+def _lost(
+    names: Sequence[str],
+    reason: str,
+    sides: tuple[_Side, _Side],
+    compared: Sequence[ComparedRow],
+    rank: int,
+    step: int,
+) -> Cause | None:
+    ours, theirs = sides
+    twin = ours.changed[names[0]]
+    which = listed(names)
+    are = "is" if len(names) == 1 else "are"
+    write = with_line(twin.operator, twin.line)
+    label = "missing update"
+    cut = None
+    at = -1
+    evidence = f"{which} {are} not changed here; the reference changes"
+    if reason == _IS_FROZEN:
+        why = (
+            f"{which} {are} frozen here (requires_grad is False): no gradient and no "
+            "update; the reference trains"
+        )
+        evidence = why
+    elif reason == _NO_GRADIENT:
+        label = "gradient cut"
+        cut = _where_cut(ours, theirs, compared)
+        at = 0
+        where = "" if cut is None else f": it ends at {with_line(cut.site, cut.line)}"
+        get = "gets" if len(names) == 1 else "get"
+        evidence = f"{which} {get} no gradient here{where}; the reference changes"
+    elif reason == _NO_UPDATE:
+        at = theirs.optimizer.call if theirs.optimizer is not None else _last(theirs)
+        why = "its gradient is there, the optimizer does not hold or does not step it"
+        evidence = f"{which} {are} not changed here: {why}; the reference changes"
+    else:
+        at = 0
+    it = "it" if len(names) == 1 else "them"
+    return Cause(
+        kind=UPDATE,
+        label=label,
+        evidence=f"{evidence} {it} by {write}",
+        step=step,
+        rank=rank,
+        phase=twin.phase if cut is None else cut.phase,
+        name=names[0] if cut is None else cut.site,
+        names=names,
+        at=at,
+        twin=cut or twin,
+        line=None if cut is None else cut.line,
+        decides=reason != _NO_GRADIENT,
+    )
+
+
+def _last(side: _Side) -> int:
+    return max((row.call for row in side.rows.values()), default=0)
+
+
+def _where_cut(
+    ours: _Side, theirs: _Side, compared: Sequence[ComparedRow]
+) -> RecordedRow | None:
+    """Return the detach that only the candidate has, or where its backward pass ends.
+
+    That is the first operator that goes backward in the reference alone.
+    """
+    detach = lone_detach(theirs.rows, compared)
+    if detach is not None:
+        return detach
+    for row in compared:
+        if row.status != "only in reference" or row.reference_record is None:
+            continue
+        if row.phase == "backward" and row.call is not None and row.call >= 0:
+            return ours.rows.get(row.reference_record)
+    return None
+
+
+def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow | None:
+    """Return the first detach of the forward pass that the reference has not."""
+    for row in compared:
+        is_detach = row.operator == "detach" and row.phase == "forward"
+        if not is_detach or row.status == MATCHED or (row.call or 0) < 0:
+            continue
+        if row.record is not None and row.status != REFERENCE_ONLY:
+            return candidate.get(row.record)
+    return None
+
+
+def _extra(
+    names: Sequence[str], ours: _Side, theirs: _Side, rank: int, step: int
+) -> Cause:
+    row = theirs.changed[names[0]]
+    which = listed(names)
+    frozen = [name for name in names if name in ours.frozen]
+    why = ", where it is frozen (requires_grad is False)" if frozen else ""
+    evidence = (
+        f"{which} changed here by {with_line(row.operator, row.line)}, and not in the "
+        f"reference{why}"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="extra update",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase=row.phase,
+        name=names[0],
+        names=names,
+        at=-1 if frozen else row.call,
+        row=row,
+        decides=bool(frozen),
+    )

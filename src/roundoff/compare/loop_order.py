@@ -1,0 +1,562 @@
+"""The training loops of two runs: what each optimizer step is made of.
+
+Each step of an optimizer is described by what the loop did since the step before it: how
+many backward passes went into the gradients, when they were unscaled and clipped, how
+often the schedule had moved, and the settings. So loops that are written in another
+order and do the same are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
+from roundoff.record import LoopEvent
+
+#: Settings that choose how an optimizer computes, or are not used by it.
+_HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
+#: Settings that differ by this share differ by the rounding of a number.
+_SAME_NUMBER = 1e-6
+_NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "max_norm": "limit"}
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+@dataclass(slots=True)
+class OptimizerStep:
+    """What went into one step of an optimizer.
+
+    Attributes:
+        step: of the recording.
+        event: the step itself.
+        backward: the backward passes since the optimizer step before, of whatever
+            optimizer.
+        gathered: those since the gradients were last cleared.
+        cleared: the clearing after the last backward pass; None where there is none.
+        last_cleared: the last clearing before it.
+        clips: the clippings, each with True where gradients were unscaled before it.
+        unscaled: the ``unscale_`` call.
+        scaled: how many losses were scaled.
+        moved: how often a schedule had moved.
+        schedule: its last move.
+    """
+
+    step: int
+    event: LoopEvent
+    backward: list[LoopEvent]
+    gathered: int
+    cleared: LoopEvent | None
+    last_cleared: LoopEvent | None
+    clips: list[tuple[LoopEvent, bool]]
+    unscaled: LoopEvent | None
+    scaled: list[LoopEvent]
+    moved: int
+    schedule: LoopEvent | None
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The state of a loop while its events are gone through."""
+
+    backward: list[LoopEvent] = field(default_factory=list)
+    passes: int = 0
+    cleared_at: dict[str, int] = field(default_factory=dict)
+    cleared_by: dict[str, LoopEvent] = field(default_factory=dict)
+    cleared_late: dict[str, LoopEvent] = field(default_factory=dict)
+    clips: list[tuple[LoopEvent, bool]] = field(default_factory=list)
+    unscaled: LoopEvent | None = None
+    scaled: list[LoopEvent] = field(default_factory=list)
+    moved: int = 0
+    schedule: LoopEvent | None = None
+
+    def clear(self, event: LoopEvent) -> None:
+        """Note that the gradients of one optimizer, or of a module, are cleared."""
+        self.cleared_at[event.of] = self.passes
+        self.cleared_by[event.of] = event
+        if self.backward:
+            self.cleared_late[event.of] = event
+
+    def take(self, step: int, event: LoopEvent) -> OptimizerStep:
+        """Return what went into an optimizer step, and begin the next one."""
+        cleared_at = _latest(self.cleared_at, event.of)
+        taken = OptimizerStep(
+            step=step,
+            event=event,
+            backward=self.backward,
+            gathered=self.passes - cleared_at,
+            cleared=_of_optimizer(self.cleared_late, event.of),
+            last_cleared=_of_optimizer(self.cleared_by, event.of),
+            clips=self.clips,
+            unscaled=self.unscaled,
+            scaled=self.scaled,
+            moved=self.moved,
+            schedule=self.schedule,
+        )
+        self.backward = []
+        self.cleared_late = {}
+        self.clips = []
+        self.unscaled = None
+        self.scaled = []
+        return taken
+
+
+#: A module, which clears the gradients of all optimizers.
+_ALL = ""
+
+
+def _latest(values: Mapping[str, int], optimizer: str) -> int:
+    return max(values.get(optimizer, 0), values.get(_ALL, 0))
+
+
+def _of_optimizer(events: Mapping[str, LoopEvent], optimizer: str) -> LoopEvent | None:
+    return events.get(optimizer) or events.get(_ALL)
+
+
+def optimizer_steps(events: Sequence[tuple[int, LoopEvent]]) -> list[OptimizerStep]:
+    """Return what went into each optimizer step; ``events`` have the number of their step."""
+    loop = _Loop()
+    steps = []
+    for number, event in events:
+        if event.what == "optimizer.step":
+            steps.append(loop.take(number, event))
+        else:
+            _go_on(loop, event)
+    return steps
+
+
+def _go_on(loop: _Loop, event: LoopEvent) -> None:
+    if event.what == "zero_grad":
+        loop.clear(event)
+    elif event.what == "backward":
+        loop.backward.append(event)
+        loop.passes += 1
+    elif event.what in _CLIPS:
+        loop.clips.append((event, loop.unscaled is not None))
+    elif event.what == "scaler.unscale_":
+        loop.unscaled = event
+    elif event.what == "scaler.scale":
+        loop.scaled.append(event)
+    elif event.what == "scheduler.step":
+        loop.moved += 1
+        loop.schedule = event
+
+
+def loop_causes(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+    rank: int,
+) -> list[Cause]:
+    """Return what the two loops do differently, each once, where it is first seen.
+
+    ``reference`` and ``candidate`` are the events of all compared steps, each with the
+    number of its step. Nothing where one of the runs has none: another tool's.
+    """
+    if not reference or not candidate:
+        return []
+    ours = optimizer_steps(reference)
+    theirs = optimizer_steps(candidate)
+    causes = [*_steps_left_out(ours, theirs, rank)]
+    told = {cause.name for cause in causes}
+    for twin, step in _same_optimizers(ours, theirs):
+        for compare in _COMPARED:
+            for cause in compare(twin, step, rank):
+                if cause.name not in told:
+                    causes.append(cause)
+                told.add(cause.name)
+    return causes
+
+
+def _same_optimizers(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
+) -> Iterator[tuple[OptimizerStep, OptimizerStep]]:
+    """Pair the steps of each optimizer in their order."""
+    for name, other in _optimizers(ours, theirs):
+        mine = [step for step in ours if step.event.of == name]
+        others = [step for step in theirs if step.event.of == other]
+        yield from zip(mine, others, strict=False)
+
+
+def _optimizers(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
+) -> list[tuple[str, str]]:
+    """Pair the names of the optimizers; as many of other classes in their order."""
+    mine = [*dict.fromkeys(step.event.of for step in ours)]
+    others = [*dict.fromkeys(step.event.of for step in theirs)]
+    if len(mine) == len(others) and {*mine} != {*others}:
+        return list(zip(mine, others, strict=True))
+    return [(name, name) for name in mine if name in others]
+
+
+def _steps_left_out(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
+) -> Iterator[Cause]:
+    """Optimizers that step in one run alone."""
+    pairs = _optimizers(ours, theirs)
+    for step in _first_steps(ours, {name for name, _ in pairs}):
+        evidence = (
+            f"the optimizer {step.event.of} steps in the reference at "
+            f"{step.event.line}, and never in the candidate: what it should update "
+            "stays as it was"
+        )
+        yield Cause(
+            kind=UPDATE,
+            label="missing update",
+            evidence=evidence,
+            step=step.step,
+            rank=rank,
+            phase="optimizer",
+            name=f"optimizer {step.event.of}",
+            reference_line=step.event.line,
+            decides=True,
+        )
+    for step in _first_steps(theirs, {name for _, name in pairs}):
+        evidence = (
+            f"the optimizer {step.event.of} steps in the candidate at "
+            f"{step.event.line}, and never in the reference"
+        )
+        yield Cause(
+            kind=LOOP,
+            label="other loop",
+            evidence=evidence,
+            step=step.step,
+            rank=rank,
+            phase="optimizer",
+            name=f"optimizer {step.event.of}",
+            line=step.event.line,
+            decides=True,
+        )
+
+
+def _first_steps(
+    steps: Sequence[OptimizerStep], paired: set[str]
+) -> Iterator[OptimizerStep]:
+    """Yield the first step of each optimizer that the other run lacks."""
+    first: dict[str, OptimizerStep] = {}
+    for step in steps:
+        first.setdefault(step.event.of, step)
+    yield from (step for name, step in first.items() if name not in paired)
+
+
+def _cause(
+    twin: OptimizerStep,
+    step: OptimizerStep,
+    rank: int,
+    *,
+    name: str,
+    evidence: str,
+    phase: str,
+    label: str = "other loop",
+    shown: LoopEvent | None = None,
+    reference: LoopEvent | None = None,
+) -> Cause:
+    at = shown or step.event
+    return Cause(
+        kind=LOOP,
+        label=label,
+        evidence=evidence,
+        step=min(twin.step, step.step),
+        rank=rank,
+        phase=phase,
+        name=name,
+        at=at.call,
+        line=at.line,
+        reference_line=(reference or twin.event).line,
+        decides=True,
+    )
+
+
+def _backward_passes(
+    twin: OptimizerStep, step: OptimizerStep, rank: int
+) -> Iterator[Cause]:
+    ours = len(twin.backward)
+    theirs = len(step.backward)
+    if ours == theirs or not ours:
+        return
+    evidence = (
+        f"{_times('backward pass', theirs)} before {step.event.of} steps where the "
+        f"reference has {ours}: another number of micro-batches, or another loop"
+    )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="backward",
+        evidence=evidence,
+        phase="forward",
+        shown=step.backward[0] if step.backward else None,
+        reference=twin.backward[0],
+    )
+
+
+def _clearing(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    if twin.gathered == step.gathered or len(twin.backward) != len(step.backward):
+        return
+    if step.gathered > twin.gathered:
+        evidence = _not_cleared(twin, step)
+    else:
+        cleared = step.cleared or step.last_cleared
+        where = "" if cleared is None else with_line(": zero_grad", cleared.line)
+        evidence = (
+            f"the gradients are cleared between the backward passes and the step of "
+            f"{step.event.of}{where}; it takes those of "
+            f"{_times('backward pass', step.gathered)}, in the reference of "
+            f"{twin.gathered}"
+        )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="zero_grad",
+        evidence=evidence,
+        phase="backward",
+        shown=step.last_cleared or (step.backward[0] if step.backward else None),
+        reference=twin.last_cleared,
+    )
+
+
+def _not_cleared(twin: OptimizerStep, step: OptimizerStep) -> str:
+    where = twin.cleared or twin.last_cleared
+    theirs = "" if where is None else f"; the reference calls {_called(where)}"
+    return (
+        f"the gradients are not cleared (no zero_grad): those of "
+        f"{_times('backward pass', step.gathered)} add up before {step.event.of} "
+        f"steps, in the reference of {twin.gathered}{theirs}"
+    )
+
+
+def _called(event: LoopEvent) -> str:
+    return with_line(event.what, event.line)
+
+
+def _scaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    ours = len(twin.scaled)
+    theirs = len(step.scaled)
+    if ours == theirs:
+        return
+    if len(twin.backward) != len(step.backward) and ours and theirs:
+        return
+    where = twin.scaled or step.scaled
+    who = "the reference" if ours > theirs else "the candidate"
+    evidence = (
+        f"{who} multiplies {abs(ours - theirs)} more losses by the loss scale "
+        f"(GradScaler.scale, {where[0].line}); the other goes backward without the scale"
+    )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="loss scale",
+        evidence=evidence,
+        phase="backward",
+        shown=step.scaled[0] if step.scaled else _first(step.backward),
+        reference=_first(twin.scaled),
+    )
+
+
+def _first(events: Sequence[LoopEvent]) -> LoopEvent | None:
+    return events[0] if events else None
+
+
+def _clipping(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    evidence = _clip_difference(twin, step)
+    if evidence is None:
+        return
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="clip of the gradients",
+        evidence=evidence,
+        phase="optimizer",
+        shown=_first_of_clip(step),
+        reference=twin.clips[0][0] if twin.clips else None,
+    )
+
+
+def _first_of_clip(step: OptimizerStep) -> LoopEvent | None:
+    """Return the clip, or what comes before it and should come after."""
+    events = [clip for clip, _ in step.clips[:1]]
+    if step.unscaled is not None:
+        events.append(step.unscaled)
+    return min(events, key=lambda event: event.call, default=None)
+
+
+def _clip_difference(twin: OptimizerStep, step: OptimizerStep) -> str | None:
+    if not twin.clips and not step.clips:
+        return None
+    if not step.clips:
+        clip = twin.clips[0][0]
+        return (
+            f"the gradients are not clipped before {step.event.of} steps; the "
+            f"reference clips them: {_called(clip)}, {_limits(clip)}"
+        )
+    if not twin.clips:
+        clip = step.clips[0][0]
+        return (
+            f"the gradients are clipped ({_called(clip)}, {_limits(clip)}); the "
+            "reference does not clip them before this step"
+        )
+    return _other_clip(twin.clips[0], step.clips[0], twin)
+
+
+def _other_clip(
+    ours: tuple[LoopEvent, bool], theirs: tuple[LoopEvent, bool], twin: OptimizerStep
+) -> str | None:
+    mine, was_unscaled = ours
+    other, is_unscaled = theirs
+    if mine.what != other.what:
+        return f"clipped by {_called(other)} where the reference has {_called(mine)}"
+    if not _same_numbers(mine.numbers, other.numbers):
+        return f"clipped to {_limits(other)} where the reference has {_limits(mine)}"
+    if was_unscaled == is_unscaled:
+        return None
+    if was_unscaled:
+        return (
+            f"clipped ({_called(other)}) before the gradients are unscaled: the limit "
+            "meets gradients times the loss scale; the reference calls unscale_ before "
+            f"the clip ({twin.unscaled.line if twin.unscaled else ''})"
+        )
+    return (
+        f"clipped ({_called(other)}) after unscale_; the reference clips gradients "
+        "that still carry the loss scale"
+    )
+
+
+def _limits(event: LoopEvent) -> str:
+    return listed([f"{name} {value:g}" for name, value in event.numbers.items()])
+
+
+def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    if (twin.unscaled is None) == (step.unscaled is None):
+        return
+    if twin.clips and step.clips:
+        return  # told with the clip
+    event = twin.unscaled or step.unscaled
+    who = "the reference" if step.unscaled is None else "the candidate"
+    evidence = f"only {who} calls unscale_ ({'' if event is None else event.line})"
+    yield _cause(
+        twin, step, rank, name="unscale_", evidence=evidence, phase="optimizer"
+    )
+
+
+def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    ours = twin.event.numbers
+    theirs = step.event.numbers
+    differing: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*ours, *theirs]):
+        plain = name.partition(" (")[0]
+        if plain in _HOW_COMPUTED or name not in ours or name not in theirs:
+            continue
+        if not _same_number(ours[name], theirs[name]):
+            differing.setdefault(plain, []).append(name)
+    for plain, names in differing.items():
+        if plain == "lr":
+            yield _learning_rate(twin, step, names, rank)
+        else:
+            yield _setting(twin, step, plain, names, rank)
+
+
+def _setting(
+    twin: OptimizerStep, step: OptimizerStep, plain: str, names: list[str], rank: int
+) -> Cause:
+    values = [_values(twin, step, name) for name in names]
+    what = _NAMES.get(plain, plain)
+    evidence = f"{what} of {_optimizer(twin, step)}: {listed(values)}"
+    return _cause(
+        twin,
+        step,
+        rank,
+        name=what,
+        evidence=evidence,
+        phase="optimizer",
+        label="other setting",
+    )
+
+
+def _optimizer(twin: OptimizerStep, step: OptimizerStep) -> str:
+    """Return the optimizer's name, and that of the reference where it is another."""
+    if twin.event.of == step.event.of:
+        return step.event.of
+    return f"{step.event.of} (the reference has {twin.event.of})"
+
+
+def _values(twin: OptimizerStep, step: OptimizerStep, name: str) -> str:
+    ours = twin.event.numbers[name]
+    theirs = step.event.numbers[name]
+    group = name.partition(" (")[2]
+    suffix = f" ({group}" if group else ""
+    return f"{theirs:g} where the reference has {ours:g}{suffix}"
+
+
+def _learning_rate(
+    twin: OptimizerStep, step: OptimizerStep, names: list[str], rank: int
+) -> Cause:
+    """The rate itself, or a schedule that has moved more often by then."""
+    values = listed([_values(twin, step, name) for name in names])
+    evidence = f"learning rate of {_optimizer(twin, step)}: {values}"
+    label = "other setting"
+    shown = None
+    reference = None
+    if twin.moved != step.moved:
+        label = "other loop"
+        shown = step.schedule
+        reference = twin.schedule
+        when = "more often" if step.moved > twin.moved else "less often"
+        where = step.schedule or twin.schedule
+        before = _order_of_schedule(twin, step)
+        evidence = (
+            f"{evidence}: the scheduler has moved {when} by then "
+            f"({_times('time', step.moved)}, in the reference {twin.moved}){before}: "
+            f"{'' if where is None else _called(where)}"
+        )
+    return _cause(
+        twin,
+        step,
+        rank,
+        name="learning rate",
+        evidence=evidence,
+        phase="optimizer",
+        label=label,
+        shown=shown,
+        reference=reference,
+    )
+
+
+def _order_of_schedule(twin: OptimizerStep, step: OptimizerStep) -> str:
+    if step.moved == twin.moved + 1:
+        return ", as where scheduler.step() comes before optimizer.step()"
+    return ""
+
+
+def _times(noun: str, count: int) -> str:
+    """Return a count with its noun.
+
+    >>> _times("backward pass", 1), _times("backward pass", 2), _times("time", 0)
+    ('1 backward pass', '2 backward passes', '0 times')
+    """
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def _same_numbers(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    if ours.keys() != theirs.keys():
+        return False
+    return all(_same_number(value, theirs[name]) for name, value in ours.items())
+
+
+def _same_number(one: float, other: float) -> bool:
+    if one == other or (one != one and other != other):
+        return True
+    return abs(one - other) <= _SAME_NUMBER * max(abs(one), abs(other))
+
+
+_COMPARED: tuple[
+    Callable[[OptimizerStep, OptimizerStep, int], Iterator[Cause]], ...
+] = (
+    _backward_passes,
+    _clearing,
+    _scaling,
+    _clipping,
+    _unscaling,
+    _settings,
+)

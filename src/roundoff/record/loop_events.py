@@ -1,0 +1,196 @@
+"""What the training loop does between its operators: clear gradients, go backward, clip,
+unscale, step. The order of these and their numbers leave no row of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from roundoff.errors import RunError
+from roundoff.record.source_lines import user_line
+from roundoff.record.step_boundaries import patched
+
+#: What an event is called that tells which parameters want no gradient.
+FROZEN = "frozen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopEvent:
+    """Something that the loop did.
+
+    Attributes:
+        what: ``zero_grad``, ``backward``, ``clip_grad_norm_``, ``optimizer.step`` ...
+        of: which optimizer, in the order of their first use: ``Adam``, ``Adam#1``.
+        line: the user's, ``train.py:31``.
+        call: how many operator calls of the step ran before it.
+        numbers: its settings by name, such as ``lr`` or ``max_norm``; of the second
+            group of parameters ``lr (group 1)``.
+        names: of the parameters that it tells of.
+    """
+
+    what: str
+    of: str = ""
+    line: str | None = None
+    call: int = 0
+    numbers: Mapping[str, float]
+    names: Sequence[str] = ()
+
+    @classmethod
+    def of_json(cls, entry: Any, where: str) -> LoopEvent:
+        """Read one object of ``loop.json``. Raises ``RunError`` for anything else."""
+        try:
+            numbers = {str(k): float(v) for k, v in entry["numbers"].items()}
+            return cls(
+                what=str(entry["what"]),
+                of=str(entry["of"]),
+                line=entry["line"],
+                call=int(entry["call"]),
+                numbers=numbers,
+                names=tuple(map(str, entry["names"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                "an event of the loop cannot be read", where=where, got=str(error)
+            ) from error
+
+
+class LoopLog:
+    """Gathers the events of the step that runs now.
+
+    ``calls`` says how many operator calls have run in it.
+    """
+
+    def __init__(self, calls: Callable[[], int]) -> None:
+        self._calls = calls
+        self._events: list[LoopEvent] = []
+        self._names: dict[int, str] = {}
+        self._depth = 0
+
+    def take(self) -> list[LoopEvent]:
+        """Return the events so far; the next ones are of another step."""
+        events = self._events
+        self._events = []
+        return events
+
+    def add(
+        self,
+        what: str,
+        *,
+        of: Any = None,
+        numbers: Mapping[str, float] | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Add an event that happens now."""
+        event = LoopEvent(
+            what=what,
+            of="" if of is None else self._name(of),
+            line=user_line(2),
+            call=self._calls(),
+            numbers=numbers or {},
+            names=names,
+        )
+        self._events.append(event)
+
+    def _name(self, thing: Any) -> str:
+        """Return the class of an object, and its number among those of the class."""
+        name = self._names.get(id(thing))
+        if name is None:
+            kind = type(thing).__name__
+            before = sum(n.partition("#")[0] == kind for n in self._names.values())
+            name = f"{kind}#{before}" if before else kind
+            self._names[id(thing)] = name
+        return name
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Notice what the loop does while this is open."""
+        with ExitStack() as stack:
+            hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+            stack.callback(hook.remove)
+            stack.enter_context(patched(*self._changes()))
+            yield
+
+    def _changes(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        optimizer = torch.optim.Optimizer
+        yield optimizer, "zero_grad", self._noticing("zero_grad")
+        yield nn.Module, "zero_grad", self._noticing("zero_grad", named=False)
+        yield torch.autograd, "backward", self._noticing("backward", named=False)
+        for schedule in (LRScheduler, ReduceLROnPlateau):
+            yield schedule, "step", self._noticing("scheduler.step")
+        for place in (nn.utils, nn.utils.clip_grad):
+            yield place, "clip_grad_norm_", self._clipping("max_norm")
+            yield place, "clip_grad_value_", self._clipping("clip_value")
+        scaler = torch.amp.GradScaler
+        for method in ("scale", "unscale_", "step", "update"):
+            noticing = self._noticing(f"scaler.{method}", named=False)
+            yield scaler, method, noticing
+
+    def _noticing(self, what: str, *, named: bool = True) -> Callable[..., Any]:
+        """Return what runs in place of a method, and notes that it was called."""
+
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            thing = args[0] if named and args else None
+            return self._noted(what, thing, {}, original, args, kwargs)
+
+        return around
+
+    def _clipping(self, limit: str) -> Callable[..., Any]:
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            value = args[1] if len(args) > 1 else kwargs.get(limit)
+            numbers = _numbers({limit: value})
+            what = original.__name__
+            return self._noted(what, None, numbers, original, args, kwargs)
+
+        return around
+
+    def _noted(
+        self,
+        what: str,
+        thing: Any,
+        numbers: Mapping[str, float],
+        original: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        # what one of these calls inside is its own affair
+        if self._depth == 0 and not torch.compiler.is_compiling():
+            self.add(what, of=thing, numbers=numbers)
+        self._depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _optimizer_steps(self, optimizer: Any, *_: Any) -> None:
+        numbers: dict[str, float] = {}
+        for place, group in enumerate(optimizer.param_groups):
+            suffix = f" (group {place})" if place else ""
+            settings = {f"{key}{suffix}": value for key, value in group.items()}
+            numbers |= _numbers(settings)
+        self.add("optimizer.step", of=optimizer, numbers=numbers)
+
+
+def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the settings that are numbers; several under one name get a place each."""
+    numbers: dict[str, float] = {}
+    for name, value in settings.items():
+        entries = value if isinstance(value, tuple) else (value,)
+        for place, entry in enumerate(entries):
+            number = _number(entry)
+            if number is not None:
+                numbers[f"{name}[{place}]" if len(entries) > 1 else name] = number
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, bool | int | float) else None

@@ -1,0 +1,102 @@
+"""What two loops do differently is said in the loop's words, and equal loops are equal."""
+
+import pytest
+
+from roundoff.compare.loop_order import loop_causes, optimizer_steps
+from roundoff.record import LoopEvent
+
+
+def event(what, call=0, of="", **numbers):
+    return LoopEvent(
+        what=what, of=of, line=f"train.py:{call + 1}", call=call, numbers=numbers
+    )
+
+
+def loop(*names, steps=2, lr=0.1):
+    """The events of a loop that does the same in each step."""
+    events = []
+    for step in range(steps):
+        for call, name in enumerate(names):
+            numbers = {"lr": lr, "foreach": 0.0} if name == "optimizer.step" else {}
+            numbers |= {"max_norm": 1.0} if name == "clip_grad_norm_" else {}
+            of = "SGD" if name in ("optimizer.step", "zero_grad") else ""
+            events.append((step, event(name, call, of, **numbers)))
+    return events
+
+
+USUAL = ("zero_grad", "backward", "optimizer.step")
+AMP = ("zero_grad", "scaler.scale", "backward", "scaler.unscale_", "clip_grad_norm_")
+
+
+def test_a_step_is_what_went_into_it():
+    first, second = optimizer_steps(loop(*USUAL))
+    assert (first.gathered, len(first.backward), second.gathered) == (1, 1, 1)
+    summed = optimizer_steps(loop("backward", "optimizer.step", steps=3))
+    assert [step.gathered for step in summed] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (USUAL, USUAL),
+        (USUAL, ("backward", "optimizer.step", "zero_grad")),
+        (("zero_grad", *USUAL), USUAL),
+    ],
+)
+def test_loops_that_do_the_same_are_equal(ours, theirs):
+    assert loop_causes(loop(*ours), loop(*theirs), rank=0) == []
+
+
+def test_how_an_optimizer_computes_is_no_setting():
+    other = [
+        (step, event(e.what, e.call, e.of, **{**e.numbers, "foreach": 1.0}))
+        if e.numbers
+        else (step, e)
+        for step, e in loop(*USUAL)
+    ]
+    assert loop_causes(loop(*USUAL), other, rank=0) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (USUAL, USUAL[1:], "not cleared"),
+        (USUAL, ("backward", "zero_grad", "optimizer.step"), "cleared between"),
+        (USUAL, ("zero_grad", "backward", *USUAL[1:]), "2 backward passes"),
+        (USUAL, USUAL[:2], "never in the candidate"),
+        (
+            (*AMP, "optimizer.step"),
+            (*AMP[:3], AMP[4], AMP[3], "optimizer.step"),
+            "before the gradients are unscaled",
+        ),
+        ((*AMP, "optimizer.step"), (*AMP[:4], "optimizer.step"), "not clipped"),
+    ],
+)
+def test_what_differs_is_named(ours, theirs, words):
+    causes = loop_causes(loop(*ours), loop(*theirs), rank=0)
+    assert words in causes[0].evidence
+
+
+def test_a_schedule_that_moves_before_the_optimizer():
+    def with_schedule(*names):
+        rates = iter((0.05, 0.025) if names[0] == "scheduler.step" else (0.1, 0.05))
+        return [
+            (step, event(e.what, e.call, e.of, lr=next(rates)) if e.numbers else e)
+            for step, e in loop(*names)
+        ]
+
+    ours = with_schedule(*USUAL, "scheduler.step")
+    theirs = with_schedule("scheduler.step", *USUAL)
+    (cause,) = loop_causes(ours, theirs, rank=0)
+    assert "scheduler.step() comes before optimizer.step()" in cause.evidence
+    assert "0.05 where the reference has 0.1" in cause.evidence
+
+
+def test_a_learning_rate_is_one_cause_for_all_steps():
+    (cause,) = loop_causes(loop(*USUAL), loop(*USUAL, lr=0.2), rank=0)
+    assert cause.evidence == "learning rate of SGD: 0.2 where the reference has 0.1"
+    assert cause.step == 0
+
+
+def test_another_tools_run_has_no_loop():
+    assert loop_causes([], loop(*USUAL), rank=0) == []

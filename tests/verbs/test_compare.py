@@ -376,10 +376,10 @@ def test_an_axis_is_compared_whatever_was_kept(tmp_path, keep):
 
 def _network(path, *, bias, bf16):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
     x = torch.randn(32, 16)
-    if not bias:
-        net[2].bias = None
+    first = nn.Linear(16, 16)
+    second = nn.Linear(16, 16, bias=bias)  # draws its bias last
+    net = nn.Sequential(first, nn.Tanh(), second, nn.Tanh())
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return _recorded(path, lambda: net(x).square().mean())
 

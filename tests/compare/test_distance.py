@@ -218,13 +218,17 @@ def test_from_tensors_where_both_kept_them():
 
 
 def test_a_tensor_of_another_shape_is_infinitely_far():
-    ours, theirs = {0: row([1.0, 2.0])}, {0: row([[1.0, 2.0]])}
-    assert (
-        Distances(ours, theirs, Kept({0: torch.ones(2)}), Kept({0: torch.ones(1, 2)}))(
-            0, 0
-        ).error
-        == INF
-    )
+    ours, theirs = {0: row([1.0, 2.0])}, {0: row([1.0, 2.0, 2.0])}
+    kept = Kept({0: torch.ones(2)}), Kept({0: torch.ones(3)})
+    assert Distances(ours, theirs, *kept)(0, 0).error == math.inf
+
+
+def test_axes_of_one_element_are_no_difference():
+    x = torch.tensor([1.0, 2.0])
+    ours, theirs = {0: row([1.0, 2.0])}, {0: row([[1.0, 2.5]])}
+    kept = Kept({0: x}), Kept({0: torch.tensor([[1.0, 2.5]])})
+    assert Distances(ours, theirs, *kept)(0, 0).error == pytest.approx(0.5 / 5**0.5)
+    assert Distances(ours, theirs, None, None)(0, 0).error < math.inf
 
 
 @pytest.mark.parametrize(

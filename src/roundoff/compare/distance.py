@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,8 @@ class Distances:
     """The distances of one step; calling it gives the one of two records.
 
     Every pair of tensors is read and measured once, whatever views of it there are.
-    Without tensors of both sides, statistics decide.
+    Without tensors of both sides, statistics decide. ``scales``: of the reference's and
+    the candidate's gradients, by record.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Distances:
         candidate: Rows,
         reference_tensors: StepTensors | None,
         candidate_tensors: StepTensors | None,
+        scales: tuple[Mapping[int, float], Mapping[int, float]] | None = None,
     ) -> None:
         self._reference = reference
         self._candidate = candidate
         self._reference_tensors = reference_tensors
         self._candidate_tensors = candidate_tensors
+        self._scales = scales or ({}, {})
         self._metrics: dict[Any, Metrics] = {}
         self._measured: dict[tuple[int, int], tuple[Distance, Metrics | None]] = {}
 
@@ -68,12 +71,25 @@ class Distances:
             return of_statistics(twin, row), None
         if reference not in ours or candidate not in theirs:
             return of_statistics(twin, row), None
-        metrics = self._of_tensors(ours, theirs, reference, candidate)
-        if twin.shape != row.shape:
+        if reference in self._scales[0] or candidate in self._scales[1]:
+            metrics = self._of_scaled(ours, theirs, reference, candidate)
+        else:
+            metrics = self._of_tensors(ours, theirs, reference, candidate)
+        if _shapes_differ(twin, row):
             return INFINITE, metrics
         if differently_masked(twin, row):
             return MASKED, metrics
         return of_metrics(metrics), metrics
+
+    def _of_scaled(
+        self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int
+    ) -> Metrics:
+        """Return the metrics of gradients without the scales of their losses."""
+        our_scale = self._scales[0].get(reference, 1.0)
+        their_scale = self._scales[1].get(candidate, 1.0)
+        reference_values = ours[reference].to(torch.float64) / our_scale
+        candidate_values = theirs[candidate].to(torch.float64) / their_scale
+        return measure(*_alike(reference_values, candidate_values))
 
     def _of_tensors(
         self, ours: StepTensors, theirs: StepTensors, reference: int, candidate: int
@@ -84,7 +100,7 @@ class Distances:
             key = (ours.key(reference), theirs.key(candidate))
             metrics = self._metrics.get(key)
             if metrics is None:
-                metrics = measure(ours[reference], theirs[candidate])
+                metrics = measure(*_alike(ours[reference], theirs[candidate]))
                 self._metrics[key] = metrics
             return metrics
         blobs = (self._reference[reference].blob, self._candidate[candidate].blob)
@@ -98,6 +114,13 @@ class Distances:
             return metrics
         worst = _index_of(metrics.worst_index[0], *layout)
         return replace(metrics, worst_index=worst)
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return both in one shape, where only axes of one element differ."""
+    if ours.shape == theirs.shape or ours.squeeze().shape != theirs.squeeze().shape:
+        return ours, theirs
+    return ours, theirs.reshape(ours.shape)
 
 
 def _index_of(flat: int, shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -174,9 +197,12 @@ def _of_finite_statistics(reference: RecordedRow, candidate: RecordedRow) -> Dis
 
 
 def _shapes_differ(reference: RecordedRow, candidate: RecordedRow) -> bool:
+    """Return True for other shapes; axes of one element are no difference."""
     if reference.shape is None or candidate.shape is None:
         return False
-    return reference.shape != candidate.shape
+    return [n for n in reference.shape if n != 1] != [
+        n for n in candidate.shape if n != 1
+    ]
 
 
 def differently_masked(reference: RecordedRow, candidate: RecordedRow) -> bool:

@@ -486,9 +486,10 @@ class Divergence:
     def _may_be_partial_sum(self, finding: Finding) -> bool:
         if finding.cause != OWN or finding.faulty is not None:
             return False
+        guessed = finding.record not in self.exact
         if self.candidate[finding.record].phase != "backward":
-            return False
-        return finding.read is not None or finding.record not in self.exact
+            return guessed  # paired by use alone: the operands may be exchanged
+        return finding.read is not None or guessed
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.call_pairs import TRANSPARENT
@@ -39,12 +41,18 @@ class RecordedStep:
 
     rows: Rows
     tensors: StepTensors | None = None
+    #: By record, the scale of the loss that gradients carry, where it is not 1. The
+    #: statistics of these rows are divided by it.
+    scales: Mapping[int, float] = field(default_factory=dict)
 
     def tensor(self, record: int) -> Tensor | None:
-        """Return the tensor of a record; None where it was not kept."""
+        """Return the tensor of a record, without the scale of the loss; None where it was
+        not kept."""
         if self.tensors is None or record not in self.tensors:
             return None
-        return self.tensors[record]
+        scale = self.scales.get(record, 1.0)
+        tensor = self.tensors[record]
+        return tensor if scale == 1.0 else tensor.to(torch.float64) / scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from roundoff.compare.found_causes import (
     is_shown,
     relabelled,
 )
+from roundoff.compare.gradient_scale import without_loss_scales
 from roundoff.compare.loop_order import loop_causes
 from roundoff.compare.port_comparison import by_different_hands
 from roundoff.compare.portions.comparison import (
@@ -169,10 +170,25 @@ def compare_layouts(
         if whole.tensors is None:
             rows = without_tensors(whole, parts, rename)
         else:
-            rows = compare_portions(whole, parts, rename, memory)
+            rows = _of_ranks(whole, parts, rename, memory)
         frames.append(frame_of(rows))
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
     return RankResult(table, only.damage, [])
+
+
+def _of_ranks(
+    whole: RecordedStep,
+    parts: Mapping[int, RecordedStep],
+    rename: Callable[[str], str],
+    memory: PortionsMemory,
+) -> list[ComparedRow]:
+    """Compare a step of one process with that of several, without scales of losses."""
+    sides = {
+        rank: without_loss_scales(Sides(whole, part)) for rank, part in parts.items()
+    }
+    reference = next(iter(sides.values())).reference
+    candidates = {rank: side.candidate for rank, side in sides.items()}
+    return compare_portions(reference, candidates, rename, memory)
 
 
 class _RankComparison:
@@ -243,6 +259,7 @@ class _RankComparison:
         sides = Sides(
             self.recorded(self._reference, step), self.recorded(self._candidate, step)
         )
+        sides = without_loss_scales(sides)
         if self._tensors and in_other_portions(sides.reference, sides.candidate):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)

@@ -93,11 +93,14 @@ class WorkingFormat:
         least: the smallest positive number.
         terms: how many elements are added for one of the result, where kernels are known
             to add in this format.
+        products: how many products are added for one element of the result. Kernels add
+            them in fp32 in whatever order: sqrt(products) roundings of it.
     """
 
     unit: float
     least: float
     terms: float = 1.0
+    products: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +261,12 @@ def _allowed_of_call(
         except CannotRun:
             rounded = None
     added = max(1.0, math.sqrt(working.terms) / 2)
-    return _allowed(rounded, exact, working.unit * added, working.least)
+    allowed = _allowed(rounded, exact, working.unit * added, working.least)
+    in_another_order = MARGIN * _UNIT_FP32 * math.sqrt(working.products)
+    return _Allowed(
+        l2=allowed.l2 + in_another_order * _norm(exact),
+        largest=allowed.largest + in_another_order * _largest(exact),
+    )
 
 
 def _allowed(
@@ -271,17 +279,29 @@ def _allowed(
         scale = MARGIN * unit / _UNIT_FP32
         scaled_l2 = scale * rounded.l2
         scaled_largest = scale * rounded.max
+    root = math.sqrt(max(1, exact.numel()))
+    rounding = 2 * unit * _largest(exact)
+    return _Allowed(
+        l2=scaled_l2 + 2 * unit * _norm(exact) + least * root,
+        largest=max(scaled_largest, scaled_l2 / root) + rounding + least,
+    )
+
+
+def _norm(exact: Tensor) -> float:
+    """Return the l2 norm of the finite elements."""
+    return float(torch.linalg.vector_norm(_finite_sizes(exact)))
+
+
+def _largest(exact: Tensor) -> float:
+    """Return the largest magnitude of the finite elements; 0 without any."""
+    return float(_finite_sizes(exact).max()) if exact.numel() else 0.0
+
+
+def _finite_sizes(exact: Tensor) -> Tensor:
     if not (exact.is_complex() or exact.is_floating_point()):
         exact = exact.to(torch.float64)
     size = exact.abs()
-    size = size.masked_fill(~size.isfinite(), 0)
-    amax = float(size.max()) if size.numel() else 0.0
-    root = math.sqrt(max(1, exact.numel()))
-    norm = float(torch.linalg.vector_norm(size))
-    return _Allowed(
-        l2=scaled_l2 + 2 * unit * norm + least * root,
-        largest=max(scaled_largest, scaled_l2 / root) + 2 * unit * amax + least,
-    )
+    return size.masked_fill(~size.isfinite(), 0)
 
 
 def _relative(actual: Tensor, exact: Tensor) -> float:

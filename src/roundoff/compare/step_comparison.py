@@ -20,6 +20,7 @@ from roundoff.compare.explain import (
     explain_unwritten,
 )
 from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributions
+from roundoff.compare.gradient_scale import rescaling
 from roundoff.compare.metrics import Metrics
 from roundoff.compare.port_comparison import by_different_hands, compare_port
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
@@ -43,7 +44,7 @@ from roundoff.compare.rounding_bound import (
 )
 from roundoff.compare.same_kernel import run_as_it_was
 from roundoff.compare.table import ComparedRow
-from roundoff.ops import operators_that
+from roundoff.ops import facts, operators_that
 
 #: Why new memory is not measured.
 UNWRITTEN = "memory that nothing was written to yet"
@@ -131,7 +132,10 @@ class _Measures:
             self._candidate,
             sides.reference.tensors,
             sides.candidate.tensors,
+            (sides.reference.scales, sides.candidate.scales),
         )
+        self._scales = sides.candidate.scales
+        self._rescaling = rescaling(sides.candidate)
         self.counterpart = {
             pair.candidate: pair.reference
             for pair in pairs
@@ -215,10 +219,14 @@ class _Measures:
         tensors = self._candidate_tensors.tensors
         if tensors is None:
             return CallReplay(reason="no tensors were kept")
+        if row.record in self._rescaling:
+            return CallReplay(reason="it multiplies by the scale of the loss")
         aligned = row.record in self.exact and twin.is_call
         result = None
         if same_inputs and twin.shape == row.shape:
             result = self._reference_tensors.tensor(twin.record)
+            if result is not None and row.record in self._scales:
+                result = result * self._scales[row.record]
         reference = ReferenceSide(
             first=self._first_of_reference.get(twin.call, twin) if aligned else None,
             result=result,
@@ -246,12 +254,23 @@ class _Measures:
             _inputs(self._candidate, row),
         )
 
+    def _products(self, row: RecordedRow) -> float:
+        """Return how many products are added for one element; 0 for other operators."""
+        if not facts(row.operator).multiplies:
+            return 0.0
+        return terms(row, _inputs(self._candidate, row))
+
     def _working_format(self, twin: RecordedRow, row: RecordedRow) -> WorkingFormat:
         dtype = format_of(twin, row, self._adopted)
         inputs = _inputs(self._candidate, row)
         adopted = [unit(i.dtype) for i in inputs if i.dtype in self._adopted]
-        added = terms(row, inputs) if row.base_operator in SUMS else 1.0
-        return WorkingFormat(max([unit(dtype), *adopted]), smallest(dtype), added)
+        added = terms(row, inputs)
+        return WorkingFormat(
+            max([unit(dtype), *adopted]),
+            smallest(dtype),
+            terms=added if row.base_operator in SUMS else 1.0,
+            products=self._products(row),
+        )
 
     def _region(self, twin: RecordedRow, row: RecordedRow) -> RunRegion | None:
         calls = self._reference_calls
@@ -283,7 +302,7 @@ def _whole(step: RecordedStep) -> RecordedStep:
     """Return the step with the tensors alone on which an operator can run again."""
     if step.tensors is None:
         return step
-    return RecordedStep(step.rows, step.tensors.whole())
+    return RecordedStep(step.rows, step.tensors.whole(), step.scales)
 
 
 def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:

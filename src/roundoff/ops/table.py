@@ -93,6 +93,7 @@ Trait = Literal[
     "add or subtract",
     "normalize",
     "scale elements",
+    "unscale gradients",
     "divide",
     "divide in a gradient",
     "take roots",
@@ -277,6 +278,8 @@ _TRAITS: dict[Trait, str] = {
         silu_backward""",
     "divide": "div divide true_divide reciprocal rsqrt addcdiv remainder fmod",
     # in the derivative of a root or a norm
+    # gradients of a scaled loss are divided by its scale, in place
+    "unscale gradients": "_amp_foreach_non_finite_check_and_unscale",
     "divide in a gradient": "div mul reciprocal pow",
     "take roots": "sqrt rsqrt linalg_vector_norm norm pow",
     "take logarithms": "log log2 log10 log1p xlogy",

@@ -59,7 +59,7 @@ class OperatorSchema:
         written: positions and names of the arguments that it writes.
         collective: it communicates.
         each: it works on lists of tensors, each for itself: ``_foreach_add_``,
-            ``_fused_adamw_``.
+            ``_fused_adamw_``, the unscaling of gradients.
         kernel: file and line of the kernel, for one that the user has written in Python.
         is_view: it hands on memory, and reads none.
     """
@@ -88,7 +88,7 @@ class OperatorSchema:
             overload=overload,
             written=written,
             collective=namespace in _COLLECTIVE,
-            each=name.startswith(("_foreach_", "_fused_")),
+            each=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
             kernel=_kernel_line(schema.name),
             is_view=any(
                 returned.alias_info is not None and not returned.alias_info.is_write

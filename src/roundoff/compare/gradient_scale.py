@@ -1,0 +1,184 @@
+"""Loss scales divided out: gradients of a scaled loss, compared with those of another.
+
+A loss that is multiplied by a scale multiplies every gradient, until it is divided out
+again before the optimizer reads it. The scale is followed through the rows of a step:
+backward calls are linear in the gradient that they read, and a product with one number
+multiplies the scale. Where it is not divided out, nothing is done: the gradients that
+the optimizer reads are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from roundoff.compare.explain import RecordedStep, Sides
+from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.rounding_bound import DIVISIONS, PRODUCTS
+from roundoff.ops import operators_that
+
+#: Scales that differ by less are one: the statistics of fp16 gradients are rounded.
+SAME = 0.02
+#: What changes a gradient by one factor, after the backward pass too.
+_FACTORS = PRODUCTS | DIVISIONS | operators_that("unscale gradients")
+_VALUES = ("min", "max", "mean", "l2", "std")
+
+
+def without_loss_scales(sides: Sides) -> Sides:
+    """Return a step of both runs with the scales of their losses divided out.
+
+    The same sides where neither loss is scaled, or a scale is left in the gradients
+    that a step ends with.
+    """
+    ours = _scales(sides.reference.rows)
+    theirs = _scales(sides.candidate.rows)
+    if not ours and not theirs:
+        return sides
+    if not _ends_alike(sides, ours, theirs):
+        return sides
+    return Sides(_divided(sides.reference, ours), _divided(sides.candidate, theirs))
+
+
+def rescaling(step: RecordedStep) -> frozenset[int]:
+    """Return the records of calls that multiply a loss or a gradient by its scale alone."""
+    scales = step.scales
+    if not scales:
+        return frozenset()
+    changed = set()
+    for record, row in step.rows.items():
+        read = [r for r in row.inputs if r in step.rows]
+        same_size = [r for r in read if step.rows[r].numel == row.numel]
+        own = scales.get(record, 1.0)
+        involved = record in scales or any(r in scales for r in same_size)
+        if not involved or row.base_operator not in _FACTORS:
+            continue
+        if not all(_same(own, scales.get(r, 1.0)) for r in same_size):
+            changed.add(record)
+    return frozenset(changed)
+
+
+def _divided(step: RecordedStep, scales: Mapping[int, float]) -> RecordedStep:
+    if not scales:
+        return step
+    rows = {
+        record: _unscaled_row(row, scales.get(record, 1.0))
+        for record, row in step.rows.items()
+    }
+    return RecordedStep(rows, step.tensors, scales)
+
+
+def _unscaled_row(row: RecordedRow, scale: float) -> RecordedRow:
+    if scale == 1.0:
+        return row
+    values = {name: getattr(row, name) for name in _VALUES}
+    divided = {name: v if v is None else v / scale for name, v in values.items()}
+    unscaled: RecordedRow = replace(row, hash=None, **divided)  # type: ignore[arg-type]
+    return unscaled
+
+
+def _ends_alike(
+    sides: Sides, ours: Mapping[int, float], theirs: Mapping[int, float]
+) -> bool:
+    """Return True where the gradients that both end with have one scale."""
+    last = {
+        name: ours.get(row.record, 1.0)
+        for name, row in last_named(sides.reference.rows).items()
+    }
+    gradients = {
+        name: row
+        for name, row in last_named(sides.candidate.rows).items()
+        if name.endswith(".grad") and name in last
+    }
+    return bool(gradients) and all(
+        _same(theirs.get(row.record, 1.0), last[name])
+        or _is_unscaled_by_the_optimizer(sides.candidate.rows, row, theirs)
+        for name, row in gradients.items()
+    )
+
+
+def _is_unscaled_by_the_optimizer(
+    rows: Rows, gradient: RecordedRow, scales: Mapping[int, float]
+) -> bool:
+    """Return True where the optimizer's call reads the scale beside the gradient."""
+    scale = scales.get(gradient.record, 1.0)
+    for row in rows.values():
+        if row.phase != "optimizer" or gradient.record not in row.inputs:
+            continue
+        numbers = [rows[r] for r in row.inputs if r in rows and rows[r].numel == 1]
+        if any(_same(number.l2 or 0.0, scale) for number in numbers):
+            return True
+    return False
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME * abs(other)
+
+
+def _scales(rows: Rows) -> dict[int, float]:
+    """Return the scale of each gradient that has another one than 1, by record."""
+    scales: dict[int, float] = {}
+    for record in sorted(rows):
+        row = rows[record]
+        scale = _scale(row, rows, scales)
+        if scale is not None:
+            scales[record] = scale
+    scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
+    if not scaled:
+        return {}
+    return scaled | _scaled_losses(rows, set(scaled.values()))
+
+
+def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float | None:
+    """Return the scale of a gradient; None for what is none."""
+    if not row.is_call:
+        return None
+    read = [record for record in row.inputs if record in scales]
+    if not read:
+        return 1.0 if _is_seed(row, rows) else None
+    # of a list of gradients its own
+    same_name = [r for r in read if row.name and rows[r].name == row.name]
+    source = rows[(same_name or read)[0]]
+    before = scales[source.record]
+    if row.phase == "backward" and row.numel != 1:
+        return before
+    if row.base_operator not in _FACTORS:
+        return before if row.phase == "backward" or _is_gradient(row) else None
+    if row.numel != source.numel:
+        return None
+    factor = (row.l2 or 0.0) / source.l2 if source.l2 else 0.0
+    if not factor or not math.isfinite(factor):
+        return 1.0 if row.phase != "backward" else before
+    after = before * factor
+    return 1.0 if _same(after, 1.0) else after
+
+
+def _is_seed(row: RecordedRow, rows: Rows) -> bool:
+    """Return True for the gradient of the loss to itself: a number from no other gradient."""
+    if row.numel != 1 or row.l2 != 1.0:
+        return False
+    read = [rows[record] for record in row.inputs if record in rows]
+    return row.base_operator in operators_that("create exactly") and all(
+        each.phase == "forward" for each in read
+    )
+
+
+def _is_gradient(row: RecordedRow) -> bool:
+    return bool(row.name) and str(row.name).endswith(".grad")
+
+
+def _scaled_losses(rows: Rows, scales: set[float]) -> dict[int, float]:
+    """Return the forward products that make a loss this many times as large."""
+    losses = {}
+    for record, row in rows.items():
+        if row.phase != "forward" or row.numel != 1 or not row.is_call:
+            continue
+        if row.base_operator not in PRODUCTS | DIVISIONS:
+            continue
+        source = rows.get(row.inputs[0]) if row.inputs else None
+        if source is None or not source.l2 or not row.l2:
+            continue
+        factor = row.l2 / source.l2
+        if any(_same(factor, scale) for scale in scales):
+            losses[record] = factor
+    return losses

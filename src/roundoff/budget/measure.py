@@ -76,9 +76,9 @@ def budget(
         seed: of the sign vectors.
         trials: most rows (a site in a format) to measure by running the model with that
             site rounded, where first order does not hold, strongest evidence first. By
-            default those with strong evidence, a tenth of the rows or four a format at
-            most, 24 a format where the model decides by its values; never where
-            ``around`` is given.
+            default all where that costs least, else those with strong evidence, a tenth
+            of the rows or twelve a format at most, 96 a format where the model decides
+            by its values; never where ``around`` is given.
         progress: called after each batch.
 
     Raises:

@@ -84,7 +84,9 @@ class Term:
         return replace(self, values=self.values[:, columns])
 
 
-def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, float]:
+def power(
+    terms: Sequence[Term], *, unmeasured: float = 0.0, batches: Sequence[int] = ()
+) -> tuple[float, float]:
     """Return the noise power of errors that act together, and its standard error.
 
     Projections are added, then squared, averaged over the probes and summed over the
@@ -92,7 +94,7 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
     because the probes of different samples are independent,
     ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. See
     ``standard_errors`` for ``unmeasured``, the share of the samples that stand for
-    others, and for all samples measured by trial it is zero.
+    others, and ``batches``; for all samples measured by trial the error is zero.
     """
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
@@ -102,7 +104,12 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
         a = np.sum(single, axis=0) if single else np.zeros((pooled[0].shape[0], 1))
         total = float((a**2).mean(axis=0).sum())
         is_exact = all(term.measured == TRIAL for term in terms)
-        spread = partial(standard_errors, unmeasured=unmeasured, is_exact=is_exact)
+        spread = partial(
+            standard_errors,
+            unmeasured=unmeasured,
+            is_exact=is_exact,
+            batches=batches,
+        )
         stderr = float(spread(a**2))
         if pooled:
             b = np.sum(pooled, axis=0)
@@ -116,7 +123,10 @@ def power(terms: Sequence[Term], *, unmeasured: float = 0.0) -> tuple[float, flo
 
 
 def group_powers(
-    groups: Sequence[Sequence[Term]], *, unmeasured: float = 0.0
+    groups: Sequence[Sequence[Term]],
+    *,
+    unmeasured: float = 0.0,
+    batches: Sequence[int] = (),
 ) -> list[tuple[float, float]]:
     """Return ``power`` of many groups of terms: those of one shape at once."""
     results = [(0.0, 0.0)] * len(groups)
@@ -125,21 +135,23 @@ def group_powers(
         if len({(term.pooled, term.values.shape) for term in terms}) == 1:
             places[terms[0].values.shape].append(place)
         elif terms:
-            results[place] = power(terms, unmeasured=unmeasured)
+            results[place] = power(terms, unmeasured=unmeasured, batches=batches)
     for alike in places.values():
         summed = [np.sum([t.values for t in groups[place]], axis=0) for place in alike]
         squares = np.square(np.stack(summed))
         with np.errstate(invalid="ignore", over="ignore"):
             noise = squares.mean(axis=1).sum(axis=1)
             errors = standard_errors(squares, unmeasured=unmeasured)
-            beyond = standard_errors(squares, unmeasured=unmeasured, is_exact=True)
+            beyond = standard_errors(
+                squares, unmeasured=unmeasured, is_exact=True, batches=batches
+            )
         for number, place in enumerate(alike):
             terms = groups[place]
             is_exact = all(term.measured == TRIAL for term in terms)
             error = beyond[number] if is_exact else errors[number]
             results[place] = (float(noise[number]), float(error))
             if not np.isfinite(noise[number]):
-                results[place] = power(terms, unmeasured=unmeasured)
+                results[place] = power(terms, unmeasured=unmeasured, batches=batches)
     return results
 
 
@@ -186,7 +198,11 @@ def _cross_variance(group: Sequence[Array]) -> float:
 
 
 def standard_errors(
-    squares: Array, *, unmeasured: float = 0.0, is_exact: bool = False
+    squares: Array,
+    *,
+    unmeasured: float = 0.0,
+    is_exact: bool = False,
+    batches: Sequence[int] = (),
 ) -> Array:
     """Return the standard errors of powers: means over probes, summed over columns.
 
@@ -202,6 +218,8 @@ def standard_errors(
             them, so the error holds what columns differ by, with the correction for a
             finite population (Cochran, Sampling Techniques, 1977, eq. 2.9).
         is_exact: the mean over the probes is exact in each column, as in a trial.
+        batches: columns of each batch. Those of one may be alike (nodes of a graph), so
+            an exact error is at least what whole batches differ by.
     """
     probes, columns = squares.shape[-2:]
     means = squares.mean(axis=-2)
@@ -209,6 +227,8 @@ def standard_errors(
     if columns > 1:
         between = math.sqrt(columns) * means.std(axis=-1, ddof=1)
     if is_exact:
+        if len(batches) > 1 and sum(batches) == columns:
+            between = np.maximum(between, _between_batches(means, batches))
         exact: Array = math.sqrt(unmeasured) * between
         return exact
     if probes == 1:
@@ -220,6 +240,14 @@ def standard_errors(
     beyond = np.maximum(between**2 - error**2, 0.0)
     total: Array = np.sqrt(error**2 + unmeasured * beyond)
     return total
+
+
+def _between_batches(means: Array, batches: Sequence[int]) -> Array:
+    """Return the standard error of the sum of all columns, from whole batches."""
+    starts = np.cumsum([0, *batches[:-1]])
+    totals = np.add.reduceat(means, starts, axis=-1)
+    error: Array = math.sqrt(len(batches)) * totals.std(axis=-1, ddof=1)
+    return error
 
 
 def term_powers(values: Array) -> tuple[Array, Array]:

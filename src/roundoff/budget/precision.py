@@ -89,12 +89,14 @@ def mean_error_db(
     outputs: int = 1,
     *,
     is_exact: bool = False,
+    samples: Sequence[int] = (),
 ) -> float:
     """Return the standard error of the SQNR in dB, root mean square over the sites.
 
     The share ``unmeasured`` of the workload's batches was not measured. Sites without
     noise do not count; 0 where none has any. Each of the ``outputs`` has its share of
-    the probes, and is a site of its own here. ``is_exact``: see ``standard_errors``.
+    the probes, and is a site of its own here. ``is_exact``, and ``samples`` of each
+    batch: see ``standard_errors``.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for terms in batches:
@@ -107,7 +109,10 @@ def mean_error_db(
         noise = squares.mean(axis=1).sum(axis=1)
         is_sound = (noise > 0) & np.isfinite(noise)
         error = standard_errors(
-            squares[is_sound], unmeasured=unmeasured, is_exact=is_exact
+            squares[is_sound],
+            unmeasured=unmeasured,
+            is_exact=is_exact,
+            batches=samples,
         )
         errors.append(DB_PER_SHARE * error / noise[is_sound])
     joined = np.concatenate(errors) if errors else np.zeros(0)
@@ -121,19 +126,6 @@ def _of_sites(terms: Mapping[TermKey, Array]) -> dict[tuple[str, str], Array]:
         name = (key.site, key.format)
         sums[name] = sums[name] + values if name in sums else values
     return sums
-
-
-def as_one_sample(terms: Mapping[TermKey, Array]) -> dict[TermKey, Array]:
-    """Return the projections of a batch as if it were one sample.
-
-    Its samples may be alike where they are of one graph, or one recording.
-    """
-    return {
-        TermKey(site, fmt, "output", -1, ()): np.sqrt(
-            np.square(values).sum(1, keepdims=True)
-        )
-        for (site, fmt), values in _of_sites(terms).items()
-    }
 
 
 def _of_one_shape(sites: Iterable[Sequence[Array]]) -> Iterator[Array]:

@@ -141,6 +141,7 @@ class BudgetRun(ABC):
             self.unmeasured,
             len(self.rows.names),
             is_exact=self.measured == TRIAL,
+            samples=[batch.samples for batch in self.batches],
         )
 
     @property

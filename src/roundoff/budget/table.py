@@ -239,7 +239,9 @@ class Budget:
         count = len(self.outputs)
         seen = [each_output(terms, count) for terms in self._terms.values()]
         of_rows = group_powers(
-            [terms for row in seen for terms in row], unmeasured=self.about.unmeasured
+            [terms for row in seen for terms in row],
+            unmeasured=self.about.unmeasured,
+            batches=self.about.batch_samples,
         )
         worst = {}
         for number, (key, row) in enumerate(zip(self._terms, seen, strict=True)):
@@ -288,7 +290,7 @@ class Budget:
         seen = each_output(active, len(self.outputs))
         return Prediction(
             tuple(
-                _predicted(output, terms, batch, self.about.unmeasured)
+                _predicted(output, terms, batch, self.about)
                 for output, terms in zip(self.outputs, seen, strict=True)
             )
         )
@@ -464,11 +466,13 @@ def _predicted(
     output: MeasuredOutput,
     terms: Sequence[Term],
     batch: int | None,
-    unmeasured: float,
+    about: Measurement,
 ) -> OutputPrediction:
     """Return the noise of rounded parts at one output."""
     signal = 1.0 if batch is None else output.batch_signal[batch]
-    noise, stderr = power(terms, unmeasured=unmeasured)
+    noise, stderr = power(
+        terms, unmeasured=about.unmeasured, batches=about.batch_samples
+    )
     additive = sum(noise for noise, _ in group_powers([[term] for term in terms]))
     if math.isfinite(noise):
         noise = additive + significant(noise - additive, terms)

@@ -16,7 +16,6 @@ from roundoff.budget.adjoint import describe
 from roundoff.budget.decisions import CallPlaces, FollowingMode
 from roundoff.budget.noise_power import TRIAL
 from roundoff.budget.outputs import MOST_ROWS
-from roundoff.budget.precision import as_one_sample, mean_error_db
 from roundoff.budget.run import Asked, BudgetRun, MeasuredBatch
 from roundoff.budget.table import Budget
 from roundoff.budget.trial_rows import OutputView, TrialRows
@@ -70,16 +69,6 @@ class TrialRun(BudgetRun):
         """True once there are batches, and samples, enough to compare them."""
         samples = sum(batch.samples for batch in self.batches)
         return len(self.batches) >= FEWEST_BATCHES and samples >= FEWEST_SAMPLES
-
-    def error_db(self) -> float:
-        """Return the standard error of the SQNR so far in dB.
-
-        That of the samples, or of whole batches where those differ by more.
-        """
-        batches = [as_one_sample(batch.projections) for batch in self.batches]
-        outputs = len(self.rows.names)
-        of_batches = mean_error_db(batches, self.unmeasured, outputs, is_exact=True)
-        return max(super().error_db(), of_batches)
 
     def batch(self, mode: CallMode, index: int) -> None:
         """Measure one batch."""

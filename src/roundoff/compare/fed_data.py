@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.distance import of_statistics
+from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.explain import Sides
 from roundoff.compare.loaded_values import (
     is_reordered,
@@ -46,8 +47,10 @@ def data_records(rows: Rows) -> set[int]:
     """Return the records that no parameter went into, and no module made.
 
     Of the forward pass: inputs from outside, and what is computed from them, or drawn,
-    outside of all modules. A value that becomes a parameter or buffer is none.
+    outside of all modules. A value that becomes a parameter or buffer is none, nor is
+    what is made of earlier data once a parameter was read: the model is running then.
     """
+    running = _first_read_of_a_name(rows)
     loaded = _behind(rows, values_before(rows).values())
     data: set[int] = set()
     for record, row in rows.items():
@@ -58,8 +61,21 @@ def data_records(rows: Rows) -> set[int]:
             if outside and all(i in data for i in row.inputs):
                 data.add(record)
         elif not row.module and all(i in data for i in row.inputs):
-            data.add(record)
+            is_fresh = all(i > running for i in row.inputs)
+            if record < running or is_fresh:
+                data.add(record)
     return data
+
+
+def _first_read_of_a_name(rows: Rows) -> int:
+    """Return the first record that a parameter or buffer went into."""
+    named: set[int] = set()
+    for row in rows.values():
+        if row.is_call and row.module and named.intersection(row.inputs):
+            return row.record
+        if row.name:
+            named.add(row.record)
+    return max(rows, default=0)
 
 
 def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
@@ -90,7 +106,15 @@ def _fed(
         if len(read) == len(other):
             pairs = zip(read, other, strict=True)
             fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
-    return [*fed]
+    read_by_reference = {reference for reference, _ in fed}
+    twins = {row.record: row.reference_record for row in compared if not row.error}
+    return [
+        (reference, candidate)
+        for reference, candidate in fed
+        # another of the same inputs is read: the program's fault, not the data's
+        if twins.get(candidate, reference) in {reference, None}
+        or twins[candidate] not in read_by_reference
+    ]
 
 
 def data_causes(
@@ -182,7 +206,9 @@ def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | 
     ours = sides.reference.tensor(twin.record)
     theirs = sides.candidate.tensor(row.record)
     if ours is None or theirs is None:
-        return _by_statistics(twin, row)
+        return _by_statistics(
+            _source(sides.reference.rows, twin), _source(sides.candidate.rows, row)
+        )
     if torch.equal(ours, theirs):
         return None
     wanted = ours.detach().to(torch.float64)
@@ -192,6 +218,16 @@ def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | 
     if error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
         return None
     return _FedPair(twin, row, how_data_differ(ours, theirs), error)
+
+
+def _source(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return the row that these values come from, behind what hands them on."""
+    while row.operator in HANDS_ON and len(row.inputs) == 1:
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
+    return row
 
 
 def _by_statistics(twin: RecordedRow, row: RecordedRow) -> _FedPair | None:

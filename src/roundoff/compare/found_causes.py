@@ -65,7 +65,7 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     causes = []
     if compared.differs:
         causes += data_causes(compared.sides, compared.rows, **at)
-    if compared.is_first and compared.differs:
+    if compared.is_first:
         names = _names(compared.sides, rename)
         causes += loaded_causes(compared.sides, compared.rows, names, **at)
     causes += update_causes(

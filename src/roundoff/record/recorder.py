@@ -29,6 +29,8 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 _NO_TENSOR = "no tensor among its results"
+#: Longer values from before the step are not hashed.
+LARGEST_HASHED = 2**22
 #: The operator of a row whose values something wrote that is not seen.
 UNSEEN = "unseen_write"
 #: The reason of a view of memory with elements that no call has written.
@@ -215,6 +217,8 @@ class Recorder:
         keep: stores the content of each new value.
         name_of: gives the names of parameters and buffers.
         versions: look at torch's version counters for what was written unseen.
+        hash_of: hashes what was there before the step; where nothing is kept, equal
+            statistics do not tell values from the same ones in another order.
 
     Attributes:
         rows: one for each value, in the order of records.
@@ -227,8 +231,11 @@ class Recorder:
         *,
         name_of: Callable[[Tensor], str | None] = lambda _: None,
         versions: bool = False,
+        hash_of: Callable[[Tensor], str] | None = None,
     ) -> None:
         self.keep = keep
+        self.hash_of = hash_of
+        self._leaf_hashes: dict[int, str] = {}
         self.versions = versions
         self.name_of = name_of
         self.rows: list[_ValueRow] = []
@@ -329,6 +336,7 @@ class Recorder:
         record = self.recorded(tensor)
         if record is not None and self.rows[record].name is None:
             self._later_names[record] = name
+            self._hash(record, tensor)
 
     def call(
         self,
@@ -452,7 +460,21 @@ class Recorder:
             None,
             None,
         )
-        return self._add(tensor, head, 0, inputs, arguments=None, inplace=False)
+        record = self._add(tensor, head, 0, inputs, arguments=None, inplace=False)
+        self._hash(record, tensor)
+        return record
+
+    def _hash(self, record: int, tensor: Tensor) -> None:
+        """Hash a value from before the step, unless that is long or elsewhere."""
+        value, _ = plain(tensor)
+        if self.hash_of is None or value is None or value is not unwrapped(tensor):
+            return
+        if value.device.type != "cpu" or value.numel() > LARGEST_HASHED:
+            return
+        try:
+            self._leaf_hashes[record] = self.hash_of(value.detach())
+        except (NotImplementedError, RuntimeError, TypeError):
+            return  # what torch.func has wrapped has no memory that can be read
 
     def _add(
         self,
@@ -603,7 +625,10 @@ class Recorder:
 
     def _kept_columns(self) -> dict[str, list[Any]]:
         kept = [self._kept.get(record, {}) for record in range(len(self.rows))]
-        return {name: [k.get(name) for k in kept] for name in ("hash", "blob")}
+        columns = {name: [k.get(name) for k in kept] for name in ("hash", "blob")}
+        for record, digest in self._leaf_hashes.items():
+            columns["hash"][record] = digest
+        return columns
 
     def _own_error_columns(self) -> dict[str, list[Any]]:
         none = (None, None, None)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from roundoff.errors import RunError, warn
 from roundoff.ops import describe
+from roundoff.record.disk.tensors import content_hash
 from roundoff.record.disk.writer import Writer
 from roundoff.record.dispatch import OpMode
 from roundoff.record.environment import environment
@@ -285,7 +286,10 @@ class Capture:
     def _new_recorder(self) -> Recorder:
         keep = None if self.keep == "stats" else self.keeper.keep(self.number)
         return Recorder(
-            keep, name_of=self.paths.name_of, versions=self.level == "module"
+            keep,
+            name_of=self.paths.name_of,
+            versions=self.level == "module",
+            hash_of=content_hash if self.keep == "stats" else None,
         )
 
     def _begin(self) -> None:
@@ -401,11 +405,15 @@ class Capture:
 
     def _name_values(self, root: nn.Module, _: str) -> None:
         """Name what was written to a model's parameters before its first call."""
-        tensors = [*root.parameters(), *root.buffers()]
-        for tensor in tensors:
-            name = self.paths.name_of(tensor)
-            if name is not None:
-                self.recorder.name(tensor, name)
+        if self.stopped is not None:
+            return
+        try:
+            for tensor in (*root.parameters(), *root.buffers()):
+                name = self.paths.name_of(tensor)
+                if name is not None:
+                    self.recorder.name(tensor, name)
+        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
+            self._failed(error)
 
     def _name_gradients(self) -> None:
         if not self.recorder.has_backward:

@@ -294,6 +294,8 @@ def _inputs(first: Culprit) -> str:
 def _off(first: Culprit) -> str:
     if first.error is not None and math.isinf(first.error):
         return "not finite where the reference's is, or of another shape"
+    if first.error is not None and 0 < first.error <= first.tolerance:
+        return f"{size(first.error)} off, which rounding alone could be"
     factor = times(first.error, first.tolerance)
     beyond = f", {factor} times what rounding explains" if factor else ""
     return f"{size(first.error)} off{beyond}"

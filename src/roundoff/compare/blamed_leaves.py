@@ -7,6 +7,7 @@ at fault. Without tensors, contents alone speak.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.parameter_content import (
+    EQUAL,
     JOINED,
     PART,
     axis_orders,
@@ -24,13 +26,17 @@ from roundoff.compare.parameter_content import (
 )
 from roundoff.compare.recorded_calls import CannotRun, result_at, run_call
 from roundoff.compare.value_flow import Flow, Value
-from roundoff.compare.value_regions import Part, Sides
+from roundoff.compare.value_regions import Part, Sides, upstream
 from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
 
 #: Parameters of a region that are tried one by one.
 MOST_LEAVES = 12
 #: Parameters that may be put together in one.
 MOST_PARTS = 4
+#: Values after the first that differs, which are tried too.
+NEXT = 4
+#: Values that are tried in parameters, at most.
+TRIALS = 200
 #: Gates of a recurrent layer, in any order.
 GATES = (3, 4)
 
@@ -70,8 +76,13 @@ def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Val
         agrees = key in agreeing  # type: ignore[operator]
         if agrees and not is_start and not _of_leaves_alone(flow, value):
             continue
-        waiting += [(k, False) for k in value.inputs]
+        waiting += [(k, is_start and _is_inside(flow, k)) for k in value.inputs]
     return sorted(leaves.values(), key=lambda v: v.order)[:MOST_LEAVES]
+
+
+def _is_inside(flow: Flow, key: int) -> bool:
+    """Return True for a step inside a call."""
+    return key in flow.values and flow.values[key].inner
 
 
 def _of_leaves_alone(flow: Flow, value: Value, depth: int = 8) -> bool:
@@ -88,13 +99,26 @@ def blamed_leaf(sides: Sides, part: Part) -> Blamed | None:
     """Return the parameter that makes the two part; None where it is none."""
     if part.candidate is None or part.reference is None:
         return None
-    theirs = leaves_near(sides.candidate, [part.candidate.key], sides.twins)
-    starts = [part.reference.key, *(value.key for value in part.wanted[:1])]
-    ours = leaves_near(sides.reference, starts, sides.agreeing)
+    theirs = _read_by(sides.candidate, part.candidate, sides.twins)
+    ours = _read_by(sides.reference, part.reference, sides.agreeing)
     proven = _proven(sides, part, ours, theirs)
     if proven is not None:
         return proven
     return _by_content(sides, ours, theirs)
+
+
+def _read_by(flow: Flow, value: Value, agreeing: object) -> list[Value]:
+    """Return the parameters of a region and of what it reads, which is one step before."""
+    boundary = _boundary(flow, [value.key], agreeing)
+    starts = [value.key, *value.row.inputs]
+    starts += [key for key in boundary if flow.behind(key).computes]
+    behind = [flow.behind(key).key for key in starts if key in flow.values]
+    leaves = {
+        leaf.key: leaf
+        for start in (*starts, *behind)
+        for leaf in leaves_near(flow, [start], agreeing)
+    }
+    return list(leaves.values())[:MOST_LEAVES]
 
 
 # -- by trial ------------------------------------------------------------------------
@@ -105,14 +129,35 @@ def _proven(
 ) -> Blamed | None:
     """Try the reference's parameters in the candidate's places."""
     value = part.candidate
-    if value is None:
+    if value is None or sides.candidate.step.tensors is None:
         return None
-    named = value.row.record if value.inner else value.key
+    named = _next_values(sides, value.row.record if value.inner else value.key)
+    named = [key for key in named if key not in sides.twins]
+    trials = iter(range(TRIALS))
 
     def agrees(leaf: Value, other: Tensor) -> bool:
-        return _agrees_with(sides, named, leaf.key, other)
+        if next(trials, None) is None:
+            return False
+        return any(_agrees_with(sides, key, leaf.key, other) for key in named)
 
     return _tried(sides, ours, theirs, agrees)
+
+
+def _next_values(sides: Sides, key: int) -> list[int]:
+    """Return a value and the next ones made of it that do not agree."""
+    flow = sides.candidate
+    chosen = [key]
+    waiting = [key]
+    while waiting and len(chosen) < NEXT:
+        for reader in flow.readers.get(waiting.pop(0), ()):
+            value = flow.values[reader]
+            if value.inner or value.row.phase != flow.values[key].row.phase:
+                continue
+            if reader not in sides.twins and reader not in waiting:
+                waiting.append(reader)
+                if value.computes and reader not in chosen:
+                    chosen.append(reader)
+    return chosen
 
 
 def _tried(
@@ -127,6 +172,9 @@ def _tried(
         if held is None:
             return None
         for wanted, content in _contents(sides, ours, held):
+            how = relation(content, held)
+            if how is not None and how.kind == EQUAL and held.dim() < 2:
+                continue
             for other in _layouts(content, held):
                 if not torch.equal(other, held) and agrees(leaf, other):
                     words = _in_words(leaf, wanted, content, held)
@@ -359,6 +407,72 @@ def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
     return f"{leaf.row.name} is the reference's {wanted.row.name} {how.words}"
 
 
+# -- other values ------------------------------------------------------------------
+
+
+def blamed_step(sides: Sides, part: Part) -> Blamed | None:
+    """Return a step that changes nothing where the reference adds something.
+
+    Or the one that takes what the reference has elsewhere.
+    """
+    if part.candidate is None or part.reference is None:
+        return None
+    if not math.isinf(part.distance):
+        return None
+    expected = set(_boundary(sides.reference, [part.reference.key], sides.agreeing))
+    read = _boundary(sides.candidate, [part.candidate.key], sides.twins)
+    for key in read:
+        value = sides.candidate.behind(key)
+        if not value.computes or expected.isdisjoint(sides.all_twins(value)):
+            continue
+        for source_key in value.row.inputs:
+            source = sides.candidate.behind(source_key)
+            if source.sketch is None or source.sketch.size or not source.is_number:
+                continue
+            if source.is_call:
+                return Blamed(value, part.reference, "what it adds is zero")
+            return Blamed(source, part.reference, f"{source.row.name} holds zeros")
+    return _foreign_step(sides, part.reference, read)
+
+
+def _foreign_step(sides: Sides, wanted: Value, read: Sequence[int]) -> Blamed | None:
+    """Return what makes a value right that belongs elsewhere."""
+    sources = upstream(sides.reference, [wanted.key], lambda _value: True)
+    beside = {
+        key for value in (wanted,) for key in _readers_inputs(sides.reference, value)
+    }
+    for key in read:
+        value = sides.candidate.values[key]
+        if not value.is_call or value.says_nothing or not value.is_number:
+            continue
+        twins = sides.all_twins(value)
+        if not twins or not sources.union(beside).isdisjoint(twins):
+            continue
+        taken = value
+        while not taken.computes and len(taken.inputs) == 1:
+            taken = sides.candidate.values[taken.inputs[0]]
+        twin = sides.reference.values[twins[0]]
+        leaves = sides.candidate.parameters_read(taken.key)
+        words = f"{twin.operator} of {twin.row.site} ({twin.row.line})"
+        if leaves and taken.operator not in EXACT:
+            holds = (
+                f"with {leaves[0].row.name} it gives what the reference has at {words}"
+            )
+            return Blamed(leaves[0], twin, holds)
+        return Blamed(taken, twin, f"it takes what the reference has at {words}")
+    return None
+
+
+def _readers_inputs(flow: Flow, value: Value) -> set[int]:
+    """Return what is read together with a value."""
+    keys = {
+        k
+        for reader in flow.readers.get(value.key, ())
+        for k in flow.values[reader].inputs
+    }
+    return upstream(flow, sorted(keys), lambda _value: True)
+
+
 # -- layouts -------------------------------------------------------------------------
 
 
@@ -402,42 +516,59 @@ def _boundary(flow: Flow, starts: Sequence[int], agreeing: object) -> list[int]:
 
 
 def _same_places(sides: Sides, twin: int, key: int) -> bool:
-    ours = sides.reference.tensor(twin)
+    """Return True where a value agrees with one of the views of a reference's value."""
     theirs = sides.candidate.tensor(key)
-    return ours is None or theirs is None or same_layout(ours, theirs)
+    whole = sides.reference.tensor(twin)
+    if theirs is None or whole is None or theirs.numel() != whole.numel():
+        return True
+    value: Value | None = sides.reference.values[twin]
+    while value is not None:
+        ours = sides.reference.tensor(value.key)
+        if ours is None or same_layout(ours, theirs):
+            return True
+        if value.computes or len(value.inputs) != 1:
+            return False
+        value = sides.reference.values.get(value.inputs[0])
+    return False
+
+
+def _is_in_place(sides: Sides, value: Value) -> bool:
+    twins = sides.all_twins(value)[:MOST_LEAVES]
+    return any(_same_places(sides, twin, value.key) for twin in twins)
 
 
 def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
-    """Follow values that were moved back to the first that is in the wrong place."""
+    """Follow a value back to the first that is in the wrong place."""
     wrong = value
-    numel = value.sketch.numel if value.sketch else 0
-    while wrong.operator in EXACT:
-        sources = [sides.candidate.values.get(key) for key in wrong.inputs]
+    while True:
+        sources = _boundary(sides.candidate, [wrong.key], sides.twins)
         moved = [
             source
-            for source in sources
-            if source is not None
-            and source.is_call
-            and source.sketch is not None
-            and source.sketch.numel == numel
+            for source in (sides.candidate.values[key] for key in sources)
+            if source.is_call
+            and source.is_number
+            and not source.says_nothing
+            and not _is_in_place(sides, source)
         ]
-        if not moved or _same_places(sides, twin, moved[0].key):
+        if not moved:
             break
         wrong = moved[0]
+    if wrong is not value:
+        twin = sides.twins[wrong.key][0]
     expected = sides.reference.tensor(twin)
     if expected is None:
         return None
-    ours = leaves_near(sides.reference, [twin], sides.agreeing)
-    theirs = leaves_near(sides.candidate, [wrong.key], sides.twins)
+    ours = _read_by(sides.reference, sides.reference.values[twin], sides.agreeing)
+    theirs = _read_by(sides.candidate, wrong, sides.twins)
 
     def agrees(leaf: Value, other: Tensor) -> bool:
         try:
-            result = run_with(sides.candidate, value.key, leaf.key, other)
+            result = run_with(sides.candidate, wrong.key, leaf.key, other)
         except CannotRun:
             return False
         return same_layout(expected, result)
 
-    proven = None if value.inner else _tried(sides, ours, theirs, agrees)
+    proven = None if wrong.inner else _tried(sides, ours, theirs, agrees)
     if proven is not None:
         return proven
     words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"

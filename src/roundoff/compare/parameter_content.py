@@ -17,7 +17,7 @@ from torch import Tensor
 #: Two tensors are equal up to this many roundings of the coarser format.
 ROUNDINGS = 4.0
 #: Tensors of more axes are compared in their own order alone.
-MOST_AXES = 5
+MOST_AXES = 6
 #: A factor for each index of an axis says something from this many elements on.
 FEWEST = 4
 

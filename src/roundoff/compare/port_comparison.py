@@ -23,7 +23,12 @@ from roundoff.compare.alignment import (
     MATCHED,
     renaming,
 )
-from roundoff.compare.blamed_leaves import Blamed, blamed_layout, blamed_leaf
+from roundoff.compare.blamed_leaves import (
+    Blamed,
+    blamed_layout,
+    blamed_leaf,
+    blamed_step,
+)
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
@@ -67,8 +72,10 @@ def by_different_hands(
         return False
     if [call[1:] for call in ours] == [call[1:] for call in theirs]:
         return False
-    common = Counter(call[:2] for call in ours) & Counter(call[:2] for call in theirs)
-    return sum(common.values()) < ALIKE * max(len(ours), len(theirs))
+    places = {call[:2] for call in ours}
+    other_places = {call[:2] for call in theirs}
+    common = len(places & other_places)
+    return common < ALIKE * max(len(places), len(other_places))
 
 
 def _computing(
@@ -145,7 +152,11 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
+            blamed = (
+                blamed_leaf(sides, part)
+                or blamed_layout(sides, part)
+                or blamed_step(sides, part)
+            )
         return [Difference(part, blamed)]
     return []
 

@@ -260,7 +260,11 @@ class _RankComparison:
             self.recorded(self._reference, step), self.recorded(self._candidate, step)
         )
         sides = without_loss_scales(sides)
-        if self._tensors and in_other_portions(sides.reference, sides.candidate):
+        by_hands = by_different_hands(
+            sides.reference.rows, sides.candidate.rows, self._settings.modules
+        )
+        in_portions = self._tensors and not by_hands
+        if in_portions and in_other_portions(sides.reference, sides.candidate):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
             self._is_one_program = False

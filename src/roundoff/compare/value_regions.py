@@ -11,13 +11,15 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roundoff.compare.divergence import EXACT
 from roundoff.compare.inner_values import open_calls
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.value_flow import Flow, Value
-from roundoff.compare.value_sketch import Sketch, SketchIndex
+from roundoff.compare.value_sketch import Sketch, SketchIndex, together
+from roundoff.ops import operators_that
 
 #: Values agree up to this many roundings of the coarsest working format: what a network
 #: adds up to where nothing is wrong.
@@ -28,8 +30,16 @@ NEAR = 0.5
 #: one, or as near: what is added to it is zero.
 MUCH_NEARER = 0.5
 AS_NEAR = 1e-6
+#: Turns of a loop that are taken together, at most.
+MOST_TURNS = 32
+#: Values of fewer elements are no parts of others.
+FEWEST = 8
 #: Parted calls are opened this many times, one inside the other.
 DEPTH = 3
+
+#: Of what only moves values, these choose them by their size.
+PICK = operators_that("add no error") - operators_that("move values")
+PICK |= {"masked_fill", "where"}
 
 Test = Callable[[Value], bool]
 
@@ -52,12 +62,15 @@ class Sides:
     limit: float
     twins: dict[int, tuple[int, float]] = field(default_factory=dict)
     agreeing: dict[int, tuple[int, float]] = field(default_factory=dict)
+    several: dict[int, int] = field(default_factory=dict)
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
 
     def all_twins(self, value: Value) -> list[int]:
         """Return the keys of the reference that agree with a candidate's value."""
         if value.sketch is None:
             return []
+        if value.key in self.several:
+            return [self.several[value.key]]
         return [key for _, key in self._index.near(value.sketch, self.limit)]
 
     def near_in_reference(self, sketch: Sketch) -> list[int]:
@@ -69,6 +82,16 @@ class Sides:
         self._index = _index(self.reference)
         self.twins = _nearest(self.candidate, self.reference, self.limit)
         self.agreeing = _nearest(self.reference, self.candidate, self.limit)
+        self.several = _several(self.candidate, self.twins, self._index, self.limit)
+        for key, twin in self.several.items():
+            self.twins[key] = (twin, 0.0)
+            self.agreeing.setdefault(twin, (key, 0.0))
+        others = _several(
+            self.reference, self.agreeing, _index(self.candidate), self.limit
+        )
+        for key, twin in others.items():
+            self.agreeing[key] = (twin, 0.0)
+            self.twins.setdefault(twin, (key, 0.0))
 
 
 def _nearest(of: Flow, among: Flow, limit: float) -> dict[int, tuple[int, float]]:
@@ -82,6 +105,38 @@ def _nearest(of: Flow, among: Flow, limit: float) -> dict[int, tuple[int, float]
         if near:
             nearest[value.key] = (near[0][1], near[0][0])
     return nearest
+
+
+def _several(
+    flow: Flow, agreeing: Mapping[int, object], index: SketchIndex, limit: float
+) -> dict[int, int]:
+    """Return values that agree together with the next ones of the same line: loops.
+
+    Each with the key of the other side that holds them all.
+    """
+    groups: dict[object, list[Value]] = {}
+    for value in flow.in_order():
+        if value.key in agreeing or not value.computes or not value.is_number:
+            continue
+        if value.row.phase != "forward" or value.row.line is None:
+            continue
+        if value.sketch is None or value.sketch.numel < FEWEST:
+            continue
+        if not value.inner and not value.says_nothing:
+            kind = (value.row.line, value.operator, value.sketch.numel, value.row.place)
+            groups.setdefault(kind, []).append(value)
+    joined: dict[int, int] = {}
+    for members in groups.values():
+        for count in range(2, min(len(members), MOST_TURNS) + 1):
+            if len(members) % count:
+                continue
+            for start in range(0, len(members), count):
+                turns = members[start : start + count]
+                whole = together([v.sketch for v in turns if v.sketch])
+                near = index.near(whole, limit) if whole else []
+                if near:
+                    joined.update((value.key, near[0][1]) for value in turns)
+    return joined
 
 
 def _index(flow: Flow) -> SketchIndex:
@@ -145,11 +200,30 @@ def parted(
         sides.match()
     ours = upstream(sides.reference, reference, _parted_in(sides.agreeing, phase))
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
-    wanted = first_of(sides.reference, ours)
+    wanted = _with_siblings(sides, first_of(sides.reference, ours))
     heads = first_of(sides.candidate, theirs)
     if not heads and not wanted:
         return None
     return _part(sides, theirs, wanted, heads, phase)
+
+
+def _with_siblings(sides: Sides, wanted: list[Value]) -> list[Value]:
+    """Add what else the calls of these values return and the candidate lacks."""
+    calls = {value.row.call for value in wanted if not value.inner}
+    siblings = [
+        value
+        for value in sides.reference.in_order()
+        if value.row.call in calls and not value.inner and value.is_call
+    ]
+    more = [
+        value
+        for value in siblings
+        if value.is_number
+        and value.key not in sides.agreeing
+        and not value.says_nothing
+        and not value.row.name
+    ]
+    return [*wanted, *(value for value in more if value not in wanted)]
 
 
 def _parted_in(agreeing: dict[int, tuple[int, float]], phase: str) -> Test:
@@ -183,7 +257,7 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
     firsts = []
     for key in region:
         value = flow.values[key]
-        if not value.computes or not value.is_number:
+        if not _makes(value) or not value.is_number:
             continue
         if not any(_reaches(flow, k, region) for k in value.inputs):
             firsts.append(value)
@@ -195,9 +269,14 @@ def _reaches(flow: Flow, key: int, region: set[int]) -> bool:
     if key not in region:
         return False
     value = flow.values[key]
-    if value.computes:
+    if _makes(value):
         return True
     return any(_reaches(flow, k, region) for k in value.inputs)
+
+
+def _makes(value: Value) -> bool:
+    """Return True for an operator that makes values, not one that moves or picks them."""
+    return value.computes and (value.operator not in EXACT or value.operator in PICK)
 
 
 def _part(

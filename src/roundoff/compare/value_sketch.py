@@ -7,7 +7,7 @@ without, the recorded statistics. Neither depends on the order of axes or on the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,7 @@ def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
     values = torch.where(masked, 0.0, flat).sort().values.numpy()
     constant = bool(values[0] == values[-1])
     size = float(np.linalg.norm(values))
-    if len(values) > STRETCHES:
-        starts = np.linspace(0, len(values), STRETCHES, endpoint=False).astype(int)
-        lengths = np.diff(np.append(starts, len(values)))
-        values = np.add.reduceat(values, starts) / np.sqrt(lengths)
+    values = _stretches(values)
     return Sketch(tensor.numel(), values, size, True, constant, count)
 
 
@@ -103,6 +100,41 @@ def sketch_of_row(row: RecordedRow) -> Sketch | None:
     masked = (row.nan or 0) + (row.posinf or 0) + (row.neginf or 0)
     values = np.array([low, high, mean, norm, spread])
     return Sketch(row.numel, values, norm, False, low == high, masked)
+
+
+def together(parts: Sequence[Sketch]) -> Sketch | None:
+    """Return the sketch of several tensors of one size as one; None where it is not known.
+
+    Of sorted values only where none were left out.
+    """
+    first = parts[0]
+    numel = sum(part.numel for part in parts)
+    masked = sum(part.masked for part in parts)
+    size = math.sqrt(sum(part.size**2 for part in parts))
+    constant = all(part.constant for part in parts)
+    if first.exact:
+        if first.numel > STRETCHES or numel > STRETCHES * STRETCHES:
+            return None
+        values = np.sort(np.concatenate([part.values for part in parts]))
+        constant = bool(values[0] == values[-1])
+        return Sketch(numel, _stretches(values), size, True, constant, masked)
+    columns = np.array([part.values for part in parts])
+    mean = float(columns[:, 2].mean())
+    spread = math.sqrt(max(0.0, size**2 / numel - mean**2))
+    low = float(columns[:, 0].min())
+    high = float(columns[:, 1].max())
+    values = np.array([low, high, mean, size, spread])
+    return Sketch(numel, values, size, False, low == high, masked)
+
+
+def _stretches(values: Array) -> Array:
+    """Return sorted values, or the means of stretches of them times the root of their number."""
+    if len(values) <= STRETCHES:
+        return values
+    starts = np.linspace(0, len(values), STRETCHES, endpoint=False).astype(int)
+    lengths = np.diff(np.append(starts, len(values)))
+    sums: Array = np.add.reduceat(values, starts) / np.sqrt(lengths)
+    return sums
 
 
 class SketchIndex:

@@ -179,6 +179,8 @@ def _agreed(summary: ComparisonSummary) -> str:
         )
     if summary.open:
         return _left_open(summary)
+    if any(sentence.startswith("A bug") for sentence in summary.about.verified):
+        return "No single operator explains the difference of the two runs."
     if not summary.agrees:  # by the user's limits
         return "No operator makes an error that rounding does not explain."
     if equal == measured:

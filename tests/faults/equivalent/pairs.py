@@ -277,8 +277,8 @@ REFERENCES: dict[str, Change] = {
     "AdamW tensor by tensor, on lists": _adamw(foreach=False),
     "AdamW tensor by tensor, fused": _adamw(foreach=False),
 }
-#: torch has no LSTM in fp16 on a CPU.
-IMPOSSIBLE = {("lstm", "fp16 with a loss scaler")}
+#: torch has no LSTM in fp16 on a CPU, and in bf16 on few.
+IMPOSSIBLE = {("lstm", "fp16 with a loss scaler"), ("lstm", "bf16 autocast")}
 AROUND = {"two threads": _two_threads, "without oneDNN": _without_onednn}
 TWO_STEPS = frozenset(
     (

@@ -133,9 +133,14 @@ def _wrong_results(step: StepPieces) -> Iterable[Place]:
         for row in _unread(step.reference.rows)
     }
     for rank, candidate in step.candidates.items():
-        for row in _unread(candidate.rows):
+        same_place = [
+            row
+            for row in candidate.rows.values()
+            if row.is_call and (row.module, row.base_operator) in unread
+        ]
+        for row in [*_unread(candidate.rows), *same_place]:
             piece = step.pieces.get((rank, row.record))
-            if piece is None or piece.location is not None:
+            if piece is None or piece.stands or row.phase != "forward":
                 continue
             if (row.module, row.base_operator) in unread or _is_in(row.module, unread):
                 yield piece.place

@@ -280,11 +280,18 @@ def compare(
         check_modules(ours, theirs, ranks[0], steps[0], modules)
     near_ours = recorded_beside(ours)
     near_theirs = recorded_beside(theirs)
+    unchanged = same_program(ours, theirs)
+    repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
+    unstable = [
+        *not_reproducible("reference", ours, repeats_of_ours),
+        *not_reproducible("candidate", theirs, near_theirs.repeat),
+    ]
     settings = Settings(
         modules=dict(modules or {}),
         tensors=tensors,
         floor=floor_of(ours, near_ours),
         candidate_floor=floor_of(theirs, near_theirs),
+        unstable=unstable,
     )
     sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
@@ -299,12 +306,6 @@ def compare(
     extras = _extras(ours, theirs, rank, step, shared=shared)
     table = _joined([part.table for part in parts], extras)
     _check_common_operators(table, theirs)
-    unchanged = same_program(ours, theirs)
-    repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
-    unstable = [
-        *not_reproducible("reference", ours, repeats_of_ours),
-        *not_reproducible("candidate", theirs, near_theirs.repeat),
-    ]
     differs = bool(table.select((pl.col("error") > 0).any()).item())
     more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
     about = replace(

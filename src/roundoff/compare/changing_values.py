@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from roundoff.compare.explain import Sides
 from roundoff.compare.findings import OWN
@@ -35,13 +35,12 @@ def _of_side(rows: Rows, unstable: Sequence[UnstableRow], side: str) -> set[int]
     return {row.record for row in rows.values() if (row.site, row.phase) in places}
 
 
-def other_draws(rows: Rows, compared: Sequence[ComparedRow]) -> list[ComparedRow]:
-    """Return the rows of operators that draw other numbers than in the reference."""
-    return [
-        row
-        for row in compared
-        if row.cause == OWN and row.record is not None and draws(rows[row.record])
-    ]
+def other_draws(
+    rows: Rows, compared: Sequence[ComparedRow], among: Container[int | None]
+) -> list[ComparedRow]:
+    """Return the rows among these records whose operators draw other numbers."""
+    own = [row for row in compared if row.cause == OWN and row.record in among]
+    return [row for row in own if row.record is not None and draws(rows[row.record])]
 
 
 def made_of(rows: Rows, sources: Iterable[int]) -> set[int]:

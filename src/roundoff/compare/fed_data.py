@@ -109,20 +109,8 @@ def _fed(
     """
     fed: dict[tuple[int, int], None] = {}
     for row in compared:
-        if row.record is None or row.reference_record is None or row.place:
-            continue
-        if row.phase != "forward" or row.record in theirs or (row.call or 0) < 0:
-            continue
-        twin = sides.reference.rows[row.reference_record]
-        reader = sides.candidate.rows[row.record]
-        is_same_call = twin.base_operator == reader.base_operator
-        if row.status != MATCHED or not is_same_call or twin.record in ours:
-            continue
-        read = twin.inputs
-        other = reader.inputs
-        if len(read) == len(other):
-            pairs = zip(read, other, strict=True)
-            fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
+        pairs = _read_by_same_call(sides, row, ours, theirs)
+        fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
     read_by_reference = {reference for reference, _ in fed}
     twins = {row.record: row.reference_record for row in compared if not row.error}
     return [
@@ -132,6 +120,24 @@ def _fed(
         if twins.get(candidate, reference) in {reference, None}
         or twins[candidate] not in read_by_reference
     ]
+
+
+def _read_by_same_call(
+    sides: Sides, row: ComparedRow, ours: set[int], theirs: set[int]
+) -> list[tuple[int, int]]:
+    """Return what the two calls behind a row read; nothing unless they are the same."""
+    if row.record is None or row.reference_record is None or row.place:
+        return []
+    if row.phase != "forward" or row.status != MATCHED:
+        return []
+    twin = sides.reference.rows[row.reference_record]
+    reader = sides.candidate.rows[row.record]
+    if not reader.is_call or reader.record in theirs or twin.record in ours:
+        return []
+    same_operator = twin.base_operator == reader.base_operator
+    if not same_operator or len(twin.inputs) != len(reader.inputs):
+        return []
+    return list(zip(twin.inputs, reader.inputs, strict=True))
 
 
 def data_causes(
@@ -154,27 +160,23 @@ def data_causes(
         rank: of the step.
         step: its number.
     """
-    ours = sides.reference.rows
     theirs = sides.candidate.rows
-    changing_of_reference, changing = unstable_records(sides, unstable)
     data = data_records(theirs)
-    drawn = [
-        row
-        for row in other_draws(theirs, compared)
-        if row.record in data and row.record not in changing
-    ]
+    changing_of_reference, changing = unstable_records(sides, unstable)
+    drawn = other_draws(theirs, compared, data - changing)
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
-    fed = []
-    other_numbers = []
-    for twin, record in _fed(sides, compared, data_records(ours), data):
-        if twin in changing_of_reference or record in changing:
-            continue
-        pair = _differing(sides, ours[twin], theirs[record])
-        if pair is not None:
-            (other_numbers if record in of_draws else fed).append(pair)
+    pairs = [
+        _differing(sides, sides.reference.rows[twin], theirs[record])
+        for twin, record in _fed(
+            sides, compared, data_records(sides.reference.rows), data
+        )
+        if twin not in changing_of_reference and record not in changing
+    ]
+    differing = [pair for pair in pairs if pair is not None]
+    fed = [pair for pair in differing if pair.row.record not in of_draws]
     if fed:
         return [_cause(fed, data - changing - of_draws, compared, rank, step)]
-    if other_numbers:
+    if differing:
         return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
     return []
 

@@ -97,15 +97,9 @@ def _fed(
     """Return the data that the same calls of the model or the loss read, in order."""
     fed: dict[tuple[int, int], None] = {}
     for row in compared:
-        if row.record is None or row.reference_record is None or row.place:
-            continue
-        if row.phase != "forward" or row.record in theirs or (row.call or 0) < 0:
-            continue
-        read = sides.reference.rows[row.reference_record].inputs
-        other = sides.candidate.rows[row.record].inputs
-        if len(read) == len(other):
-            pairs = zip(read, other, strict=True)
-            fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
+        if row.record not in theirs:
+            read = _read_by_both(sides, row)
+            fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
     read_by_reference = {reference for reference, _ in fed}
     twins = {row.record: row.reference_record for row in compared if not row.error}
     return [
@@ -115,6 +109,20 @@ def _fed(
         if twins.get(candidate, reference) in {reference, None}
         or twins[candidate] not in read_by_reference
     ]
+
+
+def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
+    """Return what a call of the forward pass reads in both runs, argument by argument.
+
+    Nothing for what is no call, has no counterpart, or reads more in one run.
+    """
+    if row.record is None or row.reference_record is None or row.place:
+        return []
+    if row.phase != "forward" or (row.call or 0) < 0:
+        return []
+    read = sides.reference.rows[row.reference_record].inputs
+    other = sides.candidate.rows[row.record].inputs
+    return list(zip(read, other, strict=True)) if len(read) == len(other) else []
 
 
 def data_causes(
@@ -154,7 +162,7 @@ def _cause(
     step: int,
 ) -> Cause:
     first = pairs[0]
-    made = _made_by(compared, data)
+    maker = _made_by(compared, data)
     described = [
         f"{with_line(pair.row.site, pair.row.line)} {pair.words}"
         for pair in pairs[:MOST]
@@ -165,15 +173,15 @@ def _cause(
     return Cause(
         kind=DATA,
         label="other data",
-        evidence=f"the runs were fed other data: {text}{_detail(made)}",
+        evidence=f"the runs were fed other data: {text}{_detail(maker)}",
         step=step,
         rank=rank,
         phase="forward",
         name=first.row.site,
         row=first.row,
         twin=first.twin,
-        line=None if made is None else made.blamed_line,
-        reference_line=None if made is None else made.blamed_reference_line,
+        line=None if maker is None else maker.blamed_line,
+        reference_line=None if maker is None else maker.blamed_reference_line,
         error=max((pair.error or 0.0 for pair in pairs), default=None),
         shown_by=tuple(sorted(data)),
         decides=True,

@@ -53,9 +53,14 @@ class TrialCost:
 
     @property
     def at_least(self) -> float:
-        """A cost that it is above, without a run; infinite without a site."""
+        """A cost that it is above, without a run.
+
+        Infinite without a site, and where forward passes change the model: there is no
+        program then.
+        """
         parts = sum(self.parts.values())
-        return parts * (LEAST_SHARE + PART) if parts else math.inf
+        is_possible = parts and self.first.is_pure
+        return parts * (LEAST_SHARE + PART) if is_possible else math.inf
 
     @cached_property
     def exact(self) -> float:

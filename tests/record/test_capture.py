@@ -205,6 +205,28 @@ def test_backward_calls_have_the_module_and_line_of_their_forward(path):
     assert set(named["name"]) == {f"{n}.grad" for n, _ in net.named_parameters()}
 
 
+def test_clipping_is_a_part_of_the_optimizer(path):
+    clip = nn.utils.clip_grad_norm_  # as a script has it that imports it by name
+    with roundoff.capture(path) as run:
+        net = nn.Linear(3, 2)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        loss = net(torch.ones(4, 3)).norm().exp()
+        loss.backward()
+        nn.utils.clip_grad_value_(net.parameters(), 0.5)
+        total = clip(net.parameters(), 1e-3)
+        total.sqrt()
+        opt.step()
+        run.step()
+    phases = rows(path).filter(pl.col("call") >= 0).select("operator", "phase").rows()
+    assert {phase for name, phase in phases if name.startswith("clamp")} == {
+        "optimizer"
+    }
+    norms = [phase for name, phase in phases if "norm" in name]
+    assert norms[0] == "forward"  # the loss's own
+    assert {*norms[1:]} == {"optimizer"}
+    assert ("sqrt", "forward") in phases  # what the script computes itself
+
+
 def test_inputs_name_the_records_that_made_them(path):
     net = Net()
     with roundoff.capture(path, net):

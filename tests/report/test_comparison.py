@@ -129,7 +129,6 @@ ABOUT = ("damage", "notes", "limits", "margin", "kept", "repeats", "verified")
 def data(**about):
     first = culprit()
     told = {name: about.pop(name) for name in ABOUT if name in about}
-    largest = {"site": "head/mm", "line": "net.py:40", "call": 9, "error": 0.5}
     usual = {
         "about": About(reference="runs/a", candidate="runs/b", **told),
         "agrees": False,
@@ -140,7 +139,6 @@ def data(**about):
         "coverage": ComparisonCoverage(
             rows=13, status={"matched": 13}, measured=12, equal=8
         ),
-        "largest": LabelledValue(**LABEL | largest),
         "rows": [row()],
         "steps": [2],
         "ranks": [0],
@@ -216,8 +214,7 @@ def test_a_fault_within_rounding_is_still_told():
 
 def test_agreement_equal_near_and_unknown():
     assert answer_comparison(agreed())[0] == (
-        "The runs agree: 8 of 12 values are equal, and every difference is within what rounding explains "
-        "(largest 5.0e-01 at head/mm (net.py:40))."
+        "The runs agree: 8 of 12 values are equal, and every difference is within what rounding explains."
     )
     every = ComparisonCoverage(rows=13, status={"matched": 13}, measured=13, equal=13)
     assert (

@@ -238,8 +238,6 @@ class ComparisonSummary:
     open: int = 0
     #: The first of them.
     first_open: LabelledValue | None = None
-    #: The value with the largest finite error.
-    largest: LabelledValue | None = None
     #: The first value that fails.
     first: LabelledValue | None = None
     #: True where tensors were compared.
@@ -350,7 +348,6 @@ def summarise(
     inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len())
     is_measured = pl.col("error").is_not_null()
     undecided = labels.filter((pl.col("verdict") == UNDECIDED) & is_measured)
-    differing = labels.filter(pl.col("error").is_finite() & (pl.col("error") > 0))
     return ComparisonSummary(
         about=about,
         agrees=FAIL not in verdicts and not open_rows and not about.blames,
@@ -362,7 +359,6 @@ def summarise(
         inherited=inherited.collect().item(),
         open=open_rows,
         first_open=_labelled(undecided.bottom_k(1, by=["step", "record"])),
-        largest=_labelled(differing.top_k(1, by="error")),
         first=_labelled(failing.bottom_k(1, by=["step", "record"])),
         tensors=bool(table["max_abs"].is_not_null().any()),
         rows_total=table.height,

@@ -26,6 +26,7 @@ from roundoff.record.source_lines import (
     COMPILED,
     defined_at,
     in_compiled,
+    prepares_gradients,
     user_line,
 )
 
@@ -396,14 +397,21 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _source(self, schema: OperatorSchema) -> Source:
         if torch._C._current_graph_task_id() != -1:
             return self._backward_source(schema)
-        phase = "collective" if schema.collective else self.phase
-        source = Source(phase, self.paths.current(), schema.at(user_line(4)))
+        path = self.paths.current()
+        phase = "collective" if schema.collective else self._phase_of_call(path)
+        source = Source(phase, path, schema.at(user_line(4)))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if sequence != self._sequence:
             # the call below made a node of the graph: its backward belongs to it
             self._forward_sources[sequence - 1] = source
             self._sequence = sequence
         return source
+
+    def _phase_of_call(self, path: str) -> str:
+        """Return the phase of a call outside of the backward pass."""
+        if self.phase == "forward" and not path and prepares_gradients(4):
+            return "optimizer"
+        return self.phase
 
     def _backward_source(self, schema: OperatorSchema) -> Source:
         phase = "collective" if schema.collective else "backward"

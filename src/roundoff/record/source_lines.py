@@ -59,6 +59,31 @@ def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
     return None
 
 
+#: torch's functions between the backward pass and the optimizer's step, by file.
+_GRADIENT_FUNCTIONS = {
+    str(Path(_TORCH, "nn/utils/clip_grad.py")): None,
+    str(Path(_TORCH, "amp/grad_scaler.py")): ("unscale_", "_unscale_grads_"),
+}
+
+
+def prepares_gradients(depth: int = 2) -> bool:
+    """Return True where torch clips or unscales gradients for an optimizer's step.
+
+    However the script has imported the function; frames below ``depth`` are not
+    looked at, nor those above the user's.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_OURS, _TORCH, "<")):
+            return False
+        if code.co_filename in _GRADIENT_FUNCTIONS:
+            names = _GRADIENT_FUNCTIONS[code.co_filename]
+            return names is None or code.co_name in names
+        frame = frame.f_back
+    return False
+
+
 def defined_at(function: Any) -> str | None:
     """File and line where a function of the user's is defined; None for torch's and ours."""
     code = getattr(function, "__code__", None)

@@ -192,11 +192,7 @@ def _agreed(summary: ComparisonSummary) -> str:
     explained = "what rounding explains"
     if summary.about.repeats:
         explained = "what rounding, or another run of the same program, explains"
-    text += f"every difference is within {explained}"
-    largest = summary.largest
-    if largest is None:
-        return f"{text}."
-    return f"{text} (largest {size(largest.error)} at {called(largest)})."
+    return f"{text}every difference is within {explained}."
 
 
 def _left_open(summary: ComparisonSummary) -> str:

@@ -1,6 +1,9 @@
 from .alignment import MATCHED as MATCHED
 from .alignment import Pair as Pair
 from .alignment import align as align
+from .batch_data import BatchDifference as BatchDifference
+from .batch_data import cause_of_batches as cause_of_batches
+from .batch_data import differing_batches as differing_batches
 from .culprits import Culprit as Culprit
 from .culprits import CulpritWithShare as CulpritWithShare
 from .element_differences import ElementDifferences as ElementDifferences

@@ -31,6 +31,10 @@ ROUNDINGS = 16.0
 FIT = 1e-6
 #: Most inputs that are described, each in words.
 MOST = 3
+#: Of data that nothing leads to from the reference's.
+OTHER_VALUES = "has other values"
+#: Values of one channel that a factor and an offset are fitted to, at the least.
+_CHANNEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +303,7 @@ def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
         _same_samples(ours, theirs)
         or _same_values(ours, theirs)
         or _scaled(ours, theirs)
+        or _scaled_by_channel(ours, theirs)
         or _few(ours, theirs)
     )
 
@@ -358,8 +363,36 @@ def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
     return None
 
 
+def _scaled_by_channel(ours: Tensor, theirs: Tensor) -> str | None:
+    """Return the words for a factor and an offset for each entry of a dimension."""
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return None
+    for dim in dict.fromkeys((1, ours.dim() - 1)):
+        if not 1 <= dim < ours.dim() or ours.shape[dim] < 2:
+            continue
+        channels = ours.shape[dim]
+        x = ours.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        y = theirs.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        if x.shape[1] >= _CHANNEL and _fits_by_row(x, y):
+            return (
+                f"is the reference's times a factor plus an offset for each of the "
+                f"{channels} entries of dimension {dim}: scaled otherwise"
+            )
+    return None
+
+
+def _fits_by_row(x: Tensor, y: Tensor) -> bool:
+    centred = x - x.mean(1, keepdim=True)
+    wanted = y - y.mean(1, keepdim=True)
+    spread = centred.square().sum(1, keepdim=True)
+    factors = (centred * wanted).sum(1, keepdim=True) / spread.clamp_min(1e-300)
+    rest = (factors * centred - wanted).square().sum()
+    size = wanted.square().sum()
+    return bool(size > 0) and bool(rest <= FIT * size)
+
+
 def _few(ours: Tensor, theirs: Tensor) -> str:
     differing = int((ours != theirs).sum())
     if differing == ours.numel():
-        return "has other values"
+        return OTHER_VALUES
     return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

@@ -118,6 +118,65 @@ def test_a_wrong_constant_is_named_and_a_bug(write, more):
     assert found.diagnosis is None
 
 
+SEEDED = "torch.randn(6, 8, generator=generator)"
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (f"0.5 * {SEEDED}", "is 0.5 times the reference's"),
+        (f"3 * {SEEDED} - 1", "is the reference's times 3 plus -1: scaled otherwise"),
+        (f"{SEEDED}.flip(0)", "has the same 6 samples in another order"),
+        (f"{SEEDED}.flip(0).square()", "has other values"),
+    ],
+)
+def test_other_data_of_the_candidates_file_are_said_first(write, batch, words):
+    port = write("port.py")
+    port.write_text(port.read_text().replace(SEEDED, batch))
+    found = diagnose(Workload.load(write("good.py")), candidate=port)
+    assert not found.agrees
+    first = found.comparison.divergence
+    assert (first.kind, first.looks_like, first.name) == (
+        "data",
+        "other data",
+        "input 0",
+    )
+    said = found.comparison.answer
+    assert f"the candidate's batches() give other data: input 0 {words}" in said
+    assert "input 0 of batch 1" not in said  # as in the first
+    # the comparison itself ran on the reference's data
+    assert "On the same data the runs agree." in said
+    assert found.comparison.table["error"].max() == 0
+
+
+def test_a_model_is_judged_beside_other_data(write):
+    port = write("port.py", eps=0.1)
+    port.write_text(port.read_text().replace(SEEDED, f"0.5 * {SEEDED}"))
+    found = diagnose(Workload.load(write("good.py")), candidate=port)
+    data, operator = found.comparison.culprits()[:2]
+    assert data.kind == "data"
+    assert operator.site.startswith("norm/")
+    assert found.higher_precision.verdict == "bug"
+
+
+def test_the_same_data_up_to_rounding_are_the_same(write):
+    port = write("port.py")
+    port.write_text(port.read_text().replace(SEEDED, f"({SEEDED} * 3) / 3"))
+    assert diagnose(Workload.load(write("good.py")), candidate=port).agrees
+
+
+def test_data_drawn_anew_each_time_are_a_note(write):
+    for name in ("good.py", "port.py"):
+        path = write(name)
+        drawn = path.read_text().replace(SEEDED, "torch.randn(6, 8)")
+        path.write_text(drawn)
+    found = diagnose(
+        Workload.load(path.with_name("good.py")), candidate=path.with_name("port.py")
+    )
+    assert found.agrees
+    assert any("are other ones each time" in note for note in found.summary.notes)
+
+
 def test_bf16_of_a_clean_model_is_rounding(write, tmp_path):
     workload = Workload.load(write("good.py", more=TRAINED))
     found = diagnose(workload, candidate="bf16", output=tmp_path / "out", target="20dB")

@@ -35,8 +35,16 @@ FEWEST_BATCHES = 2
 FEWEST_MIXED_BATCHES = 4
 
 
-class TrialsCostLessError(Exception):
-    """The probes of the first batch would cost more than trials of every row."""
+class ManyProbesError(Exception):
+    """The probes of the first batch may cost more than trials of every row.
+
+    Attributes:
+        cost: of the adjoint, see ``roundoff.budget.trial_cost``.
+    """
+
+    def __init__(self, cost: float) -> None:
+        super().__init__(cost)
+        self.cost = cost
 
 
 class AdjointRun(BudgetRun):
@@ -44,15 +52,15 @@ class AdjointRun(BudgetRun):
 
     Args:
         asked: what is to be measured.
-        trial_cost: what trials would cost, see ``roundoff.budget.trial_cost``. Where
-            they cost less the first batch ends in a ``TrialsCostLessError``.
+        limit: where it costs more than this, see ``roundoff.budget.trial_cost``, the
+            first batch ends in a ``ManyProbesError``.
     """
 
     measured = ADJOINT
 
-    def __init__(self, asked: Asked, trial_cost: float = math.inf) -> None:
+    def __init__(self, asked: Asked, limit: float = math.inf) -> None:
         super().__init__(asked)
-        self.trial_cost = trial_cost
+        self.limit = limit
         # how probes go back, and what is done about tensors that the model writes over;
         # what fails is done in the next way
         self.way = Way.TOGETHER
@@ -166,8 +174,9 @@ class AdjointRun(BudgetRun):
             if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
                 most = min(most, fitting // outputs)
             self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
-            if self.trial_cost < adjoint_cost(self.probes, decides=self.asked.decides):
-                raise TrialsCostLessError
+            cost = adjoint_cost(self.probes, decides=self.asked.decides)
+            if cost > self.limit:
+                raise ManyProbesError(cost)
         return self.probes
 
     def _spread(self, number: int, vectors: Tensor) -> Tensor:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
 
-from roundoff.budget.adjoint_run import AdjointRun, TrialsCostLessError
+from roundoff.budget.adjoint_run import AdjointRun, ManyProbesError
 from roundoff.budget.decisions import FollowingMode
 from roundoff.budget.precision import Sampled
 from roundoff.budget.prepared import kept, prepared
@@ -17,7 +16,7 @@ from roundoff.budget.refine import refine
 from roundoff.budget.run import Asked, BudgetRun
 from roundoff.budget.table import Budget
 from roundoff.budget.targets import metric_curve
-from roundoff.budget.trial_cost import USUAL_PROBES, adjoint_cost, trial_cost
+from roundoff.budget.trial_cost import USUAL_PROBES, TrialCost, adjoint_cost
 from roundoff.budget.trial_run import TrialRun
 from roundoff.budget.trials import Recording, record
 from roundoff.errors import WorkloadError
@@ -96,9 +95,7 @@ def budget(
         asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
         may_try = bool(first.batches) and not around
         is_free = trials is None and probes is None
-        cost = math.inf
-        if may_try and is_free:
-            cost = trial_cost(workload, first, chosen)
+        cost = TrialCost(workload, first, chosen) if may_try and is_free else None
         with kept(workload.model, first.is_pure):
             run, measured = _measured(asked, cost, report)
         if may_try and isinstance(run, AdjointRun) and trials != 0:
@@ -126,19 +123,32 @@ def _followed(workload: Workload, target: str | None) -> Recording:
             return Recording(target, {}, is_pure=False)
 
 
-def _measured(asked: Asked, cost: float, report: Progress) -> tuple[BudgetRun, Budget]:
+def _measured(
+    asked: Asked, cost: TrialCost | None, report: Progress
+) -> tuple[BudgetRun, Budget]:
     """Measure by trials or by the adjoint, whichever costs less.
 
-    ``cost`` is that of trials. What the adjoint costs is known once it knows how many
-    probes it takes.
+    ``cost`` is that of trials, None for the adjoint. What the adjoint costs is known
+    once it knows how many probes it takes.
     """
-    if cost > adjoint_cost(USUAL_PROBES, decides=asked.decides):
-        with suppress(TrialsCostLessError):
-            by_adjoint = AdjointRun(asked, cost)
-            return by_adjoint, _all_batches(by_adjoint, Plain(), CallMode, report)
+    if cost is None:
+        return _by_adjoint(asked, math.inf, report)
+    if not cost.is_below(adjoint_cost(USUAL_PROBES, decides=asked.decides)):
+        try:
+            return _by_adjoint(asked, cost.at_least, report)
+        except ManyProbesError as many:
+            if not cost.is_below(many.cost):
+                return _by_adjoint(asked, math.inf, report)
     by_trial = TrialRun(asked)
     budget = _all_batches(by_trial, by_trial.places, FollowingMode, report)
     return by_trial, budget
+
+
+def _by_adjoint(
+    asked: Asked, limit: float, report: Progress
+) -> tuple[BudgetRun, Budget]:
+    run = AdjointRun(asked, limit)
+    return run, _all_batches(run, Plain(), CallMode, report)
 
 
 def _all_batches(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from roundoff.budget.noise_power import casts
 from roundoff.budget.trials import Programs, Recording
@@ -25,30 +26,56 @@ SEARCH = 30.0
 DECISION = 60.0
 #: Probes of a batch that a measurement has at least, but for the smallest ones.
 USUAL_PROBES = 8
+#: Least share of a forward pass that follows from a site, in the mean over the sites.
+LEAST_SHARE = 0.1
 
 
-def trial_cost(
-    workload: Workload, first: Recording, formats: Sequence[Format]
-) -> float:
-    """Return what trials of every row of a batch cost; infinite without a program or a site.
+class TrialCost:
+    """What trials of every row of a batch cost.
 
     Args:
         workload: its model is ``prepared``.
         first: the first batch.
         formats: to be measured.
     """
-    program = Programs(workload, first).of(0)
-    if program is None:
-        return math.inf
-    places = first.batches[0].places.values()
-    if not any(place.reaches for place in places):
-        return math.inf
-    return sum(
-        _parts(place.call, fmt) * (program.share_after(place.number) + PART)
-        for place in places
-        for fmt in formats
-        if place.reaches and runs(place.call, fmt) is None
-    )
+
+    def __init__(
+        self, workload: Workload, first: Recording, formats: Sequence[Format]
+    ) -> None:
+        self.workload = workload
+        self.first = first
+        self.parts = {
+            place.number: _parts(place.call, formats)
+            for batch in first.batches.values()
+            for place in batch.places.values()
+            if place.reaches
+        }
+
+    @property
+    def at_least(self) -> float:
+        """A cost that it is above, without a run.
+
+        Infinite without a site, and where forward passes change the model: there is no
+        program then.
+        """
+        parts = sum(self.parts.values())
+        is_possible = parts and self.first.is_pure
+        return parts * (LEAST_SHARE + PART) if is_possible else math.inf
+
+    @cached_property
+    def exact(self) -> float:
+        """The cost, by the program of the first batch; infinite without one."""
+        program = Programs(self.workload, self.first).of(0)
+        if program is None:
+            return math.inf
+        return sum(
+            parts * (program.share_after(number) + PART)
+            for number, parts in self.parts.items()
+        )
+
+    def is_below(self, limit: float) -> bool:
+        """Return True if trials cost less than ``limit``."""
+        return self.at_least < limit and self.exact < limit
 
 
 def adjoint_cost(probes: int, *, decides: bool) -> float:
@@ -56,8 +83,12 @@ def adjoint_cost(probes: int, *, decides: bool) -> float:
     return PROBE * probes + SEARCH + (DECISION if decides else 0.0)
 
 
-def _parts(call: Call, fmt: Format) -> int:
-    """Return how many parts of a row are measured one by one."""
+def _parts(call: Call, formats: Sequence[Format]) -> int:
+    """Return how many parts of the rows of a site are measured one by one."""
+    return sum(_parts_in(call, fmt) for fmt in formats if runs(call, fmt) is None)
+
+
+def _parts_in(call: Call, fmt: Format) -> int:
     rule = fmt.execution
     if rule is None:
         return 0

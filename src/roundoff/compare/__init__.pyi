@@ -1,6 +1,9 @@
 from .alignment import MATCHED as MATCHED
 from .alignment import Pair as Pair
 from .alignment import align as align
+from .batch_data import BatchDifference as BatchDifference
+from .batch_data import cause_of_batches as cause_of_batches
+from .batch_data import differing_batches as differing_batches
 from .culprits import Culprit as Culprit
 from .culprits import CulpritWithShare as CulpritWithShare
 from .element_differences import ElementDifferences as ElementDifferences
@@ -20,6 +23,7 @@ from .nonfinite.overflow import Overflow as Overflow
 from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
+from .rank_comparison import RankResult as RankResult
 from .rank_comparison import Settings as Settings
 from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank

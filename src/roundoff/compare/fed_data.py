@@ -39,6 +39,10 @@ ROUNDINGS = 16.0
 FIT = 1e-6
 #: Most inputs that are described, each in words.
 MOST = 3
+#: Of data that nothing leads to from the reference's.
+OTHER_VALUES = "has other values"
+#: Values of one channel that a factor and an offset are fitted to, at the least.
+_CHANNEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,10 @@ def _fed(
     """
     fed: dict[tuple[int, int], None] = {}
     for row in compared:
-        pairs = _read_by_same_call(sides, row, ours, theirs)
-        fed |= dict.fromkeys((a, b) for a, b in pairs if a in ours and b in theirs)
+        if row.record in theirs or row.reference_record in ours:
+            continue
+        read = _read_by_both(sides, row)
+        fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
     read_by_reference = {reference for reference, _ in fed}
     twins = {row.record: row.reference_record for row in compared if not row.error}
     return [
@@ -122,20 +128,20 @@ def _fed(
     ]
 
 
-def _read_by_same_call(
-    sides: Sides, row: ComparedRow, ours: set[int], theirs: set[int]
-) -> list[tuple[int, int]]:
-    """Return what the two calls behind a row read; nothing unless they are the same."""
+def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
+    """Return what a call of the forward pass reads in both runs, argument by argument.
+
+    Nothing for what is no call of one operator in both, or reads more in one run.
+    """
     if row.record is None or row.reference_record is None or row.place:
         return []
     if row.phase != "forward" or row.status != MATCHED:
         return []
     twin = sides.reference.rows[row.reference_record]
     reader = sides.candidate.rows[row.record]
-    if not reader.is_call or reader.record in theirs or twin.record in ours:
+    if not reader.is_call or twin.base_operator != reader.base_operator:
         return []
-    same_operator = twin.base_operator == reader.base_operator
-    if not same_operator or len(twin.inputs) != len(reader.inputs):
+    if len(twin.inputs) != len(reader.inputs):
         return []
     return list(zip(twin.inputs, reader.inputs, strict=True))
 
@@ -212,7 +218,7 @@ def _cause(
     step: int,
 ) -> Cause:
     first = pairs[0]
-    made = _made_by(compared, data)
+    maker = _made_by(compared, data)
     described = [
         f"{with_line(pair.row.site, pair.row.line)} {pair.words}"
         for pair in pairs[:MOST]
@@ -223,15 +229,15 @@ def _cause(
     return Cause(
         kind=DATA,
         label="other data",
-        evidence=f"the runs were fed other data: {text}{_detail(made)}",
+        evidence=f"the runs were fed other data: {text}{_detail(maker)}",
         step=step,
         rank=rank,
         phase="forward",
         name=first.row.site,
         row=first.row,
         twin=first.twin,
-        line=None if made is None else made.blamed_line,
-        reference_line=None if made is None else made.blamed_reference_line,
+        line=None if maker is None else maker.blamed_line,
+        reference_line=None if maker is None else maker.blamed_reference_line,
         error=max((pair.error or 0.0 for pair in pairs), default=None),
         shown_by=tuple(sorted(data)),
         decides=True,
@@ -347,6 +353,7 @@ def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
         _same_samples(ours, theirs)
         or _same_values(ours, theirs)
         or _scaled(ours, theirs)
+        or _scaled_by_channel(ours, theirs)
         or _few(ours, theirs)
     )
 
@@ -406,8 +413,36 @@ def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
     return None
 
 
+def _scaled_by_channel(ours: Tensor, theirs: Tensor) -> str | None:
+    """Return the words for a factor and an offset for each entry of a dimension."""
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return None
+    for dim in dict.fromkeys((1, ours.dim() - 1)):
+        if not 1 <= dim < ours.dim() or ours.shape[dim] < 2:
+            continue
+        channels = ours.shape[dim]
+        x = ours.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        y = theirs.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        if x.shape[1] >= _CHANNEL and _fits_by_row(x, y):
+            return (
+                f"is the reference's times a factor plus an offset for each of the "
+                f"{channels} entries of dimension {dim}: scaled otherwise"
+            )
+    return None
+
+
+def _fits_by_row(x: Tensor, y: Tensor) -> bool:
+    centred = x - x.mean(1, keepdim=True)
+    wanted = y - y.mean(1, keepdim=True)
+    spread = centred.square().sum(1, keepdim=True)
+    factors = (centred * wanted).sum(1, keepdim=True) / spread.clamp_min(1e-300)
+    rest = (factors * centred - wanted).square().sum()
+    size = wanted.square().sum()
+    return bool(size > 0) and bool(rest <= FIT * size)
+
+
 def _few(ours: Tensor, theirs: Tensor) -> str:
     differing = int((ours != theirs).sum())
     if differing == ours.numel():
-        return "has other values"
+        return OTHER_VALUES
     return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

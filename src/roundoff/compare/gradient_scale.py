@@ -50,11 +50,11 @@ def rescaling(step: RecordedStep) -> frozenset[int]:
     for record, row in step.rows.items():
         read = [r for r in row.inputs if r in step.rows]
         same_size = [r for r in read if step.rows[r].numel == row.numel]
-        own = scales.get(record, 1.0)
+        scale = scales.get(record, 1.0)
         involved = record in scales or any(r in scales for r in same_size)
         if not involved or row.base_operator not in _FACTORS:
             continue
-        if not all(_same(own, scales.get(r, 1.0)) for r in same_size):
+        if not all(_same(scale, scales.get(r, 1.0)) for r in same_size):
             changed.add(record)
     return frozenset(changed)
 
@@ -140,12 +140,9 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
     """Return the scale of a gradient; None for what is none."""
     if not row.is_call:
         return None
-    read = [record for record in row.inputs if record in scales]
-    if not read:
+    source = _gradient_read(row, rows, scales)
+    if source is None:
         return 1.0 if _is_seed(row, rows) else None
-    # of a list of gradients its own
-    same_name = [r for r in read if row.name and rows[r].name == row.name]
-    source = rows[(same_name or read)[0]]
     before = scales[source.record]
     if row.phase == "backward" and row.numel != 1:
         return before
@@ -153,6 +150,24 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
         return before if row.phase == "backward" or _is_gradient(row) else None
     if row.numel != source.numel:
         return None
+    return _rescaled(row, source, before)
+
+
+def _gradient_read(
+    row: RecordedRow, rows: Rows, scales: Mapping[int, float]
+) -> RecordedRow | None:
+    """Return the first gradient that a call reads; of a list the one of the same name."""
+    read = [rows[record] for record in row.inputs if record in scales]
+    same_name = [each for each in read if row.name and each.name == row.name]
+    return next(iter(same_name or read), None)
+
+
+def _rescaled(row: RecordedRow, source: RecordedRow, before: float) -> float:
+    """Return the scale after a product of a gradient with one number.
+
+    Of a gradient without a norm nothing is known: outside of the backward pass it counts
+    as not scaled.
+    """
     factor = (row.l2 or 0.0) / source.l2 if source.l2 else 0.0
     if not factor or not math.isfinite(factor):
         return 1.0 if row.phase != "backward" else before

@@ -158,13 +158,13 @@ def loop_causes(
     ours = optimizer_steps(reference)
     theirs = optimizer_steps(candidate)
     causes = [*_steps_left_out(ours, theirs, rank)]
-    told = {cause.name for cause in causes}
+    blamed = {cause.name for cause in causes}
     for twin, step in _same_optimizers(ours, theirs):
         for compare in _COMPARED:
             for cause in compare(twin, step, rank):
-                if cause.name not in told:
+                if cause.name not in blamed:
                     causes.append(cause)
-                told.add(cause.name)
+                blamed.add(cause.name)
     return causes
 
 

@@ -53,6 +53,7 @@ class Variant:
         unit: unit roundoff of the format it computes in, where that is not the model's
             own; else None.
         notes: what a reader has to know of it.
+        batches: of a workload file its own ones, which are not what runs.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Variant:
     format: str | None = None
     unit: float | None = None
     notes: tuple[str, ...] = ()
+    batches: list[Any] | None = None
 
 
 def variant(
@@ -295,7 +297,7 @@ def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
     twin.loss = workload.loss and (other.loss or workload.loss)
     twin.optimizer = workload.optimizer and (other.optimizer or workload.optimizer)
     notes = _differences(workload, other)
-    return Variant(str(source), twin, notes=tuple(notes))
+    return Variant(str(source), twin, notes=tuple(notes), batches=other.batches)
 
 
 def _differences(workload: Workload, other: Workload) -> Iterator[str]:

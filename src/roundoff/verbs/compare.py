@@ -21,6 +21,7 @@ from roundoff.compare import (
     ComparisonCoverage,
     ComparisonSummary,
     Culprit,
+    RankResult,
     RoundingContribution,
     Settings,
     blamed_for_changing,
@@ -309,9 +310,7 @@ def compare(
     differs = bool(table.select((pl.col("error") > 0).any()).item())
     more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
     about = replace(
-        _about(ours, theirs),
-        damage=[line for part in parts for line in part.damage],
-        causes=[cause.culprit() for part in parts for cause in part.causes],
+        _about(ours, theirs, parts),
         notes=[extra.note for extra in extras],
         unstable=unstable,
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
@@ -350,14 +349,16 @@ def _ranks_of_reference(
     return common("rank", ours.ranks, theirs.ranks, asked)
 
 
-def _about(reference: Run, candidate: Run) -> About:
-    """What the two runs say of themselves."""
+def _about(reference: Run, candidate: Run, parts: Sequence[RankResult]) -> About:
+    """What the two runs say of themselves, and what was seen rank by rank."""
     sides = {"reference": reference, "candidate": candidate}
     return About(
         reference=reference.location,
         candidate=candidate.location,
         kept={side: run.about.keep or "tensors" for side, run in sides.items()},
         environment={side: run.about.environment or () for side, run in sides.items()},
+        damage=[line for part in parts for line in part.damage],
+        causes=[cause.culprit() for part in parts for cause in part.causes],
     )
 
 

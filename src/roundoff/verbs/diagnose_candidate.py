@@ -35,6 +35,7 @@ from roundoff.report import (
     UnstableValue,
     candidate_sentences,
 )
+from roundoff.verbs.candidate_data import candidate_data
 from roundoff.verbs.compare import Comparison, compare
 from roundoff.verbs.diagnose import Diagnosis, Sampling, diagnose_workload
 from roundoff.verbs.fp64_casts import CastsToFp64
@@ -110,6 +111,7 @@ def diagnose_candidate(
         )
     reference = Variant(workload.name, workload)
     other = variant(workload, candidate, steps=steps, backend=backend)
+    causes, notes_on_data = candidate_data(workload, other)
     with ExitStack() as stack:
         if output is None:
             output = stack.enter_context(tempfile.TemporaryDirectory())
@@ -130,7 +132,10 @@ def diagnose_candidate(
         diagnosis, reason = _planned(workload, other, goal, sampling, progress)
         plan = diagnosis.summary if diagnosis else None
         sentences = candidate_sentences(higher, plan)
-        about = replace(compared.about, verified=sentences)
+        if causes and compared.agrees:
+            sentences.append("On the same data the runs agree.")
+        causes += compared.about.causes
+        about = replace(compared.about, verified=sentences, causes=causes)
         compared = replace(compared, about=about)
         compared.save(folder / "comparison")
     ranking = diagnosis.summary.ranking if diagnosis else ()
@@ -139,7 +144,11 @@ def diagnose_candidate(
         candidate=other.name,
         steps=steps,
         agrees=_agrees(compared, higher, diagnosis),
-        notes=(*other.notes, *([f"no plan: {reason}"] if reason else [])),
+        notes=(
+            *other.notes,
+            *notes_on_data,
+            *([f"no plan: {reason}"] if reason else []),
+        ),
         unstable=_unstable_values(shaky),
         higher_precision=higher,
         comparison=_with_shares(compared, ranking),

@@ -72,22 +72,26 @@ def data_records(rows: Rows) -> set[int]:
             outside = row.operator in ("input", "alias")
             if outside and all(i in data for i in row.inputs):
                 data.add(record)
-        elif not row.module and all(i in data for i in row.inputs):
+        elif (
+            running is not None
+            and not row.module
+            and all(i in data for i in row.inputs)
+        ):
             is_fresh = all(i > running for i in row.inputs)
             if record < running or is_fresh:
                 data.add(record)
     return data
 
 
-def _first_read_of_a_name(rows: Rows) -> int:
-    """Return the first record that a parameter or buffer went into."""
+def _first_read_of_a_name(rows: Rows) -> int | None:
+    """Return the first record that a parameter or buffer went into; None without any."""
     named: set[int] = set()
     for row in rows.values():
         if row.is_call and row.module and named.intersection(row.inputs):
             return row.record
         if row.name:
             named.add(row.record)
-    return max(rows, default=0)
+    return None
 
 
 def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:

@@ -191,11 +191,11 @@ class Program:
         self.targets = targets
         self._places = {step.number: place for place, step in enumerate(steps)}
         self._orders: dict[int, list[int]] = {}
-        known: set[int] = set()
+        numbered: set[int] = set()
         self._created: set[int] = set()
         self._last_write: dict[int, int] = {}
         for place, step in enumerate(steps):
-            step.link(known)
+            step.link(numbered)
             self._created |= step.writes - step.mutates
             self._last_write.update(dict.fromkeys(step.mutates, place))
         self._is_useful = self._useful()

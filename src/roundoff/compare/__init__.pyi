@@ -23,6 +23,7 @@ from .nonfinite.overflow import Overflow as Overflow
 from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
+from .rank_comparison import RankResult as RankResult
 from .rank_comparison import Settings as Settings
 from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank

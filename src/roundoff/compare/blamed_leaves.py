@@ -187,20 +187,25 @@ def _contents(
 ) -> Iterator[tuple[Value, Tensor]]:
     """Yield what a parameter may have to hold: one of the reference's, a part, several."""
     tensors = [(leaf, sides.reference.tensor(leaf.key)) for leaf in leaves]
-    known = [(leaf, tensor) for leaf, tensor in tensors if tensor is not None]
+    kept = [(leaf, tensor) for leaf, tensor in tensors if tensor is not None]
     numel = held.numel()
-    for leaf, tensor in known:
+    for leaf, tensor in kept:
         if tensor.numel() == numel:
             yield leaf, tensor
         elif tensor.numel() > numel and tensor.numel() % numel == 0:
             for part in _parts(tensor, tensor.numel() // numel):
                 yield leaf, part
-    for (leaf, one), (_, other) in combinations(known, 2):
-        if one.shape == other.shape and one.numel() == numel:
-            yield leaf, one + other
-        elif one.numel() + other.numel() == numel:
-            for joined in _joined(one, other):
-                yield leaf, joined
+    for (leaf, first), (_, second) in combinations(kept, 2):
+        for content in _put_together(first, second, numel):
+            yield leaf, content
+
+
+def _put_together(first: Tensor, second: Tensor, numel: int) -> Iterator[Tensor]:
+    """Yield what two tensors make of ``numel`` elements: their sum, or one by the other."""
+    if first.shape == second.shape and first.numel() == numel:
+        yield first + second
+    elif first.numel() + second.numel() == numel:
+        yield from _joined(first, second)
 
 
 def _parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
@@ -359,21 +364,26 @@ def _of_another(
     sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
 ) -> Blamed | None:
     """A parameter that holds what the reference has elsewhere."""
-    wanted_here = {value.key for value in ours}
-    read_here = {value.key for value in theirs}
+    wanted_keys = {value.key for value in ours}
+    read_keys = {value.key for value in theirs}
     for leaf in theirs:
         if leaf.says_nothing or _is_right_elsewhere(sides, leaf):
             continue
-        twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
-        named = [value for value in twins if value.row.name and not value.is_call]
-        if not named or any(value.key in wanted_here for value in named):
+        named = _parameters_of_the_same(sides, leaf)
+        if not named or any(value.key in wanted_keys for value in named):
             continue
         for wanted in _same_size(ours, leaf):
             twin = sides.agreeing.get(wanted.key)
-            if twin is None or twin[0] not in read_here:
+            if twin is None or twin[0] not in read_keys:
                 holds = f"{leaf.row.name} holds the reference's {named[0].row.name}"
                 return Blamed(leaf, wanted, f"{holds}, not {wanted.row.name}")
     return None
+
+
+def _parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
+    """Return the reference's parameters that hold what a candidate's does."""
+    twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
+    return [value for value in twins if value.row.name and not value.is_call]
 
 
 def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
@@ -589,10 +599,10 @@ def same_layout(ours: Tensor, theirs: Tensor) -> bool:
     >>> same_layout(x, x.reshape(2, 4, 3))
     False
     """
-    for one, other in ((ours, theirs), (theirs, ours)):
-        for order in axis_orders(one):
-            turned = one.permute(order)
-            if _joins_to(turned.shape, other.shape) and _close(turned, other):
+    for fine, coarse in ((ours, theirs), (theirs, ours)):
+        for order in axis_orders(fine):
+            turned = fine.permute(order)
+            if _joins_to(turned.shape, coarse.shape) and _close(turned, coarse):
                 return True
     return False
 

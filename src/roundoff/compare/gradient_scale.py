@@ -4,7 +4,8 @@ A loss that is multiplied by a scale multiplies every gradient, until it is divi
 again before the optimizer reads it. The scale is followed through the rows of a step:
 backward calls are linear in the gradient that they read, and a product with one number
 multiplies the scale. Where it is not divided out, nothing is done: the gradients that
-the optimizer reads are wrong.
+the optimizer reads are wrong. A clip divides nothing out: what it multiplies by was made
+of the gradients, and would hide any scale.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def rescaling(step: RecordedStep) -> frozenset[int]:
     for record, row in step.rows.items():
         read = [r for r in row.inputs if r in step.rows]
         same_size = [r for r in read if step.rows[r].numel == row.numel]
-        own = scales.get(record, 1.0)
+        scale = scales.get(record, 1.0)
         involved = record in scales or any(r in scales for r in same_size)
         if not involved or row.base_operator not in _FACTORS:
             continue
-        if not all(_same(own, scales.get(r, 1.0)) for r in same_size):
+        if not all(_same(scale, scales.get(r, 1.0)) for r in same_size):
             changed.add(record)
     return frozenset(changed)
 
@@ -118,10 +119,16 @@ def _same(one: float, other: float) -> bool:
 def _scales(rows: Rows) -> dict[int, float]:
     """Return the scale of each gradient that has another one than 1, by record."""
     scales: dict[int, float] = {}
+    made_of_gradients: set[int] = set()
     for record in sorted(rows):
         row = rows[record]
         scale = _scale(row, rows, scales)
-        if scale is not None:
+        if scale is None:
+            if any(i in scales or i in made_of_gradients for i in row.inputs):
+                made_of_gradients.add(record)
+        elif _is_clip(row, made_of_gradients):
+            scales[record] = next(scales[i] for i in row.inputs if i in scales)
+        else:
             scales[record] = scale
     scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
     if not scaled:
@@ -133,12 +140,9 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
     """Return the scale of a gradient; None for what is none."""
     if not row.is_call:
         return None
-    read = [record for record in row.inputs if record in scales]
-    if not read:
+    source = _gradient_read(row, rows, scales)
+    if source is None:
         return 1.0 if _is_seed(row, rows) else None
-    # of a list of gradients its own
-    same_name = [r for r in read if row.name and rows[r].name == row.name]
-    source = rows[(same_name or read)[0]]
     before = scales[source.record]
     if row.phase == "backward" and row.numel != 1:
         return before
@@ -146,11 +150,36 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
         return before if row.phase == "backward" or _is_gradient(row) else None
     if row.numel != source.numel:
         return None
+    return _rescaled(row, source, before)
+
+
+def _gradient_read(
+    row: RecordedRow, rows: Rows, scales: Mapping[int, float]
+) -> RecordedRow | None:
+    """Return the first gradient that a call reads; of a list the one of the same name."""
+    read = [rows[record] for record in row.inputs if record in scales]
+    same_name = [each for each in read if row.name and each.name == row.name]
+    return next(iter(same_name or read), None)
+
+
+def _rescaled(row: RecordedRow, source: RecordedRow, before: float) -> float:
+    """Return the scale after a product of a gradient with one number.
+
+    Of a gradient without a norm nothing is known: outside of the backward pass it counts
+    as not scaled.
+    """
     factor = (row.l2 or 0.0) / source.l2 if source.l2 else 0.0
     if not factor or not math.isfinite(factor):
         return 1.0 if row.phase != "backward" else before
     after = before * factor
     return 1.0 if _same(after, 1.0) else after
+
+
+def _is_clip(row: RecordedRow, made_of_gradients: set[int]) -> bool:
+    """Return True for a product of a gradient with what was made of gradients."""
+    if row.phase == "backward" or row.base_operator not in PRODUCTS | DIVISIONS:
+        return False
+    return not made_of_gradients.isdisjoint(row.inputs)
 
 
 def _is_seed(row: RecordedRow, rows: Rows) -> bool:

@@ -45,9 +45,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in leaves
             if isinstance(leaf, Tensor) and id(leaf) in self.keys
         )
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and len(self.steps) < MOST:
-                self._note(made, str(func._schema.name), read)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and len(self.steps) < MOST:
+                self._note(leaf, str(func._schema.name), read)
         return result
 
     def _note(self, made: Tensor, name: str, read: tuple[int, ...]) -> None:
@@ -87,7 +87,7 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
         decomposed = _decomposition(func)
         if decomposed is None:
             return False
-        known: dict[int, int] = {}
+        keys: dict[int, int] = {}
         held: list[Tensor] = []
 
         def value(record: int) -> Tensor:
@@ -96,11 +96,11 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
                 raise RunError("one of its inputs was not stored")
             copied = tensor.detach().clone()
             held.append(copied)
-            known[id(copied)] = record
+            keys[id(copied)] = record
             return copied
 
         args, kwargs = restore(first.arguments, value)
-        watch = _Watch(known, max(flow.values) + 1)
+        watch = _Watch(keys, max(flow.values) + 1)
         with torch.no_grad(), watch:
             result = decomposed(*args, **kwargs)
     except (RunError, RuntimeError, TypeError, ValueError, KeyError, IndexError):
@@ -129,11 +129,11 @@ def _enter(flow: Flow, row: RecordedRow, watch: _Watch, result: Any) -> bool:
         for place, (key, operator, read, tensor) in enumerate(watch.steps)
     ]
     results: dict[int, int] = {}
-    made = result if isinstance(result, tuple | list) else [result]
+    returned = result if isinstance(result, tuple | list) else [result]
     for each in rows:
         place = each.place or 0
-        if place < len(made) and isinstance(made[place], Tensor):
-            key = watch.keys.get(id(made[place]))
+        if place < len(returned) and isinstance(returned[place], Tensor):
+            key = watch.keys.get(id(returned[place]))
             if key is not None and key not in flow.values:
                 results[each.record] = key
     if not results or not _is_larger(inner, row):

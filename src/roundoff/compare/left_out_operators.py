@@ -7,6 +7,7 @@ any more: it shows in the gradients alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.explain import Sides
@@ -25,9 +26,7 @@ def operator_causes(
     Nothing where an operator of the forward pass made an error of its own: that is the
     cause then.
     """
-    own = [row for row in compared if row.cause == OWN and (row.call or 0) >= 0]
-    phases = {row.phase for row in own}
-    if "backward" not in phases or "forward" in phases:
+    if not _gradients_alone_differ(compared):
         return []
     detach = lone_detach(sides.candidate.rows, compared)
     if detach is not None:
@@ -36,22 +35,19 @@ def operator_causes(
             "the reference"
         )
         return [_cause("gradient cut", evidence, rank, step, row=detach)]
-    twins = {
-        row.record: row.reference_record
-        for row in compared
-        if row.record is not None and row.reference_record is not None
-    }
-    differing = {row.record for row in compared if row.error and row.cause is not None}
-    paired = {twin for record, twin in twins.items() if record not in differing}
-    sound = {record for record in twins if record not in differing}
-    missing = _lone(sides.reference.rows, set(twins.values()), paired)
+    paired = _Paired.of(compared)
+    missing = _lone(
+        sides.reference.rows, paired.of_reference, paired.agreeing_of_reference
+    )
     if missing is not None:
         evidence = (
             f"{with_line(missing.site, missing.line)} is in the reference only: what it "
             "adds is left out here, and the gradients show it"
         )
         return [_cause("missing operator", evidence, rank, step, twin=missing)]
-    extra = _lone(sides.candidate.rows, set(twins), sound)
+    extra = _lone(
+        sides.candidate.rows, paired.of_candidate, paired.agreeing_of_candidate
+    )
     if extra is None:
         return []
     evidence = (
@@ -59,6 +55,40 @@ def operator_causes(
         "gradients show it"
     )
     return [_cause("extra operator", evidence, rank, step, row=extra)]
+
+
+def _gradients_alone_differ(compared: Sequence[ComparedRow]) -> bool:
+    """Return True where operators of the backward pass alone made errors of their own."""
+    phases = {
+        row.phase for row in compared if row.cause == OWN and (row.call or 0) >= 0
+    }
+    return "backward" in phases and "forward" not in phases
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """The records of each side that have a counterpart, and those that agree with it."""
+
+    of_reference: set[int]
+    of_candidate: set[int]
+    agreeing_of_reference: set[int]
+    agreeing_of_candidate: set[int]
+
+    @classmethod
+    def of(cls, compared: Sequence[ComparedRow]) -> _Paired:
+        """Return those of the rows of a step."""
+        twins = {
+            row.record: row.reference_record
+            for row in compared
+            if row.record is not None and row.reference_record is not None
+        }
+        differing = {
+            row.record for row in compared if row.error and row.cause is not None
+        }
+        agreeing = {r: twin for r, twin in twins.items() if r not in differing}
+        return cls(
+            set(twins.values()), set(twins), set(agreeing.values()), set(agreeing)
+        )
 
 
 def _lone(rows: Rows, paired: set[int], sound: set[int]) -> RecordedRow | None:

@@ -76,16 +76,21 @@ def update_causes(
     """
     ours = _side(sides.reference.rows, events[0], rename)
     theirs = _side(sides.candidate.rows, events[1], lambda name: name)
-    lost = [n for n in ours.changed if n not in theirs.changed and n in theirs.names]
-    lost += [n for n in ours.changed if n in theirs.frozen and n not in lost]
-    extra = [n for n in theirs.changed if n not in ours.changed and n in ours.names]
-    extra += [n for n in theirs.changed if n in ours.frozen and n not in extra]
+    lost = _changed_by_one(ours, theirs)
+    extra = _changed_by_one(theirs, ours)
     causes = []
     for names, describe in _reasons(lost, ours, theirs):
         causes.append(_lost(names, describe, (ours, theirs), compared, rank, step))
     if extra and not lost:
         causes.append(_extra(extra, ours, theirs, rank, step))
     return [cause for cause in causes if cause is not None]
+
+
+def _changed_by_one(side: _Side, other: _Side) -> list[str]:
+    """Return what one side changes and the other has, but does not change or freezes."""
+    left = [n for n in side.changed if n not in other.changed and n in other.names]
+    frozen = [n for n in side.changed if n in other.frozen and n not in left]
+    return left + frozen
 
 
 #: Why a value is not changed.

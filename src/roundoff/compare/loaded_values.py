@@ -161,6 +161,11 @@ def is_reordered(twin: RecordedRow, row: RecordedRow) -> bool:
             return False
         if all(getattr(twin, s) == getattr(row, s) for s in _STATISTICS):
             return True
+    return _sums_differ_by_order(twin, row)
+
+
+def _sums_differ_by_order(twin: RecordedRow, row: RecordedRow) -> bool:
+    """Return True where sums over the values are nearly equal, and not all are equal."""
     sums = [(getattr(twin, s), getattr(row, s)) for s in ("mean", "l2", "std")]
     if any(a is None or b is None for a, b in sums):
         return False
@@ -397,14 +402,14 @@ def _makers(rows: Rows, group: Sequence[NamedPair]) -> str:
 def _made_before(rows: Rows, pairs: Sequence[NamedPair]) -> tuple[int, ...]:
     """Return the records of the values and of all that they were made of."""
     waiting = [pair.row.record for pair in pairs]
-    made: set[int] = set()
+    behind: set[int] = set()
     while waiting:
         record = waiting.pop()
-        if record in made or record not in rows:
+        if record in behind or record not in rows:
             continue
-        made.add(record)
+        behind.add(record)
         waiting += rows[record].inputs
-    return tuple(sorted(made))
+    return tuple(sorted(behind))
 
 
 def _misread(

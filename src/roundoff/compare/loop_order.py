@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
 from roundoff.record import LoopEvent
 
+#: The name of the cause that there are more or fewer backward passes.
+BACKWARD_PASSES = "backward"
 #: Settings that choose how an optimizer computes, or are not used by it.
 _HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
 #: Settings that differ by this share differ by the rounding of a number.
@@ -156,13 +158,13 @@ def loop_causes(
     ours = optimizer_steps(reference)
     theirs = optimizer_steps(candidate)
     causes = [*_steps_left_out(ours, theirs, rank)]
-    told = {cause.name for cause in causes}
+    blamed = {cause.name for cause in causes}
     for twin, step in _same_optimizers(ours, theirs):
         for compare in _COMPARED:
             for cause in compare(twin, step, rank):
-                if cause.name not in told:
+                if cause.name not in blamed:
                     causes.append(cause)
-                told.add(cause.name)
+                blamed.add(cause.name)
     return causes
 
 
@@ -280,7 +282,7 @@ def _backward_passes(
         twin,
         step,
         rank,
-        name="backward",
+        name=BACKWARD_PASSES,
         evidence=evidence,
         phase="forward",
         shown=step.backward[0] if step.backward else None,

@@ -173,12 +173,12 @@ def _outputs(sides: Sides) -> _Results:
     theirs = _last(sides.candidate)
     if ours is None or theirs is None:
         return [], [], _FORWARD
-    for one, other in (
+    for end, other_end in (
         (ours, theirs),
         (_wide(sides.reference, ours), _wide(sides.candidate, theirs)),
     ):
-        if one.key not in sides.agreeing and other.key not in sides.twins:
-            return [one.key], [other.key], _FORWARD
+        if end.key not in sides.agreeing and other_end.key not in sides.twins:
+            return [end.key], [other_end.key], _FORWARD
     return [], [], _FORWARD
 
 
@@ -351,10 +351,10 @@ def _updates_apart(
         if change is None:
             return 0.0
         changes.append(change)
-    one, other = changes
-    if len(one) != len(other) or not len(one):
+    change_of_ours, change_of_theirs = changes
+    if len(change_of_ours) != len(change_of_theirs) or not change_of_ours.any():
         return 0.0
-    return float((one - other).norm() / one.norm()) if bool(one.any()) else 0.0
+    return float((change_of_ours - change_of_theirs).norm() / change_of_ours.norm())
 
 
 def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:

@@ -11,7 +11,7 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roundoff.compare.divergence import EXACT
@@ -116,27 +116,39 @@ def _several(
     """
     groups: dict[object, list[Value]] = {}
     for value in flow.in_order():
-        if value.key in agreeing or not value.computes or not value.is_number:
-            continue
-        if value.row.phase != "forward" or value.row.line is None:
-            continue
-        if value.sketch is None or value.sketch.numel < FEWEST:
-            continue
-        if not value.inner and not value.says_nothing:
-            kind = (value.row.line, value.operator, value.sketch.numel, value.row.place)
+        kind = _kind_of_turn(value)
+        if value.key not in agreeing and kind is not None:
             groups.setdefault(kind, []).append(value)
     joined: dict[int, int] = {}
     for members in groups.values():
-        for count in range(2, min(len(members), MOST_TURNS) + 1):
-            if len(members) % count:
-                continue
-            for start in range(0, len(members), count):
-                turns = members[start : start + count]
-                whole = together([v.sketch for v in turns if v.sketch])
-                near = index.near(whole, limit) if whole else []
-                if near:
-                    joined.update((value.key, near[0][1]) for value in turns)
+        for turns in _stretches_of(members):
+            whole = together([v.sketch for v in turns if v.sketch])
+            near = index.near(whole, limit) if whole else []
+            if near:
+                joined.update((value.key, near[0][1]) for value in turns)
     return joined
+
+
+def _kind_of_turn(value: Value) -> object | None:
+    """Return what is equal for calls that may be turns of one loop; None for others.
+
+    A turn is a call of the forward pass whose line is known.
+    """
+    if not value.computes or not value.is_number or value.inner:
+        return None
+    if value.row.phase != "forward" or value.row.line is None:
+        return None
+    if value.sketch is None or value.sketch.numel < FEWEST or value.says_nothing:
+        return None
+    return value.row.line, value.operator, value.sketch.numel, value.row.place
+
+
+def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    """Yield the values in equal stretches of two, of three, and so on."""
+    for count in range(2, min(len(members), MOST_TURNS) + 1):
+        if len(members) % count == 0:
+            for start in range(0, len(members), count):
+                yield members[start : start + count]
 
 
 def _index(flow: Flow) -> SketchIndex:

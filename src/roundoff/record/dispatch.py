@@ -426,8 +426,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         forward = self._forward_sources.get(node._sequence_nr())
         line = user_line(5, in_engine=True)  # the user's own backward, or a hook
         if forward is not None:
-            own = schema.at(line or forward.line)
-            return Source(phase, forward.module, own)
+            at = schema.at(line or forward.line)
+            return Source(phase, forward.module, at)
         variable = getattr(node, "variable", None)
         name = None if variable is None else self.paths.name_of(variable)
         return Source(phase, (name or "").rpartition(".")[0], schema.at(line))

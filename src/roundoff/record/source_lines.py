@@ -92,7 +92,8 @@ def defined_at(function: Any) -> str | None:
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
-        lines, first = [], code.co_firstlineno
+        lines = []
+        first = code.co_firstlineno
     decorators = itertools.takewhile(lambda line: "def " not in line, lines)
     number = first + (sum(1 for _ in decorators) if lines else 0)
     return f"{_short(code.co_filename)}:{number}"

@@ -15,8 +15,8 @@ from .pairs import pairs
 from .schedules import SCHEDULES
 
 PAIRS = {(pair.network, pair.name): pair for pair in pairs()}
-RIGHT = ("chunked_prefill", "padded_on_the_right", "accumulated_samples")
-WRONG = ("last_token_repeated", "padding_on_the_left_seen", "accumulation_not_divided")
+RIGHT = ("chunked_prefill", "padded_on_the_right", "accumulated_by_size")
+WRONG = ("cache_overwritten", "padding_on_the_left_seen", "accumulation_not_divided")
 
 
 def compared(reference, candidate):
@@ -65,7 +65,8 @@ def test_a_schedule(name, tmp_path):
     reason="needs torch.distributed",
 )
 def test_layouts(tmp_path):
-    names = ("ddp", "fully_sharded", "columns_and_rows", "sum_missing", "mean_for_sum")
+    # one right and one wrong, one that trains and one that does not: each costs seconds
+    names = ("ddp", "mean_for_sum")
     launch(tmp_path, names)
     one_process(tmp_path / "trained", trains=True, steps=1)
     one_process(tmp_path / "inferred", trains=False, steps=1)

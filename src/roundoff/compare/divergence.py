@@ -47,6 +47,8 @@ NEARER = 8.0
 MOST_PARTS = 256
 #: Operators whose result holds the values of their inputs: they add no error of size.
 EXACT = operators_that("add no error")
+#: Operators that add what they read.
+ADDITIONS = operators_that("add or subtract") | operators_that("sum")
 #: These give all elements of their input, in their order.
 HANDS_ON = operators_that("hand on in order")
 #: Their further results may be a workspace of bytes.
@@ -466,7 +468,7 @@ class Divergence:
 
         Gradients of several uses of a value that are added in another order differ in
         between. What is read or inserted there and changes nothing after it is no
-        fault.
+        fault. Where a norm, a clip or another operator hides a difference later, it is.
         """
         readers: dict[int, list[int]] = {}
         for row in self.candidate.values():
@@ -492,7 +494,10 @@ class Divergence:
         return finding.read is not None or guessed
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
-        """Return True where every value made of this one soon agrees with its counterpart."""
+        """Return True where every value made of this one agrees with its counterpart.
+
+        But for sums, all of them do at once.
+        """
         tainted = {record}
         waiting = sorted(readers.get(record, ()))
         while waiting:
@@ -501,9 +506,17 @@ class Divergence:
                 continue
             if self._agrees_despite(reader, tainted):
                 continue
+            if not self._adds(reader):
+                return False
             tainted.add(reader)
             waiting = sorted({*waiting, *readers.get(reader, ())})
         return all(r in readers for r in tainted)
+
+    def _adds(self, record: int) -> bool:
+        """Return False for an operator with a counterpart that does more than add."""
+        row = self.candidate[record]
+        operator = row.base_operator
+        return record not in self.exact or operator in EXACT or operator in ADDITIONS
 
     def _agrees_despite(self, record: int, tainted: set[int]) -> bool:
         """Return True where a row agrees as well as its inputs outside ``tainted`` do."""

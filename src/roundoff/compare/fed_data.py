@@ -1,7 +1,8 @@
 """The data that two runs were fed: other samples, another order, other values.
 
 Data are what the model and the loss read and no parameter went into: inputs from outside,
-and what the script itself makes of them, or draws, before the first module runs.
+and what the script itself makes of them before the first module runs. What it draws at
+random is not fed: the operator that draws is named.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roundoff.compare.alignment import MATCHED
+from roundoff.compare.changing_values import (
+    made_of,
+    other_draws,
+    unstable_records,
+)
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.explain import Sides
@@ -21,6 +28,7 @@ from roundoff.compare.loaded_values import (
     values_before,
 )
 from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.step_causes import DATA, Cause, with_line
 from roundoff.compare.table import ComparedRow
@@ -98,12 +106,17 @@ def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
 def _fed(
     sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
 ) -> list[tuple[int, int]]:
-    """Return the data that the same calls of the model or the loss read, in order."""
+    """Return the data that the same calls of the model or the loss read, in order.
+
+    A call that was paired with one of another operator, as a cast that one run alone
+    has, or by what reads it, may not read the same.
+    """
     fed: dict[tuple[int, int], None] = {}
     for row in compared:
-        if row.record not in theirs:
-            read = _read_by_both(sides, row)
-            fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
+        if row.record in theirs or row.reference_record in ours:
+            continue
+        read = _read_by_both(sides, row)
+        fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
     read_by_reference = {reference for reference, _ in fed}
     twins = {row.record: row.reference_record for row in compared if not row.error}
     return [
@@ -118,44 +131,83 @@ def _fed(
 def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
     """Return what a call of the forward pass reads in both runs, argument by argument.
 
-    Nothing for what is no call, has no counterpart, or reads more in one run.
+    Nothing for what is no call of one operator in both, or reads more in one run.
     """
     if row.record is None or row.reference_record is None or row.place:
         return []
-    if row.phase != "forward" or (row.call or 0) < 0:
+    if row.phase != "forward" or row.status != MATCHED:
         return []
-    read = sides.reference.rows[row.reference_record].inputs
-    other = sides.candidate.rows[row.record].inputs
-    return list(zip(read, other, strict=True)) if len(read) == len(other) else []
+    twin = sides.reference.rows[row.reference_record]
+    reader = sides.candidate.rows[row.record]
+    if not reader.is_call or twin.base_operator != reader.base_operator:
+        return []
+    if len(twin.inputs) != len(reader.inputs):
+        return []
+    return list(zip(twin.inputs, reader.inputs, strict=True))
 
 
 def data_causes(
     sides: Sides,
     compared: Sequence[ComparedRow],
     *,
+    unstable: Sequence[UnstableRow] = (),
     rank: int,
     step: int,
 ) -> list[Cause]:
-    """Return the cause "other data" where what a step is fed differs; nothing else.
+    """Return the cause "other data" where what a step is fed differs.
+
+    Numbers that the program draws are not fed: where they alone differ, the cause is
+    "other draws". What does not repeat itself is neither.
 
     Args:
         sides: the step.
         compared: its rows.
+        unstable: what repeats show to change from run to run.
         rank: of the step.
         step: its number.
     """
-    ours = sides.reference.rows
     theirs = sides.candidate.rows
     data = data_records(theirs)
-    data_of_reference = data_records(ours)
-    pairs = []
-    for twin, record in _fed(sides, compared, data_of_reference, data):
-        pair = _differing(sides, ours[twin], theirs[record])
-        if pair is not None:
-            pairs.append(pair)
-    if not pairs:
-        return []
-    return [_cause(pairs, data, compared, rank, step)]
+    changing_of_reference, changing = unstable_records(sides, unstable)
+    drawn = other_draws(theirs, compared, data - changing)
+    of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
+    pairs = [
+        _differing(sides, sides.reference.rows[twin], theirs[record])
+        for twin, record in _fed(
+            sides, compared, data_records(sides.reference.rows), data
+        )
+        if twin not in changing_of_reference and record not in changing
+    ]
+    differing = [pair for pair in pairs if pair is not None]
+    fed = [pair for pair in differing if pair.row.record not in of_draws]
+    if fed:
+        return [_cause(fed, data - changing - of_draws, compared, rank, step)]
+    if differing:
+        return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
+    return []
+
+
+def _draw_cause(
+    drawn: ComparedRow, sides: Sides, shown_by: set[int], rank: int, step: int
+) -> Cause:
+    """Return the cause for numbers that the program draws, and feeds to its model."""
+    row = sides.candidate.rows[drawn.record or 0]
+    twin = sides.reference.rows.get(drawn.reference_record or 0)
+    place = with_line(row.site, row.line)
+    return Cause(
+        kind=DATA,
+        label="other draws",
+        evidence=f"{place} draws other numbers: another seed, or other draws before it",
+        step=step,
+        rank=rank,
+        phase="forward",
+        name=row.site,
+        row=row,
+        twin=twin,
+        error=drawn.error,
+        shown_by=tuple(sorted(shown_by)),
+        decides=True,
+    )
 
 
 def _cause(
@@ -206,8 +258,6 @@ def _detail(made: ComparedRow | None) -> str:
     if made is None:
         return ""
     place = with_line(made.blamed or "an operator", made.blamed_line)
-    if made.looks_like == "noise":
-        return f"; {place} draws other numbers: another seed, or other draws before it"
     return f"; it begins at {place}: {made.looks_like}, {made.evidence}"
 
 

@@ -14,6 +14,7 @@ from roundoff.compare.findings import OWN
 from roundoff.compare.left_out_operators import operator_causes
 from roundoff.compare.left_out_updates import update_causes
 from roundoff.compare.loaded_values import loaded_causes, values_before
+from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.step_causes import DATA, LOOP, Cause
 from roundoff.compare.table import ComparedRow
 from roundoff.record import LoopEvent
@@ -42,6 +43,7 @@ class ComparedStep:
         is_first: none was compared before it.
         modules: module of the reference -> its name in the candidate.
         events: what the loops did, of the reference and of the candidate.
+        unstable: what repeats show to change from run to run.
     """
 
     sides: Sides
@@ -51,6 +53,7 @@ class ComparedStep:
     is_first: bool
     modules: Mapping[str, str]
     events: tuple[Sequence[LoopEvent], Sequence[LoopEvent]]
+    unstable: Sequence[UnstableRow] = ()
 
     @property
     def differs(self) -> bool:
@@ -64,7 +67,9 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     at: dict[str, Any] = {"rank": compared.rank, "step": compared.step}
     causes = []
     if compared.differs:
-        causes += data_causes(compared.sides, compared.rows, **at)
+        causes += data_causes(
+            compared.sides, compared.rows, unstable=compared.unstable, **at
+        )
     if compared.is_first:
         names = _names(compared.sides, rename)
         causes += loaded_causes(compared.sides, compared.rows, names, **at)

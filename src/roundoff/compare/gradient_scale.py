@@ -4,7 +4,8 @@ A loss that is multiplied by a scale multiplies every gradient, until it is divi
 again before the optimizer reads it. The scale is followed through the rows of a step:
 backward calls are linear in the gradient that they read, and a product with one number
 multiplies the scale. Where it is not divided out, nothing is done: the gradients that
-the optimizer reads are wrong.
+the optimizer reads are wrong. A clip divides nothing out: what it multiplies by was made
+of the gradients, and would hide any scale.
 """
 
 from __future__ import annotations
@@ -118,10 +119,16 @@ def _same(one: float, other: float) -> bool:
 def _scales(rows: Rows) -> dict[int, float]:
     """Return the scale of each gradient that has another one than 1, by record."""
     scales: dict[int, float] = {}
+    made_of_gradients: set[int] = set()
     for record in sorted(rows):
         row = rows[record]
         scale = _scale(row, rows, scales)
-        if scale is not None:
+        if scale is None:
+            if any(i in scales or i in made_of_gradients for i in row.inputs):
+                made_of_gradients.add(record)
+        elif _is_clip(row, made_of_gradients):
+            scales[record] = next(scales[i] for i in row.inputs if i in scales)
+        else:
             scales[record] = scale
     scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
     if not scaled:
@@ -166,6 +173,13 @@ def _rescaled(row: RecordedRow, source: RecordedRow, before: float) -> float:
         return 1.0 if row.phase != "backward" else before
     after = before * factor
     return 1.0 if _same(after, 1.0) else after
+
+
+def _is_clip(row: RecordedRow, made_of_gradients: set[int]) -> bool:
+    """Return True for a product of a gradient with what was made of gradients."""
+    if row.phase == "backward" or row.base_operator not in PRODUCTS | DIVISIONS:
+        return False
+    return not made_of_gradients.isdisjoint(row.inputs)
 
 
 def _is_seed(row: RecordedRow, rows: Rows) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
 from roundoff.record import LoopEvent
 
+#: The name of the cause that there are more or fewer backward passes.
+BACKWARD_PASSES = "backward"
 #: Settings that choose how an optimizer computes, or are not used by it.
 _HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
 #: Settings that differ by this share differ by the rounding of a number.
@@ -280,7 +282,7 @@ def _backward_passes(
         twin,
         step,
         rank,
-        name="backward",
+        name=BACKWARD_PASSES,
         evidence=evidence,
         phase="forward",
         shown=step.backward[0] if step.backward else None,

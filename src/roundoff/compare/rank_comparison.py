@@ -27,15 +27,17 @@ from roundoff.compare.found_causes import (
     relabelled,
 )
 from roundoff.compare.gradient_scale import without_loss_scales
-from roundoff.compare.loop_order import loop_causes
+from roundoff.compare.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.port_comparison import by_different_hands
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
     in_other_portions,
+    share_of_work,
     without_tensors,
 )
 from roundoff.compare.recorded_rows import rows_of
+from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
@@ -86,6 +88,7 @@ class Settings:
         tensors: use kept tensors.
         floor: of the reference.
         candidate_floor: of the candidate.
+        unstable: what repeats of either run show to change from run to run.
         threads: torch's; others would add in another order.
     """
 
@@ -93,6 +96,7 @@ class Settings:
     tensors: bool = True
     floor: Floors = field(default_factory=dict)
     candidate_floor: Floors = field(default_factory=dict)
+    unstable: Sequence[UnstableRow] = ()
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -208,6 +212,8 @@ class _RankComparison:
         self._first_step: int | None = None
         self._differs = False
         self._is_one_program = True
+        #: A step does all of the work in other portions.
+        self._is_other_schedule = False
         self._portions = PortionsMemory()
         self.damage: list[str] = []
         self.causes: list[Cause] = []
@@ -221,15 +227,18 @@ class _RankComparison:
     def supported_causes(self) -> list[Cause]:
         """Return the causes that the values bear out.
 
-        A loop in another form may do the same: its order counts where values differ,
-        and where both sides are one program and not portions of one.
+        A loop in another form may do the same: what it does otherwise counts where
+        values differ, and where both sides are by one hand. How many backward passes
+        there are is another schedule as long as they do all of the work.
         """
-        is_borne_out = self._differs and self._is_one_program
-        return [
-            cause
-            for cause in self.causes
-            if is_borne_out or cause.label != "other loop"
-        ]
+        return [cause for cause in self.causes if self._is_borne_out(cause)]
+
+    def _is_borne_out(self, cause: Cause) -> bool:
+        if cause.label != "other loop":
+            return True
+        if not self._differs or not self._is_one_program:
+            return False
+        return cause.name != BACKWARD_PASSES or not self._is_other_schedule
 
     def _events(self, step: int) -> tuple[list[LoopEvent], list[LoopEvent]]:
         """Return what the loops did in a step; damage is told with its rows."""
@@ -267,7 +276,7 @@ class _RankComparison:
         if in_portions and in_other_portions(sides.reference, sides.candidate):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
-            self._is_one_program = False
+            self._is_other_schedule |= self._is_all_work_done(sides, step)
             rows = compare_portions(sides.reference, parts, rename, self._portions)
             self._differs |= any(row.cause is not None for row in rows)
             return rows
@@ -282,6 +291,21 @@ class _RankComparison:
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         return self._with_causes(sides, rows, step)
+
+    def _is_all_work_done(self, sides: Sides, step: int) -> bool:
+        """Return False where the work follows the number of backward passes.
+
+        Then parts are left out or done again. Padding adds work too, but less than the
+        passes that it comes with.
+        """
+        ours, theirs = (
+            sum(event.what == "backward" for event in events)
+            for events in self._events(step)
+        )
+        if not ours or not theirs or ours == theirs:
+            return True
+        work = share_of_work(sides.reference, sides.candidate)
+        return abs(work - 1) <= abs(work - theirs / ours)
 
     def _with_causes(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int
@@ -305,6 +329,7 @@ class _RankComparison:
             is_first=step == self._first_step,
             modules=self._settings.modules,
             events=self._events(step),
+            unstable=self._settings.unstable,
         )
         causes = [*self.causes, *causes_of_step(compared)]
         self.causes = in_order(causes)

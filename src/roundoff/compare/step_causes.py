@@ -24,6 +24,7 @@ CAUSE_ADVICE = {
         "feed both the same batches: compare files, preprocessing, sampler, seed and "
         "order"
     ),
+    "other draws": "give both generators the same seed, and draw as often before it",
     "other parameter": (
         "compare how the two programs make and load it: keys, layout, order, seed"
     ),

@@ -288,13 +288,14 @@ def _other_shape(fault: Fault) -> Symptom | None:
 
 
 def _random(fault: Fault) -> Symptom | None:
-    if fault.other_operator or not _draws(fault.row):
+    if fault.other_operator or not draws(fault.row):
         return None
     drawn = f"{fault.row.operator} draws random numbers"
     return Symptom("noise", f"{drawn}: other ones than in the reference")
 
 
-def _draws(row: RecordedRow) -> bool:
+def draws(row: RecordedRow) -> bool:
+    """Return True for an operator that draws random numbers."""
     try:
         tags = overload_of(row.overload or "").tags
     except RunError:

@@ -272,20 +272,27 @@ def compare(
     """
     ours = as_run(reference)
     theirs = as_run(candidate)
-    shared = rank is None and len(ours.ranks) == 1 < len(theirs.ranks)
+    steps = common("step", ours.steps, theirs.steps, step)
+    shared = rank is None and _is_work_shared(ours, theirs, steps[0])
     ranks = _ranks_of_reference(ours, theirs, rank, shared=shared)
     parts_of_work: Sequence[Any] = [theirs.ranks] if shared else ranks
-    steps = common("step", ours.steps, theirs.steps, step)
     _check_levels(ours, theirs)
     if modules:
         check_modules(ours, theirs, ranks[0], steps[0], modules)
     near_ours = recorded_beside(ours)
     near_theirs = recorded_beside(theirs)
+    unchanged = same_program(ours, theirs)
+    repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
+    unstable = [
+        *not_reproducible("reference", ours, repeats_of_ours),
+        *not_reproducible("candidate", theirs, near_theirs.repeat),
+    ]
     settings = Settings(
         modules=dict(modules or {}),
         tensors=tensors,
         floor=floor_of(ours, near_ours),
         candidate_floor=floor_of(theirs, near_theirs),
+        unstable=unstable,
     )
     sides: tuple[Any, Any] = (ours, theirs)
     if engine != "local":
@@ -300,12 +307,6 @@ def compare(
     extras = _extras(ours, theirs, rank, step, shared=shared)
     table = _joined([part.table for part in parts], extras)
     _check_common_operators(table, theirs)
-    unchanged = same_program(ours, theirs)
-    repeats_of_ours = near_ours.repeat or ([theirs] if unchanged else [])
-    unstable = [
-        *not_reproducible("reference", ours, repeats_of_ours),
-        *not_reproducible("candidate", theirs, near_theirs.repeat),
-    ]
     differs = bool(table.select((pl.col("error") > 0).any()).item())
     more_runs = {"reference": len(near_ours), "candidate": len(near_theirs)}
     about = replace(
@@ -315,6 +316,28 @@ def compare(
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)
+
+
+def _is_work_shared(reference: Run, candidate: Run, step: int) -> bool:
+    """Return True where several ranks share the work of the reference's only one.
+
+    Not where a rank makes the same calls on values of the same shapes: it does all of
+    the work itself. A damaged step says nothing, and is told of later.
+    """
+    if not len(reference.ranks) == 1 < len(candidate.ranks):
+        return False
+    [rank] = reference.ranks
+    if rank not in candidate.ranks:
+        return True
+    columns = ("phase", "module", "operator", "place", "shape")
+    try:
+        ours, theirs = (
+            run.part(rank, step).sort("record").select(columns).collect()
+            for run in (reference, candidate)
+        )
+    except RunError:
+        return True
+    return not ours.equals(theirs)
 
 
 def _ranks_of_reference(

@@ -51,6 +51,20 @@ def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
     return changed > SHARE * len(common)
 
 
+def share_of_work(reference: RecordedStep, candidate: RecordedStep) -> float:
+    """Return how many elements the modules with parameters make, for one of the reference.
+
+    1 where a step does all of its work in other portions, less where a part is left
+    out; 1 too where nothing can be compared.
+    """
+    ours = _results_by_module(reference)
+    theirs = _results_by_module(candidate)
+    common = ours.keys() & theirs.keys()
+    wanted = sum(row.numel or 0 for name in common for row in ours[name])
+    elements = sum(row.numel or 0 for name in common for row in theirs[name])
+    return elements / wanted if wanted else 1.0
+
+
 def _shapes(rows: Sequence[RecordedRow]) -> list[tuple[int, ...]]:
     return [tuple(row.shape or ()) for row in rows]
 

@@ -1,0 +1,92 @@
+"""What a step is fed: data from outside, and numbers that the program draws, which are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff
+
+KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
+
+
+def record(folder, keep, work):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with roundoff.capture(folder, model, keep=keep) as run:
+        work(model)
+        run.step()
+    return folder
+
+
+def drawing(seed):
+    """A program that draws its batch while it is recorded."""
+
+    def work(model):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(5, 6, generator=generator) * 2 + 1
+        model(x).square().mean().backward()
+
+    return work
+
+
+def filling(seed):
+    """The loss is weighed by memory that a draw fills in place."""
+
+    def work(model):
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.empty(3).uniform_(0.5, 1.5, generator=generator)
+        (model(torch.ones(5, 6)) * weights).sum().backward()
+
+    return work
+
+
+@KEEP
+@pytest.mark.parametrize(
+    ("program", "operator"), [(drawing, "randn"), (filling, "uniform_")]
+)
+def test_what_a_program_draws_is_not_fed(program, operator, keep, tmp_path):
+    right = record(tmp_path / "right", keep, program(1))
+    wrong = record(tmp_path / "wrong", keep, program(2))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    first = found.culprits()[0]
+    assert (first.operator, first.looks_like) == (operator, "other draws")
+    assert "draws other numbers" in found.answer
+    assert not any("were fed" in culprit.evidence for culprit in found.culprits())
+
+
+@KEEP
+def test_other_data_beside_equal_draws(keep, tmp_path):
+    def work(x):
+        def run(model):
+            noise = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+            model(x + noise).square().mean().backward()
+
+        return run
+
+    x = torch.linspace(-1, 1, 30).view(5, 6)
+    right = record(tmp_path / "right", keep, work(x))
+    wrong = record(tmp_path / "wrong", keep, work(3 * x))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.culprits()[0].looks_like == "other data"
+
+
+@KEEP
+def test_inputs_of_calls_that_one_run_alone_has_are_no_data(keep, tmp_path):
+    """A cast in front of a layer reads a part of the batch, where a slice reads all."""
+
+    def work(gain, *, autocast):
+        def run(model):
+            x = torch.linspace(-1, 1, 120).view(5, 4, 6)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                outputs = [model(x[:, t]).square().mean() for t in range(4)]
+            (gain * sum(outputs)).backward()
+
+        return run
+
+    right = record(tmp_path / "right", keep, work(1.0, autocast=False))
+    wrong = record(tmp_path / "wrong", keep, work(0.5, autocast=True))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert not found.agrees
+    assert "other data" not in {culprit.looks_like for culprit in found.culprits()}

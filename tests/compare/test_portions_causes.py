@@ -1,0 +1,62 @@
+"""The loop stands behind portions that leave a part out, and not behind those that do all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff
+
+
+def record(folder, parts, *, rows=8, scale=1.0, clip=None):
+    """Train one step on the first ``rows`` of a batch, in so many equal parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 6)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        optimizer.zero_grad()
+        for part in x[:rows].chunk(parts):
+            (model(part * scale).square().sum() / 8).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        run.step()
+    return folder
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def compare(reference, candidate):
+        ours = record(tmp_path / "ours", **reference)
+        theirs = record(tmp_path / "theirs", **candidate)
+        return roundoff.compare(reference=ours, candidate=theirs)
+
+    return compare
+
+
+def names(found):
+    return [culprit.name for culprit in found.culprits() if culprit.kind == "loop"]
+
+
+def test_a_batch_in_two_halves_is_no_finding(compared):
+    found = compared({"parts": 1}, {"parts": 2})
+    assert found.agrees, found.answer
+
+
+def test_a_part_that_is_left_out_is_told_by_the_loop(compared):
+    found = compared({"parts": 2}, {"parts": 1, "rows": 4})
+    assert names(found)[:1] == ["backward"]
+    assert "1 backward pass before" in found.answer
+
+
+def test_a_fault_in_halves_is_none_of_the_loop(compared):
+    found = compared({"parts": 1}, {"parts": 2, "scale": 1.5})
+    assert not found.agrees
+    assert names(found) == []
+
+
+def test_a_clip_in_halves_is_told_by_the_loop(compared):
+    found = compared({"parts": 1}, {"parts": 2, "clip": 1e-3})
+    assert names(found) == ["clip of the gradients"]

@@ -50,7 +50,7 @@ def product(m, x):
     [
         (WEIGHT, WEIGHT),  # not transposed: it fits because it is square
         (WIDE, WIDE.reshape(6, 4)),  # made to fit
-        (WEIGHT, WEIGHT.t().roll(2, 1)),  # three blocks in another order
+        (WEIGHT, WEIGHT.t().roll(2, 0)),  # three blocks in another order
         (WEIGHT, drawn(6, 6, seed=9)),  # not loaded
     ],
 )
@@ -178,13 +178,9 @@ def test_the_right_values_in_other_places(program, sides_of):
     assert blamed_leaf(sides, part) is None
     assert "right values in other places" in blamed_layout(sides, part).evidence
     right = sides_of(ours, ours, x)
-    same = Part(
-        *(side.values[last(side)] for side in (right.reference, right.candidate)),
-        "forward",
-        0.0,
-        (),
-        (),
-    )
+    twin = right.reference.values[last(right.reference)]
+    value = right.candidate.values[last(right.candidate)]
+    same = Part(twin, value, "forward", 0.0, (), ())
     assert blamed_layout(right, same) is None
 
 

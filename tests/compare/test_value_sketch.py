@@ -130,6 +130,7 @@ def test_several_are_as_one(sketch_of):
 
 def test_of_means_several_are_not_known():
     large = sketch_of_tensor(drawn(STRETCHES + 1))
+    assert large is not None
     assert together([large, large]) is None
 
 

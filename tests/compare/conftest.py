@@ -1,10 +1,14 @@
-"""What the tests of comparisons share: the rows of a recording, and single calls, recorded."""
+"""What the tests of comparisons share: the rows of a recording, small programs and single calls, recorded."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
+import roundoff
+from roundoff.compare.explain import RecordedStep
 from roundoff.compare.recorded_rows import RecordedRow, rows_of
 from roundoff.compare.replay import (
     CallReplay,
@@ -13,7 +17,60 @@ from roundoff.compare.replay import (
     replay_call,
 )
 from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
+from roundoff.compare.value_flow import flow_of
+from roundoff.compare.value_regions import Sides, limit_of
 from roundoff.ops import describe, tensors_made
+from roundoff.record import StepTensors
+
+
+class Program(torch.nn.Module):
+    """Computes ``function(self, *inputs)``; its parameters are the leaves of these names."""
+
+    def __init__(self, function, **leaves):
+        super().__init__()
+        self.function = function
+        for name, tensor in leaves.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor.clone()))
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+@pytest.fixture
+def program():
+    """``program(function, **leaves)``: a module that computes it."""
+    return Program
+
+
+@pytest.fixture
+def step_of(tmp_path):
+    """``step_of(module, *inputs)``: one recorded call of it, a step; without tensors where asked."""
+    numbers = itertools.count()
+
+    def step(module, *inputs, tensors=True):
+        folder = tmp_path / f"step{next(numbers)}"
+        with torch.no_grad(), roundoff.capture(folder, module, keep="tensors") as run:
+            module(*inputs)
+            run.step()
+        recorded = roundoff.load(folder)
+        kept = StepTensors(recorded, 0, 0) if tensors else None
+        return RecordedStep(rows_of(recorded, 0, 0), kept)
+
+    return step
+
+
+@pytest.fixture
+def sides_of(step_of):
+    """``sides_of(reference, candidate, *inputs)``: the values of both, and which agree."""
+
+    def sides(reference, candidate, *inputs, tensors=True):
+        ours = flow_of(step_of(reference, *inputs, tensors=tensors))
+        theirs = flow_of(step_of(candidate, *inputs, tensors=tensors))
+        values = Sides(ours, theirs, limit_of([ours, theirs]))
+        values.match()
+        return values
+
+    return sides
 
 
 @pytest.fixture

@@ -46,6 +46,32 @@ def recorded_model(tmp_path):
     return make
 
 
+def test_a_gradient_that_is_zero_is_held_against_its_terms(tmp_path, capsys):
+    torch.manual_seed(0)
+    # what follows does not see a constant: the first bias has no gradient
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    with roundoff.capture(tmp_path / "run", model, keep="tensors") as run:
+        model(torch.randn(64, 16)).square().sum().backward()
+        run.step()
+    result = replay(tmp_path / "run")
+    [bias] = [row for row in result.rows if row.site == "0/sum"]
+    assert bias.sqnr_db < 60
+    grads = roundoff.load(tmp_path / "run").ops.collect()
+    [total] = grads.filter(pl.col("record") == bias.record)["inputs"].to_list()
+    terms = load(tmp_path / "run").tensor(record=total[0]).double().abs().sum(0)
+    assert bias.terms_db == pytest.approx(
+        20 * math.log10(float(terms.norm()) / bias.own_l2)
+    )
+    # 64 terms of fp32 are off by at most 63 u of their magnitudes' sum
+    assert bias.terms_db > -20 * math.log10(63 * 2.0**-24)
+    others = [row for row in result.rows if row is not bias]
+    assert all(row.terms_db is None for row in others)
+    assert main(["replay", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "1 result marked * cancelled to about zero" in said
+    assert f"{bias.terms_db:.1f}*" in said
+
+
 def test_own_errors_from_disk_are_those_of_the_operator_in_fp64(recorded_model):
     run = recorded_model()
     found = replay(run).table

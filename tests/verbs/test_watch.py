@@ -218,6 +218,25 @@ def test_without_a_scaler_the_weights_take_it(watch):
     assert found["end"][0]["trouble"] == trouble
 
 
+LOST = """
+for i in range(4):
+    opt.zero_grad()
+    none = torch.zeros(3)
+    aside = (none * none.log()).sum() if i >= {first} else 0.0
+    (loss_of(i) + aside).backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_lost_loss_with_finite_gradients_is_trouble(watch, first):
+    *_, end = watch(LOST.format(first=first))["end"]
+    lost = 4 - first  # 0 * log(0) is NaN, and no gradient passes it
+    assert end["trouble"] == (
+        f"the loss of the last {lost} steps was NaN or Inf, though the gradients were finite"
+    )
+
+
 def test_only_so_many_are_run_again(watch):
     found = watch(scaled(4, (0, 1, 2)), explain=1)
     assert [row["origin"] for row in found["not finite"]] == ["/exp", None, None]

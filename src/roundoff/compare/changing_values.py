@@ -39,16 +39,18 @@ def other_draws(
     rows: Rows, compared: Sequence[ComparedRow], among: Container[int | None]
 ) -> list[ComparedRow]:
     """Return the rows among these records whose operators draw other numbers."""
-    own = [row for row in compared if row.cause == OWN and row.record in among]
-    return [row for row in own if row.record is not None and draws(rows[row.record])]
+    at_fault = [row for row in compared if row.cause == OWN and row.record in among]
+    return [
+        row for row in at_fault if row.record is not None and draws(rows[row.record])
+    ]
 
 
 def made_of(rows: Rows, sources: Iterable[int]) -> set[int]:
     """Return these records and all that read them, or what was made of them."""
-    made = {*sources}
-    if not made:
-        return made
+    downstream = {*sources}
+    if not downstream:
+        return downstream
     for record in sorted(rows):
-        if not made.isdisjoint(rows[record].inputs):
-            made.add(record)
-    return made
+        if not downstream.isdisjoint(rows[record].inputs):
+            downstream.add(record)
+    return downstream

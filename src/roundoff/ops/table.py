@@ -101,6 +101,7 @@ Trait = Literal[
     "exponentiate",
     "grow with their argument",
     "take moments",
+    "add up terms",
     "average targets",
     "clamp",
     "work element by element",
@@ -269,6 +270,12 @@ _TRAITS: dict[Trait, str] = {
         sum mean cumsum embedding_dense_backward native_layer_norm_backward
         native_batch_norm_backward var std norm linalg_vector_norm index_add
         scatter_add logsumexp native_batch_norm native_group_norm""",
+    # add terms, each linear in every operand: magnitudes for operands give magnitudes
+    # for terms
+    "add up terms": """
+        sum mean cumsum embedding_dense_backward index_add scatter_add mm bmm addmm
+        baddbmm addbmm mv addmv dot vdot matmul linear convolution
+        convolution_backward""",
     # add elements of several: what is near may cancel
     "add or subtract": "add sub rsub lerp addcmul addcdiv",
     "normalize": "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm",

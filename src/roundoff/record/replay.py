@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from roundoff.errors import RunError
 from roundoff.formats import parse_format
-from roundoff.ops import Reason, overload_of, restore, run_again
+from roundoff.ops import Reason, base, operators_that, overload_of, restore, run_again
 from roundoff.record.disk.reader import Run
 from roundoff.record.disk.schema import TensorRecord, site_name
 from roundoff.record.disk.typed_rows import column, rows_of_table, table_of_rows
@@ -29,6 +30,10 @@ class ReplayedOutput:
     ``own_l2`` and ``own_max`` are of |recorded - again|; ``sqnr_db`` is 20 log10(l2 of
     again / own_l2): infinite where the two are the same, minus infinity where one is
     finite and the other not. They are None where ``reason`` says why.
+
+    ``terms_db`` is the same against what was added up, 20 log10(l2 of the sums of the
+    terms' magnitudes / own_l2), where terms cancelled so far that ``sqnr_db`` says
+    nothing of the operator: a gradient that is zero in exact arithmetic. Else None.
     """
 
     rank: int = column(pl.Int32)
@@ -42,6 +47,12 @@ class ReplayedOutput:
     own_max: float | None = column(pl.Float64)
     sqnr_db: float | None = column(pl.Float64)
     reason: str | None = column(pl.String)
+    terms_db: float | None = column(pl.Float64, default=None)
+
+    @property
+    def quality_db(self) -> float | None:
+        """How far the error is below what the operator worked on, in dB."""
+        return self.sqnr_db if self.terms_db is None else self.terms_db
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +123,11 @@ def sqnr_db(error: OwnError) -> float:
     return 20 * (math.log10(error.reference) - math.log10(error.l2))
 
 
+_SUMS = operators_that("add up terms")
+#: Terms that are this much larger than their sum have cancelled.
+_CANCELLED_DB = 40.0
+
+
 class _NotStored(Exception):  # noqa: N818 - becomes the reason of a row
     """A tensor that a call needs is not in the run."""
 
@@ -148,8 +164,11 @@ def _replay_step(
             again = _call_again(outputs[0], tensor_of, dtype, device)
         except _NotStored as missing:
             again = Reason(f"its input {missing}")
-        for row in outputs:
-            yield _replayed(row, again, tensor_of)
+        replayed = [_replayed(row, again, tensor_of) for row in outputs]
+        if any(map(_may_have_cancelled, outputs, replayed)):
+            terms = _call_again(outputs[0], tensor_of, dtype, device, magnitudes=True)
+            replayed = [_against_terms(row, terms) for row in replayed]
+        yield from replayed
 
 
 def _call_again(
@@ -157,7 +176,10 @@ def _call_again(
     tensor_of: Callable[[int], Tensor],
     dtype: torch.dtype | None,
     device: torch.device,
+    *,
+    magnitudes: bool = False,
 ) -> list[Any] | Reason:
+    """Run a call again, on its inputs or on their magnitudes."""
     if row.overload is None:
         return Reason("not an operator with a schema")
     if row.arguments is None:
@@ -167,7 +189,42 @@ def _call_again(
     except RunError as error:
         return Reason(f"{error.what}: {error.do}")
     args, kwargs = restore(row.arguments, tensor_of)
+    if magnitudes:
+        args, kwargs = tree_map_only(Tensor, _magnitude, (args, kwargs))
     return run_again(func, args, kwargs, dtype=dtype, device=device)
+
+
+def _magnitude(tensor: Tensor) -> Tensor:
+    """Return |tensor|; indices, masks and formats without arithmetic as they are."""
+    has_arithmetic = tensor.dtype.itemsize > 1
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.abs() if is_number and has_arithmetic else tensor
+
+
+def _may_have_cancelled(row: TensorRecord, replayed: ReplayedOutput) -> bool:
+    """Return True for a sum that is further off than one of equal signs would be."""
+    if replayed.sqnr_db is None or base(row.operator) not in _SUMS:
+        return False
+    dtype = getattr(torch, row.dtype or "", None)
+    if dtype is None or not dtype.is_floating_point:
+        return False
+    return replayed.sqnr_db < -20 * math.log10(torch.finfo(dtype).eps) - _CANCELLED_DB
+
+
+def _against_terms(row: ReplayedOutput, terms: list[Any] | Reason) -> ReplayedOutput:
+    """Return the row with its error against the sums of the terms' magnitudes."""
+    if isinstance(terms, Reason) or row.place >= len(terms) or not row.own_l2:
+        return row
+    size = terms[row.place]
+    if not isinstance(size, Tensor) or not math.isfinite(row.own_l2):
+        return row
+    norm = float(size.double().norm())
+    if not norm or not math.isfinite(norm):
+        return row
+    terms_db = 20 * (math.log10(norm) - math.log10(row.own_l2))
+    if terms_db < (row.sqnr_db or 0.0) + _CANCELLED_DB:
+        return row
+    return replace(row, terms_db=terms_db)
 
 
 def _replayed(

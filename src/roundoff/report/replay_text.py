@@ -45,13 +45,23 @@ def print_replay(replay: Replay, console: Console, *, top: int = 20) -> None:
     ───────────────────────────────────────────
         1   draws random numbers   /dropout...
     """
-    compared = [(row.sqnr_db, row) for row in replay.rows if row.sqnr_db is not None]
+    compared = [
+        (row.quality_db, row) for row in replay.rows if row.quality_db is not None
+    ]
     compared.sort(key=lambda pair: pair[0])
     against = "the recorded format" if replay.dtype == "same" else replay.dtype
     results = count(len(compared), "result")
     heading(console, f"Own error against {against} on {replay.device}: {results}")
     with_error = [row for sqnr, row in compared if sqnr < math.inf]
     _print_errors(with_error[:top], console)
+    cancelled = sum(row.terms_db is not None for row in with_error[:top])
+    if cancelled:
+        say(
+            console,
+            f"{count(cancelled, 'result')} marked * cancelled to about zero: the error "
+            "is held against the terms that were added up.",
+            style="dim",
+        )
     exact = len(compared) - len(with_error)
     if exact:
         say(console, f"{count(exact, 'result')} without any error.")
@@ -70,11 +80,15 @@ def _print_errors(rows: Sequence[ReplayedOutput], console: Console) -> None:
             "phase": [row.phase for row in rows],
             "site": [row.site for row in rows],
             "output": [str(row.place) for row in rows],
-            "SQNR": [db(row.sqnr_db) for row in rows],
+            "SQNR": [_sqnr(row) for row in rows],
             "max error": [f"{row.own_max:.3g}" for row in rows],
         },
         prose={"site"},
     )
+
+
+def _sqnr(row: ReplayedOutput) -> str:
+    return db(row.sqnr_db) if row.terms_db is None else f"{db(row.terms_db)}*"
 
 
 def _print_reasons(rows: Sequence[ReplayedOutput], console: Console) -> None:

@@ -27,7 +27,7 @@ _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "loss": "outside of the model, in the loss",
-    "data": "before the step, in the data",
+    "data": "before the model ran, in the data or in what the script makes of them",
     "weights": "before the step, in the weights",
 }
 _STYLES = {"not finite": "red", "warning": "yellow", "end": "bold"}

@@ -177,6 +177,8 @@ class _Watcher:
         self.ends = StepBoundaries(self._end)
         self._stopped: str | None = None
         self._bad_in_a_row = 0
+        #: steps whose loss was not finite though their gradients were
+        self._lost_in_a_row = 0
         self._low_in_a_row = 0
         self._advised: set[str] = set()
         self._scalers = 0
@@ -241,6 +243,11 @@ class _Watcher:
             return f"the last {bad} steps were skipped"
         if bad and not self._last_was_skipped:
             return f"the gradients of the last {bad} steps were not finite, and the weights took them"
+        if self._lost_in_a_row:
+            return (
+                f"the loss of the last {self._lost_in_a_row:,} steps was NaN or Inf, "
+                "though the gradients were finite"
+            )
         return None
 
     # -- the model
@@ -375,7 +382,9 @@ class _Watcher:
         if loss_scale is not None:
             self.scale = loss_scale
         loss = self.now.loss()
-        self._count()
+        is_lost = loss is not None and not math.isfinite(loss)
+        # a script may drop a backward pass whose loss it has seen to be NaN
+        self._count(is_lost=is_lost and self.now.is_last_loss_lost)
         self.say(
             StepEnd(
                 step=self.number,
@@ -391,17 +400,17 @@ class _Watcher:
         self._check_scale()
         if self._runs_slow_fp16():
             self._advise("fp16-on-cpu")
-        is_lost = loss is not None and not math.isfinite(loss)
         self._begin()
         if self.stop_on_nan and is_lost and self._stopped is None:
             self._stopped = "stopped at a loss that is not finite"
             raise StopScript
 
-    def _count(self) -> None:
+    def _count(self, *, is_lost: bool) -> None:
         is_bad = bool(self.now.bad) or self.now.skipped
         self.skips += self.now.skipped
         self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
         self._last_was_skipped = self.now.skipped
+        self._lost_in_a_row = self._lost_in_a_row + 1 if is_lost and not is_bad else 0
 
     def _begin(self) -> None:
         self.number += 1

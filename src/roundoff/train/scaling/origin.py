@@ -32,6 +32,12 @@ WEIGHTS = "weights"
 _PASSING = (
     operators_that("keep values") | operators_that("cast") | operators_that("copy in")
 )
+#: Of what the script gives the model: a step is run again from there on.
+CALLED_WITH_IT = "the model was called with it"
+LOOK_BEFORE_THE_MODEL = (
+    "look for 0/0, log(0) and inf - inf in what the script computes before it calls the "
+    "model, then at the batch itself"
+)
 NOT_CALLED = (
     "the model that was given was not called in this step, or only in compiled code: give the "
     "module that the step calls, and of a compiled one what torch.compile returned"
@@ -193,7 +199,7 @@ def read_birth(
         origin_operator=origin.operator,
         phase=_phase(origin),
         line=origin.line,
-        cause=origin.cause,
+        cause=CALLED_WITH_IT if _phase(origin) == DATA else origin.cause,
         advice=_advice(origin),
     )
 
@@ -258,6 +264,8 @@ def _is_earlier_backward(before: RecordedRow, row: RecordedRow) -> bool:
 
 
 def _advice(event: NonfiniteEvent) -> str | None:
+    if _phase(event) == DATA:
+        return LOOK_BEFORE_THE_MODEL
     if event.advice == LOWER_SCALE:
         return "nothing while it is rare, as the scale is lowered now; else this operator in bfloat16 or float32"
     return event.advice

@@ -15,7 +15,7 @@ _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "loss": "outside of the model, in the loss",
-    "data": "before the step: it came in with the data",
+    "data": "before the model ran: it came in with the data, or with what the script makes of them",
     "weights": "before the step: it came in with the weights",
 }
 #: Unscaling rounds, so a saturated gradient may end this much below the limit.

@@ -43,6 +43,11 @@ class StepState:
         ]
         return sum(values) / len(values) if values else None
 
+    @property
+    def is_last_loss_lost(self) -> bool:
+        """True where the last loss that ran backward is NaN or Inf."""
+        return bool(self.losses) and not math.isfinite(float(self.losses[-1][0]))
+
     def measure(self, optimizer: Optimizer, scale: float) -> bool:
         """Add the gradients of one more optimizer, which are multiplied by ``scale``.
 

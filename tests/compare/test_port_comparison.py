@@ -1,0 +1,78 @@
+"""One step of two programs by different hands: when they are, what agrees, what is named once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.alignment import MATCHED
+from roundoff.compare.explain import EarlierSteps, Sides
+from roundoff.compare.port_comparison import by_different_hands, compare_port
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {"first": drawn(8, 6, seed=1), "second": drawn(3, 8, seed=2)}
+X = drawn(5, 6, seed=3)
+
+
+def reference(m, x):
+    return F.linear(F.linear(x, m.first).tanh(), m.second).sigmoid()
+
+
+def port(m, x):
+    hidden = torch.einsum("bi,hi->hb", x, m.first).tanh()
+    return 1 / (1 + torch.exp(-torch.einsum("hb,oh->bo", hidden, m.second)))
+
+
+def wrong_port(m, x):
+    hidden = torch.einsum("bi,hi->hb", x, m.first).erf()
+    return 1 / (1 + torch.exp(-torch.einsum("hb,oh->bo", hidden, m.second)))
+
+
+def test_by_different_hands(program, step_of):
+    ours = step_of(program(reference, **LEAVES), X).rows
+    again = step_of(program(reference, **LEAVES), X).rows
+    theirs = step_of(program(port, **LEAVES), X).rows
+    assert not by_different_hands(ours, again, {})
+    assert by_different_hands(ours, theirs, {})
+    assert not by_different_hands(ours, {}, {})
+
+
+def test_one_hand_whatever_the_modules_are_called(step_of):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
+    renamed = torch.nn.ModuleDict({"layer": net[0], "act": net[1]})
+    renamed.forward = lambda x: renamed["act"](renamed["layer"](x))
+    assert not by_different_hands(step_of(net, X).rows, step_of(renamed, X).rows, {})
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_right_port_is_equivalent(program, step_of, tensors):
+    sides = Sides(
+        step_of(program(reference, **LEAVES), X, tensors=tensors),
+        step_of(program(port, **LEAVES), X, tensors=tensors),
+    )
+    memory = EarlierSteps()
+    rows = compare_port(sides, memory)
+    assert not any(row.cause for row in rows)
+    assert not memory.parted
+    assert rows[0].record is not None
+    leaves = {row.name: row.status for row in rows if row.name}
+    assert leaves == {"first": MATCHED, "second": MATCHED}
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_difference_is_named_once(program, step_of, tensors):
+    sides = Sides(
+        step_of(program(reference, **LEAVES), X, tensors=tensors),
+        step_of(program(wrong_port, **LEAVES), X, tensors=tensors),
+    )
+    memory = EarlierSteps()
+    named = [row for row in compare_port(sides, memory) if row.cause == "own"]
+    assert [row.operator for row in named] == ["erf"]
+    assert memory.parted
+    assert not any(row.cause for row in compare_port(sides, memory))

@@ -1,0 +1,60 @@
+"""What each value is made of, in the order of execution, and what only hands values on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.value_flow import flow_of
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_operator(flow):
+    return {value.operator: value for value in flow.in_order()}
+
+
+def test_values_and_what_they_are_made_of(program, step_of):
+    net = program(lambda m, x: F.relu(F.linear(x, m.weight)), weight=drawn(3, 4))
+    x = drawn(2, 4)
+    flow = flow_of(step_of(net, x))
+    values = by_operator(flow)
+    assert values["relu"].inputs == (values["mm"].key,)
+    assert set(values["mm"].inputs) == {values["input"].key, values["t"].key}
+    assert flow.readers[values["mm"].key] == [values["relu"].key]
+    assert not values["parameter"].is_call
+    assert values["t"].is_call
+    assert not values["t"].computes
+    assert values["mm"].computes
+    assert torch.equal(flow.tensor(values["input"].key), x)
+
+
+def test_behind_views_is_the_value(program, step_of):
+    net = program(lambda m, x: x.exp().t().reshape(-1) @ m.weight, weight=drawn(6))
+    flow = flow_of(step_of(net, drawn(2, 3)))
+    values = by_operator(flow)
+    last = flow.values[max(flow.values)]
+    sources = {flow.behind(key).operator for key in last.inputs}
+    assert sources == {"exp", "parameter"}
+    assert [v.row.name for v in flow.parameters_read(last.key)] == ["weight"]
+    assert flow.behind(values["exp"].key) is values["exp"]
+
+
+def test_constants_and_unknown_values_say_nothing(program, step_of):
+    net = program(lambda m, x: (m.zeros + x, x.sum(), x > 0), zeros=torch.zeros(3))
+    step = step_of(net, torch.tensor([1.0, 2.0, 3.0]))
+    values = by_operator(flow_of(step))
+    assert values["parameter"].says_nothing
+    assert not values["add"].says_nothing
+    assert not values["sum"].says_nothing
+    assert values["sum"].is_number
+    assert not values["gt"].is_number
+
+
+def test_from_statistics_nothing_is_kept(program, step_of):
+    net = program(lambda m, x: x.exp())
+    flow = flow_of(step_of(net, drawn(5), tensors=False))
+    assert all(flow.tensor(key) is None for key in flow.values)
+    assert not by_operator(flow)["exp"].sketch.exact

@@ -52,6 +52,7 @@ class CallPlace:
         reaches: errors reach the target, as values or through decisions.
         decides: they reach a decision that the target depends on.
         is_direct: no site lies between it and such a decision.
+        has_gradient: it was not called under ``torch.no_grad``.
     """
 
     number: int
@@ -59,6 +60,7 @@ class CallPlace:
     reaches: bool = True
     decides: bool = False
     is_direct: bool = False
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ class CallPlaces:
         self.last = self.bits.setdefault(name, 1 << len(self.bits))
         if name not in self.places and self.mode is not None:
             template = replace(call, leaves=[])
-            self.places[name] = CallPlace(self.mode.number, template)
+            self.places[name] = CallPlace(
+                self.mode.number, template, has_gradient=torch.is_grad_enabled()
+            )
         return result
 
     def before_write(self, tensor: Tensor) -> None:

@@ -94,10 +94,12 @@ class Recording:
 
     @property
     def decides(self) -> bool:
-        """True if errors of some site reach a decision that the target depends on."""
-        return any(
-            p.decides for batch in self.batches.values() for p in batch.places.values()
-        )
+        """True if errors of some site reach a decision that the target depends on.
+
+        Values made under ``torch.no_grad`` have no gradient, but may decide nothing.
+        """
+        places = [p for batch in self.batches.values() for p in batch.places.values()]
+        return any(place.decides and place.has_gradient for place in places)
 
     def places(self, site: str) -> list[CallPlace]:
         """Return the calls of a site, one for each batch that has it."""

@@ -19,6 +19,7 @@ from roundoff.budget.refine import divided_parts, with_trials
 from roundoff.budget.table import Budget
 from roundoff.budget.trial_rows import OutputView, with_mean_products
 from roundoff.budget.trials import measure_by_trial, record
+from roundoff.errors import GradientPathError
 from roundoff.formats import parse_format
 from roundoff.ops import watch
 from roundoff.plan import noise, run_batches
@@ -587,3 +588,28 @@ def test_a_small_wrong_row_beside_large_ones_is_found():
     alone = noise(run_batches(workload, {"small/linear": "int8"}).targets, exact)
     assert row.measured == "trial"
     assert row.noise == pytest.approx(alone, rel=1e-5)
+
+
+class Cut(nn.Module):
+    """Many sites, and no gradient at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_model_without_any_gradient_is_measured_by_trials():
+    torch.manual_seed(0)
+    workload = Workload(Cut(), [torch.randn(30, 4)])
+    measured = budget(workload, ["bf16", "fp16", "fp8_e4m3fn", "int8"])
+    assert measured.about.trials == 80
+    exact = run_batches(workload).targets
+    row = cost(measured, "layers.3/linear", "int8")
+    alone = noise(run_batches(workload, {row.site: "int8"}).targets, exact)
+    assert row.noise == pytest.approx(alone, rel=1e-5)
+    with pytest.raises(GradientPathError):
+        budget(workload, ["bf16"], trials=0)

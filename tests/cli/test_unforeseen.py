@@ -35,7 +35,7 @@ def broken(*_args: object, **_kwargs: object) -> None:
 
 
 FAULTS = {
-    "diagnose net.py -o out": "roundoff.budget.measure._columns",
+    "diagnose net.py -o out": "roundoff.budget.run._columns",
     "quantize net.py -o out --no-onnx": "roundoff.quantize.pipeline.round_model_",
     "compare a b": "roundoff.verbs.compare.compare",
 }

@@ -19,7 +19,7 @@ from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, TrialCost, adjoint_cost
 from roundoff.budget.trial_run import TrialRun
 from roundoff.budget.trials import Recording, record
-from roundoff.errors import WorkloadError
+from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
@@ -82,7 +82,8 @@ def budget(
 
     Raises:
         WorkloadError: the workload cannot be measured.
-        GradientPathError: nothing of the target has a gradient.
+        GradientPathError: nothing of the target has a gradient, and no trials are asked
+            for or possible.
         NonFiniteError: the unrounded run holds NaN or Inf.
         FormatError: a format is unknown.
     """
@@ -129,7 +130,7 @@ def _measured(
     """Measure by trials or by the adjoint, whichever costs less.
 
     ``cost`` is that of trials, None for the adjoint. What the adjoint costs is known
-    once it knows how many probes it takes.
+    once it knows how many probes it takes. Without any gradient trials it is.
     """
     if cost is None:
         return _by_adjoint(asked, math.inf, report)
@@ -139,6 +140,9 @@ def _measured(
         except ManyProbesError as many:
             if not cost.is_below(many.cost):
                 return _by_adjoint(asked, math.inf, report)
+        except GradientPathError:
+            if not cost.is_below(math.inf):
+                raise
     by_trial = TrialRun(asked)
     budget = _all_batches(by_trial, by_trial.places, FollowingMode, report)
     return by_trial, budget

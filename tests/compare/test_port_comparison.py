@@ -76,3 +76,38 @@ def test_a_difference_is_named_once(program, step_of, tensors):
     assert [row.operator for row in named] == ["erf"]
     assert memory.parted
     assert not any(row.cause for row in compare_port(sides, memory))
+
+
+def one_more(m, x):
+    return port(m, x) * 1.1
+
+
+def one_less(m, x):
+    hidden = torch.einsum("bi,hi->hb", x, m.first).tanh()
+    return torch.einsum("hb,oh->bo", hidden, m.second)
+
+
+def with_a_count(m, x):
+    result = port(m, x)
+    (result > 0.5).float().mean()
+    return result
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("wrong", [one_more, one_less])
+def test_an_operator_more_or_less_at_the_end(program, step_of, wrong, tensors):
+    sides = Sides(
+        step_of(program(reference, **LEAVES), X, tensors=tensors),
+        step_of(program(wrong, **LEAVES), X, tensors=tensors),
+    )
+    rows = compare_port(sides, EarlierSteps())
+    assert [row for row in rows if row.cause is not None]
+
+
+def test_what_is_computed_beside_the_result_is_no_difference(program, step_of):
+    sides = Sides(
+        step_of(program(reference, **LEAVES), X),
+        step_of(program(with_a_count, **LEAVES), X),
+    )
+    rows = compare_port(sides, EarlierSteps())
+    assert not [row for row in rows if row.cause is not None]

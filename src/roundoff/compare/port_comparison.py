@@ -177,9 +177,44 @@ def _outputs(sides: Sides) -> _Results:
         (ours, theirs),
         (_wide(sides.reference, ours), _wide(sides.candidate, theirs)),
     ):
-        if end.key not in sides.agreeing and other_end.key not in sides.twins:
+        if _ends_differ(sides, end, other_end):
             return [end.key], [other_end.key], _FORWARD
     return [], [], _FORWARD
+
+
+def _ends_differ(sides: Sides, end: Value, other_end: Value) -> bool:
+    """Return True if two programs end in values that do not agree.
+
+    One end may agree with a value inside the other program. If that goes on from there
+    to an end of as many elements, it does something more to the result; if not, its end
+    is another one: an accuracy that is computed beside the loss.
+    """
+    twin = sides.agreeing.get(end.key)
+    other_twin = sides.twins.get(other_end.key)
+    if twin is None and other_twin is None:
+        return True
+    if twin is not None and other_twin is not None:
+        return False
+    if twin is not None:
+        return _goes_on(sides.candidate, twin[0], other_end)
+    return other_twin is not None and _goes_on(sides.reference, other_twin[0], end)
+
+
+def _goes_on(flow: Flow, key: int, end: Value) -> bool:
+    """Return True if an end is made of a value of as many elements."""
+    start = flow.values.get(key)
+    if start is None or start.row.numel != end.row.numel:
+        return False
+    waiting = list(end.inputs)
+    seen: set[int] = set()
+    while waiting:
+        source = waiting.pop()
+        if source == key:
+            return True
+        if source in flow.values and source not in seen:
+            seen.add(source)
+            waiting += flow.values[source].inputs
+    return False
 
 
 def _wide(flow: Flow, last: Value) -> Value:

@@ -173,12 +173,13 @@ def _outputs(sides: Sides) -> _Results:
     theirs = _last(sides.candidate)
     if ours is None or theirs is None:
         return [], [], _FORWARD
-    for end, other_end in (
-        (ours, theirs),
-        (_wide(sides.reference, ours), _wide(sides.candidate, theirs)),
-    ):
-        if _ends_differ(sides, end, other_end):
-            return [end.key], [other_end.key], _FORWARD
+    if _ends_differ(sides, ours, theirs):
+        return [ours.key], [theirs.key], _FORWARD
+    # what a loss is made of may be another value of its formula
+    end = _wide(sides.reference, ours)
+    other_end = _wide(sides.candidate, theirs)
+    if end.key not in sides.agreeing and other_end.key not in sides.twins:
+        return [end.key], [other_end.key], _FORWARD
     return [], [], _FORWARD
 
 

@@ -105,7 +105,8 @@ def test_a_router_without_a_gradient_costs_what_rounding_it_by_hand_costs(expert
         row = cost(measured, "router/linear", fmt)
         assert noise_by_hand > 0
         assert row.noise == pytest.approx(noise_by_hand, rel=1e-5)
-        assert (row.measured, row.stderr_db) == ("trial", 0.0)
+        assert row.measured == "trial"
+        assert 0 < row.stderr_db < 0.01
     [router] = [site for site in measured.sites if site.site == "router/linear"]
     assert router.no_path is None
     assert measured.about.trials >= 2

@@ -111,6 +111,8 @@ def power(
             batches=batches,
         )
         stderr = float(spread(a**2))
+        if is_exact:
+            stderr = max(stderr, _float_error(total))
         if pooled:
             b = np.sum(pooled, axis=0)
             # probes are independent between batches too: add batches, then multiply
@@ -148,7 +150,9 @@ def group_powers(
         for number, place in enumerate(alike):
             terms = groups[place]
             is_exact = all(term.measured == TRIAL for term in terms)
-            error = beyond[number] if is_exact else errors[number]
+            error = errors[number]
+            if is_exact:
+                error = max(beyond[number], _float_error(noise[number]))
             results[place] = (float(noise[number]), float(error))
             if not np.isfinite(noise[number]):
                 results[place] = power(terms, unmeasured=unmeasured, batches=batches)
@@ -240,6 +244,19 @@ def standard_errors(
     beyond = np.maximum(between**2 - error**2, 0.0)
     total: Array = np.sqrt(error**2 + unmeasured * beyond)
     return total
+
+
+#: Roundings in fp32 that an output carries itself, relative to its rms.
+_OWN_ROUNDING = 8 * 2.0**-24
+
+
+def _float_error(noise: float) -> float:
+    """Return what a noise power is off by because outputs are computed in fp32.
+
+    A difference of relative rms ``d`` is off by about ``_OWN_ROUNDING``, its square by
+    ``2 d`` times that.
+    """
+    return 2 * math.sqrt(noise) * _OWN_ROUNDING if 0 < noise < math.inf else 0.0
 
 
 def _between_batches(means: Array, batches: Sequence[int]) -> Array:

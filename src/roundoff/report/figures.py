@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: shown where a value does not apply
 NONE = "–"
+#: A measured row with a standard error below this, in dB, is shown as exact.
+EXACT = 0.05
 
 
 def db(value: float | None) -> str:
@@ -43,10 +45,15 @@ def stderr(value: float | None) -> str:
 def uncertainty(stderr_db: float | None, measured: str) -> str:
     """The standard error of a row; ``run`` where the model ran with the site rounded.
 
-    >>> uncertainty(0.31, "adjoint"), uncertainty(0.0, "trial")
-    ('0.3', 'run')
+    Beside it what batches that were not measured may differ by.
+
+    >>> uncertainty(0.31, "adjoint"), uncertainty(0.0, "trial"), uncertainty(0.31, "trial")
+    ('0.3', 'run', 'run 0.3')
     """
-    return "run" if measured == "trial" else stderr(stderr_db)
+    if measured != "trial":
+        return stderr(stderr_db)
+    is_exact = stderr_db is None or stderr_db < EXACT
+    return "run" if is_exact else f"run {stderr(stderr_db)}"
 
 
 def percent(fraction: float | None) -> str:

@@ -68,19 +68,22 @@ def data_records(rows: Rows) -> set[int]:
     for record, row in rows.items():
         if record in loaded or row.name or row.phase != "forward":
             continue
-        if not row.is_call:
-            outside = row.operator in ("input", "alias")
-            if outside and all(i in data for i in row.inputs):
-                data.add(record)
-        elif (
-            running is not None
-            and not row.module
-            and all(i in data for i in row.inputs)
-        ):
-            is_fresh = all(i > running for i in row.inputs)
-            if record < running or is_fresh:
-                data.add(record)
+        of_data = all(i in data for i in row.inputs)
+        if of_data and _may_be_data(row, running):
+            data.add(record)
     return data
+
+
+def _may_be_data(row: RecordedRow, running: int | None) -> bool:
+    """Return True for a row that is data if all that it reads is.
+
+    ``running`` is the first record that a parameter went into; None without any.
+    """
+    if not row.is_call:
+        return row.operator in ("input", "alias")
+    if running is None or row.module:
+        return False
+    return row.record < running or all(i > running for i in row.inputs)
 
 
 def _first_read_of_a_name(rows: Rows) -> int | None:

@@ -397,3 +397,10 @@ def test_what_statistics_cannot_decide_is_said_and_does_not_agree(tmp_path):
     assert "cannot be decided from statistics" in comparison.answer
     assert "--keep tensors" in comparison.answer
     assert main(["compare", str(ours), str(wrong)]) == 3
+
+
+@pytest.mark.parametrize(
+    "place", ["nosuch://bucket/run", "absent/folder", "\0", "memory://nothing/here"]
+)
+def test_nothing_is_saved_where_nothing_can_be_read(place):
+    assert not is_saved(place)

@@ -217,10 +217,21 @@ class Comparison:
 
 def is_saved(path: str | Path) -> bool:
     """Return True where a comparison, rather than a run, is saved."""
+    place = _within(path, ABOUT_FILE)
     try:
-        return bool(_bytes(_within(path, ABOUT_FILE)))
-    except Exception:  # noqa: BLE001 - loading the run says what is wrong
+        return _exists(place)
+    except (OSError, ValueError, ImportError):
+        # no such protocol, no library for it, no way there: loading says what is wrong
         return False
+
+
+def _exists(place: str | Path) -> bool:
+    if not is_url(place):
+        return Path(place).is_file()
+    from fsspec.core import url_to_fs
+
+    files, name = url_to_fs(str(place))
+    return bool(files.exists(name))
 
 
 def _within(folder: str | Path, name: str) -> str | Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
 from roundoff.compare.call_arguments import argument_differences
-from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.call_pairs import RECOMPUTED, TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.divergence import Divergence, is_partly_written
 from roundoff.compare.explain import (
@@ -93,7 +93,12 @@ def compare_step(
     pairs = align(reference, candidate, modules)
     measures = _Measures(sides, pairs, memory, floors or NoiseFloors({}, {}))
     divergence = Divergence(
-        reference, candidate, measures.counterpart, measures.exact, measures
+        reference,
+        candidate,
+        measures.counterpart,
+        measures.exact,
+        measures,
+        guessed=_guessed(pairs),
     )
     findings = divergence.run()
     read = {record: candidate[record].values_read() for record in findings}
@@ -111,6 +116,16 @@ def compare_step(
     _remember(memory, candidate, findings)
     _remember_unwritten(memory, reference, pairs)
     return rows
+
+
+def _guessed(pairs: Sequence[Pair]) -> frozenset[int]:
+    """Return the candidate's calls that were paired by what they do, not where."""
+    return frozenset(
+        pair.candidate
+        for pair in pairs
+        if pair.status == MATCHED and pair.reason not in (None, RECOMPUTED)
+        if pair.candidate is not None
+    )
 
 
 class _Measures:

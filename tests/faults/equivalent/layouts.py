@@ -346,7 +346,7 @@ def ddp_accumulated(model):
     return _accumulated(model)
 
 
-def _updates_in_turn(model, send):
+def _updates_in_turn(model, send, memory=lambda parameter: parameter):
     """Each process updates every other parameter and sends it to the others."""
     parameters = list(model.parameters())
     mine = parameters[dist.get_rank() :: dist.get_world_size()]
@@ -362,7 +362,8 @@ def _updates_in_turn(model, send):
         with torch.no_grad():
             for number, parameter in enumerate(parameters):
                 if send(number):
-                    dist.broadcast(parameter, number % dist.get_world_size())
+                    sender = number % dist.get_world_size()
+                    dist.broadcast(memory(parameter), sender)
 
     return step
 
@@ -370,6 +371,11 @@ def _updates_in_turn(model, send):
 @layout(2, steps=2)
 def updates_in_turn(model):
     return _updates_in_turn(model, lambda number: True)
+
+
+@layout(2, steps=2)
+def updates_in_turn_of_data(model):
+    return _updates_in_turn(model, lambda number: True, lambda p: p.data)
 
 
 @layout(2)
@@ -710,6 +716,11 @@ def mask_of_rank_zero(model):
 @layout(2, "blocks* tokens* head* */add_* /add_*", steps=2)
 def update_not_sent(model):
     return _updates_in_turn(model, lambda number: number != 6)
+
+
+@layout(2, "blocks* tokens* head* */add_* /add_*")
+def update_of_data_not_sent(model):
+    return _updates_in_turn(model, lambda number: number != 8, lambda p: p.data)
 
 
 @layout(2, "*.grad */gradient* /add_* */add_* tokens* places* blocks* norm* head*")

@@ -367,3 +367,18 @@ def test_an_update_is_that_of_the_same_parameter(recorded, step_rows, foreach):
     assert ("c", "c") in named
     assert all(one == other for one, other in named if other != "d")
     assert not [one for one, other in named if other == "d" and one in "ac"]
+
+
+def test_a_product_of_complex_numbers_is_none_of_real_ones(paired):
+    def real():
+        x = torch.arange(6.0)
+        return x * 2 + x * 3
+
+    def unreal():
+        x = torch.arange(6.0)
+        return torch.view_as_real(torch.complex(x, x) * (1 + 1j)).sum(1) + x
+
+    pairs = paired(function(real), function(unreal))
+    products = [(a, status) for a, b, status, _ in pairs if b == "f:/mul"]
+    assert len(products) == 1
+    assert MATCHED not in dict(products).values()

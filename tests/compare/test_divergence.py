@@ -447,3 +447,18 @@ def test_a_counterpart_that_was_guessed_and_shows_in_nothing_heals(
         cross={(5, 3): Distance(end)},
     )
     assert (causes(found).get(3) is None) == healed
+
+
+@pytest.mark.parametrize(("end", "healed"), [(0.0, True), (0.5, False)])
+def test_the_same_by_another_formula_heals_in_the_forward_pass_too(end, healed):
+    """n + z (h - n) in the reference, z h + (1 - z) n here: the product has another operand, the sum agrees."""
+    leaves = {0: (LEAF, []), 1: (LEAF, []), 2: (LEAF, [])}
+    reference = {**leaves, 3: ("sub", [0, 1]), 4: ("mul", [3, 2]), 5: ("add", [4, 1])}
+    graph = {**leaves, 3: ("sub", [0, 1]), 4: ("mul", [1, 2]), 5: ("add", [4, 1])}
+    found = run(
+        graph,
+        {4: 0.5, 5: end},
+        reference=reference,
+        cross={(3, 1): Distance(0.7)},
+    )
+    assert (causes(found).get(4) is None) == healed

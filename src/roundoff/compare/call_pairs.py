@@ -63,6 +63,11 @@ class RecordedCall:
         return sum(len(row.inputs) for row in self.rows)
 
     @property
+    def is_complex(self) -> bool:
+        """True where the first result is of complex numbers."""
+        return (self.rows[0].dtype or "").startswith("complex")
+
+    @property
     def record(self) -> int:
         """The first row's: calls are in the order of these."""
         return self.rows[0].record
@@ -338,6 +343,8 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     """Return True for one operator on equal shapes, or on the same parameters."""
     if reference.operator != candidate.operator:
         return False
+    if reference.is_complex != candidate.is_complex:
+        return False
     written = reference.writes | candidate.writes
     if written and not reference.writes & candidate.writes:
         return False
@@ -460,4 +467,11 @@ def _reordered(
 
 
 def _kind(call: RecordedCall) -> tuple[object, ...]:
-    return call.phase, call.module, call.operator, call.shapes, call.names
+    return (
+        call.phase,
+        call.module,
+        call.operator,
+        call.shapes,
+        call.names,
+        call.is_complex,
+    )

@@ -489,13 +489,13 @@ class Divergence:
                 finding.origin = None
 
     def _may_be_partial_sum(self, finding: Finding) -> bool:
+        """Return True where another program may have no such value, and be right."""
         if finding.cause != OWN or finding.faulty is not None:
             return False
         record = finding.record
         guessed = record not in self.exact or record in self.guessed
-        if self.candidate[finding.record].phase != "backward":
-            return guessed  # paired by use alone: the operands may be exchanged
-        return finding.read is not None or guessed
+        other_shape = self.candidate[record].shape != self.twin(record).shape
+        return guessed or other_shape or finding.read is not None
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart.
@@ -514,7 +514,14 @@ class Divergence:
                 return False
             tainted.add(reader)
             waiting = sorted({*waiting, *readers.get(reader, ())})
-        return all(r in readers for r in tainted)
+        return all(self._is_read(record, readers) for record in tainted)
+
+    def _is_read(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
+        """Return False for what a step leaves, and nothing in it reads.
+
+        What is computed again is there for gradients, which show in themselves.
+        """
+        return record in readers or bool(self.candidate[record].recomputed)
 
     def _is_norm(self, record: int) -> bool:
         """Return True for a norm with a counterpart: the order of a sum is not in it."""

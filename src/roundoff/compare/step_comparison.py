@@ -9,7 +9,7 @@ from typing import Any
 
 from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
 from roundoff.compare.call_arguments import argument_differences
-from roundoff.compare.call_pairs import RECOMPUTED, TRANSPARENT
+from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.divergence import Divergence, is_partly_written
 from roundoff.compare.explain import (
@@ -123,7 +123,7 @@ def _guessed(pairs: Sequence[Pair]) -> frozenset[int]:
     return frozenset(
         pair.candidate
         for pair in pairs
-        if pair.status == MATCHED and pair.reason not in (None, RECOMPUTED)
+        if pair.status == MATCHED and pair.reason is not None
         if pair.candidate is not None
     )
 

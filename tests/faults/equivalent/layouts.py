@@ -313,7 +313,7 @@ def stretches_of_all_in_four(model):
 def averaged_in_hooks(model):
     optimizer = sgd(model)
 
-    def average(parameter: Tensor) -> None:
+    def average(parameter):
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 

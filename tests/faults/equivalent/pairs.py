@@ -265,7 +265,7 @@ def _checkpoint_forward(block: nn.Module, reentrant: bool, cut: bool) -> None:
         x = x.detach() if cut else x
         return checkpoint(forward, x, *args, use_reentrant=reentrant)
 
-    block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed
 
 
 def _parts_checkpointed(p: Program) -> Program:
@@ -319,6 +319,7 @@ def _accumulated_in_hooks(*, keep: bool = True) -> Change:
 
         def step(p: Program, number: int) -> None:
             gathered.clear()
+            p.optimizer.zero_grad()
             for half in zip(*(t.chunk(2) for t in p.batches[number]), strict=True):
                 p.loss(p.model, *half).backward()
             for parameter, gradient in gathered.items():

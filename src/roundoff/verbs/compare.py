@@ -37,6 +37,7 @@ from roundoff.compare import (
     judged,
     left_open,
     not_reproducible,
+    program_notes,
     received,
     recorded_beside,
     repeat_notes,
@@ -324,6 +325,7 @@ def compare(
         _about(ours, theirs, parts),
         notes=[extra.note for extra in extras],
         unstable=unstable,
+        programs=tuple(program_notes(ours, theirs)) if differs else (),
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)

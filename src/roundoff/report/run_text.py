@@ -78,7 +78,7 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
             say(console, f"! {row.site}: {row.reason}", style="yellow")
     hidden = len(table.rows) - len(rows)
     if hidden:
-        more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
+        more = f"{count(hidden, 'more row')} below: --rows {len(table.rows)}."
         say(console, more, style="dim")
 
 

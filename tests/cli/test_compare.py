@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import roundoff
+from roundoff.cli import options as cli_options
 from roundoff.cli.app import main
 from roundoff.record.disk.writer import Writer
 
@@ -98,11 +100,19 @@ def test_the_answer_comes_first(here, capsys):
 
 
 def test_a_narrow_terminal_keeps_the_numbers(here, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(cli_options, "console", lambda: Console(width=70))
     assert main("compare good bad".split()) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 70
     assert "Left out at 70 columns" in out
+
+
+def test_to_a_pipe_every_column_and_name_is_whole(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = said("compare good bad", capsys, 1)
+    assert "Left out" not in text
+    assert "tolerance" in text
+    assert "norm/native_layer_norm" in text
 
 
 def test_json(here, capsys):

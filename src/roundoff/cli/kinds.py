@@ -89,9 +89,11 @@ def at(name: str, parse: Callable[[str], T]) -> Callable[[str], T]:
         try:
             return parse(text)
         except RoundoffError as error:
+            # a file is named beside its option
+            where = f"{name} {text}" if error.where == text else name
             raise type(error)(
                 error.what,
-                where=name,
+                where=where,
                 expected=error.expected,
                 got=error.got,
                 do=error.do,

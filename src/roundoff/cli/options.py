@@ -251,11 +251,21 @@ def print_json(data: Any) -> None:
     print(json_text(data))
 
 
+#: Columns of what is no terminal: nothing wraps, no column is left out.
+UNBOUNDED = 100_000
+
+
 def console() -> Console:
-    """Return where tables go: standard output, or nowhere with ``--quiet``."""
+    """Return where tables go: standard output, or nowhere with ``--quiet``.
+
+    To a file or a pipe lines are as long as they get.
+    """
     from rich.console import Console
 
-    return Console(quiet=talk().quiet, highlight=False)
+    shown = Console(quiet=talk().quiet, highlight=False)
+    if not shown.is_terminal:
+        shown.width = UNBOUNDED
+    return shown
 
 
 #: Seconds between two lines of ``--verbose`` about one stage.

@@ -58,7 +58,7 @@ def test_what_it_prints(capsys):
     shown = run("show runs/a", capsys)
     assert "0/addmm" in shown
     assert "all that was measured is finite" in shown
-    assert max(map(len, shown.splitlines())) <= 100
+    assert "Left out" not in shown
     run("overflow runs/a", capsys)
 
 

@@ -139,8 +139,9 @@ def power(
             is_exact=is_exact,
             batches=batches,
         )
-        stderr = float(spread(a**2, left=left.apart if single else left.mixed))
-        if is_exact:
+        share = left.of(is_pooled=not single)
+        stderr = float(spread(a**2, left=share))
+        if is_exact or not share:
             stderr = max(stderr, _float_error(total))
         if pooled:
             b = np.sum(pooled, axis=0)
@@ -175,19 +176,17 @@ def group_powers(
         squares = np.square(np.stack(summed))
         with np.errstate(invalid="ignore", over="ignore"):
             noise = squares.mean(axis=1).sum(axis=1)
-            is_pooled = groups[alike[0]][0].pooled
-            errors = standard_errors(
-                squares, unmeasured=unmeasured, left=left.of(is_pooled=is_pooled)
-            )
+            share = left.of(is_pooled=groups[alike[0]][0].pooled)
+            errors = standard_errors(squares, unmeasured=unmeasured, left=share)
             beyond = standard_errors(
                 squares, unmeasured=unmeasured, is_exact=True, batches=batches
             )
         for number, place in enumerate(alike):
             terms = groups[place]
             is_exact = all(term.measured == TRIAL for term in terms)
-            error = errors[number]
-            if is_exact:
-                error = max(beyond[number], _float_error(noise[number]))
+            error = beyond[number] if is_exact else errors[number]
+            if is_exact or not share:
+                error = max(error, _float_error(noise[number]))
             results[place] = (float(noise[number]), float(error))
             if not np.isfinite(noise[number]):
                 results[place] = power(

@@ -31,7 +31,7 @@ MOST_PROBES = 96
 MOST_ASKED = 2**12
 #: More projections than Gaussian ones would need: those of some sites have longer tails,
 #: and one more batch costs more than a few probes.
-MARGIN = 1.2
+MARGIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Sampled:
 BATCH = 15.0
 PROBE = 2.5
 #: Powers of errors differ more than those of gradients, by this factor of the variance.
-UNEVEN = 1.7
+UNEVEN = 3.0
 
 
 def _unmeasured(drawing: Drawing, measured: int, batches: int) -> float:

@@ -402,6 +402,10 @@ def _finite_part(tensor: Tensor) -> Tensor:
 
 
 def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A sign for each element that is finite, 0 for the others."""
+    """A sign for each element that is finite, 0 for the others.
+
+    Signs are drawn on the CPU, so that every device gets the same.
+    """
     draws = torch.randint(0, 2, tensor.shape, generator=generator)
-    return (draws.to(tensor.dtype) * 2 - 1) * tensor.detach().isfinite()
+    signs = draws.to(tensor.device, tensor.dtype) * 2 - 1
+    return signs * tensor.detach().isfinite()

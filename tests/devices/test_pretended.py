@@ -50,7 +50,6 @@ def test_tensors_of_two_devices_do_not_meet(x, call):
         lambda x: x + torch.tensor(1.0),
         lambda x: torch.tensor(1.0) * x,
         lambda x: torch.where(x > 1, x, torch.tensor(0.0)),
-        lambda x: x.clamp(min=torch.tensor(1.0)),
         lambda x: x[torch.tensor([1])],
         lambda x: x[:, torch.tensor([True, False, True])],
         lambda x: x.index_put((torch.tensor([1]),), torch.tensor(1.0)),

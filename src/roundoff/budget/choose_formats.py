@@ -257,18 +257,22 @@ class Problem:
             if not any(is_output(pattern, name) for name in names):
                 raise _measured_together(pattern, outputs)
 
-    def cheapest(self, target: SqnrTarget | float) -> dict[str, str]:
+    def cheapest(
+        self, target: SqnrTarget | float, rounds: int = ROUNDS
+    ) -> dict[str, str]:
         """Return the cheapest choice whose correlated prediction meets the target.
 
-        A number is the least SQNR in dB of every output. Raises ``InfeasibleError``
-        when none does.
+        A number is the least SQNR in dB of every output. At most so many programs are
+        solved on the way to a choice whose noise is all but the target's; the choice is
+        a little dearer where they are too few. Raises ``InfeasibleError`` when none
+        meets it.
         """
         if not isinstance(target, SqnrTarget):
             target = SqnrTarget(float(target))
         bounds = [_bound(target.of_output(o.name)) for o in self.budget.outputs]
         limits = list(bounds)
         best: tuple[float, dict[str, str]] | None = None
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             solution = self._solution(limits, bounds, is_first=best is None)
             if solution is None:
                 break

@@ -17,8 +17,10 @@ from roundoff.budget import (
     TargetText,
     all_met,
     deciding,
+    is_drop,
     metric_at,
     output_rows,
+    parse_drop,
     parse_target,
     reached_db,
     rescaled,
@@ -100,7 +102,7 @@ def verify(
     *,
     budget: Budget | None = None,
     target: TargetText | None = None,
-    metric_drop: float | None = None,
+    metric_drop: float | str | None = None,
     of: str | None = None,
     goal: Goal | None = None,
     native: bool = True,
@@ -123,8 +125,8 @@ def verify(
         plan: the plan.
         budget: that the plan comes from.
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
-            plan's own by default.
-        metric_drop: most that the measured metric may lose.
+            plan's own by default. ``"0.5%"`` is a ``metric_drop``.
+        metric_drop: most that the measured metric may lose: ``0.005``, ``"0.5%"`` of 1.
         of: a part of the output by name, a site or ``"loss"``; what the budget or else the
             plan was made for by default.
         goal: costs, pins and formats of a plan that is solved again.
@@ -136,10 +138,14 @@ def verify(
         PlanError: the plan's sites are not this model's, or the target names no output.
         WorkloadError: there is no such part.
     """
+    if is_drop(target) and metric_drop is None:
+        metric_drop = str(target)
+        target = None
+    drop = None if metric_drop is None else parse_drop(metric_drop)
     wanted = _target_of(plan) if target is None else parse_target(target)
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
     part = _part(plan, budget) if of is None else of
-    verifier = _Verifier(judged, budget, wanted, metric_drop, part, goal, progress)
+    verifier = _Verifier(judged, budget, wanted, drop, part, goal, progress)
     if target is not None:
         parse_target(target).check(verifier.output_names)
     candidate: _Candidate | None = verifier.first(plan)

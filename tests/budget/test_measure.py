@@ -136,11 +136,9 @@ def test_formats_by_any_name_once_and_in_order():
         parse_formats(["bf61"])
 
 
-def test_no_formats_give_sites_without_rows(workload):
-    found = budget(workload, ["fp32"])
-    assert found.about.formats == ()
-    assert found.table.is_empty()
-    assert [s.site for s in found.sites] == ["first/linear", "/relu", "last/linear"]
+def test_fp32_alone_is_no_format_to_measure(workload):
+    with pytest.raises(FormatError, match="no format to measure"):
+        budget(workload, ["fp32"])
 
 
 def test_what_is_kept_about_the_run(workload):

@@ -229,10 +229,10 @@ class Probe:
 
         The mean over the sites; 0 where nothing is known.
         """
-        known = [p for p in self._powers if float(p.sum()) > 0]
-        if not known:
+        reached = [p for p in self._powers if float(p.sum()) > 0]
+        if not reached:
             return 0.0
-        powers = torch.stack(known)
+        powers = torch.stack(reached)
         means = powers.mean(1, keepdim=True)
         return float((powers / means - 1).square().mean())
 

@@ -19,7 +19,7 @@ from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, TrialCost, adjoint_cost
 from roundoff.budget.trial_run import TrialRun
 from roundoff.budget.trials import Recording, record
-from roundoff.errors import GradientPathError, WorkloadError
+from roundoff.errors import FormatError, GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
@@ -85,9 +85,15 @@ def budget(
         GradientPathError: nothing of the target has a gradient, and no trials are asked
             for or possible.
         NonFiniteError: the unrounded run holds NaN or Inf.
-        FormatError: a format is unknown.
+        FormatError: a format is unknown, or none is named.
     """
     chosen = parse_formats(formats)
+    if not chosen:
+        raise FormatError(
+            "no format to measure",
+            where="formats",
+            expected="such as bf16: fp32 is what it is measured against",
+        )
     sampling = Sampled.of(probes, precision, memory)
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}

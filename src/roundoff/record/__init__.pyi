@@ -45,6 +45,7 @@ from .disk.typed_rows import schema_of as schema_of
 from .disk.typed_rows import table_of_rows as table_of_rows
 from .disk.writer import Writer as Writer
 from .environment import environment as environment
+from .graph_capture import in_graph_capture as in_graph_capture
 from .loop_events import FROZEN as FROZEN
 from .loop_events import LoopEvent as LoopEvent
 from .module_paths import Paths as Paths

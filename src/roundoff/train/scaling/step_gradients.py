@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from roundoff.errors import ScalerError
 from roundoff.formats import BlockFormat, parse_format
+from roundoff.train.scaling.delayed_read import moved
 
 #: Gradients, the smallest, whose sum is kept.
 _SUMMED = 4
@@ -127,11 +128,11 @@ class StepGradients:
             for (device, _), values in alike.items():
                 on_device = _any_saturated(values, saturation, device)
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    values, on_device, inverse.to(device, non_blocking=True)
+                    values, on_device, moved(inverse, device)
                 )
                 # not the sum: a fused optimizer skips where this equals 1
-                moved = on_device.to(scale.device, non_blocking=True)
-                overflow = torch.maximum(overflow, moved)
+                on_scale = moved(on_device, scale.device)
+                overflow = torch.maximum(overflow, on_scale)
         return overflow
 
 

@@ -149,6 +149,7 @@ def blocks_of(page):
     return BLOCK.findall((DOCS / f"{page}.md").read_text())
 
 
+@pytest.mark.filterwarnings("ignore:fp16 on")
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_of_verbs(page, tmp_path, monkeypatch, capfd, with_compiler):
     """Files are written, commands run and print what the page shows, Python runs, in order."""

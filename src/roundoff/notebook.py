@@ -41,9 +41,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    is_number = text[:1].isdigit() or text[:1] in ("-", "–")
+    is_number = text[:1].isdigit() or text[:1] in ("-", "–", "<")
     side = "right" if is_number else "left"
-    return f'<td style="text-align:{side}">{escape(text)}</td>'
+    return f'<td style="text-align:{side};padding:1px 10px">{escape(text)}</td>'
 
 
 def decibels(value: float | None) -> str:
@@ -53,3 +53,12 @@ def decibels(value: float | None) -> str:
     ('31.3 dB', '–')
     """
     return "–" if value is None else f"{value:.1f} dB"
+
+
+def share(part: float) -> str:
+    """Return a share in percent; what is left of it is never called nothing.
+
+    >>> share(0.285), share(1e-7), share(0)
+    ('28.5%', '<0.1%', '0.0%')
+    """
+    return "<0.1%" if 0 < part < 0.0005 else f"{part:.1%}"

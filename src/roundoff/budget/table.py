@@ -36,6 +36,7 @@ from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
 from roundoff.notebook import decibels as shown_db
+from roundoff.notebook import share
 from roundoff.notebook import table as html_table
 from roundoff.record import column, schema_of
 
@@ -200,7 +201,7 @@ class Budget:
 
     def _repr_html_(self) -> str:
         rows = [
-            (c.site, c.format, shown_db(c.sqnr_db), f"{c.share:.1%}", c.note)
+            (c.site, c.format, shown_db(c.sqnr_db), share(c.share), c.note)
             for c in self.costs
         ]
         about = self.about

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from roundoff.errors import FormatError, PlanError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
 from roundoff.formats import parse_format
+from roundoff.notebook import decibels
 from roundoff.notebook import table as html_table
 from roundoff.plan.figures import PlanFigures
 from roundoff.site import first_match, matches
@@ -92,7 +93,10 @@ class Plan:
         base = self.autocast and f"autocast's lists for {self.autocast}"
         return html_table(
             "Plan",
-            [f"Sites without a rule run in {base or self.default}."],
+            [
+                f"{decibels(self.figures.predicted_db)} predicted.",
+                f"Sites without a rule run in {base or self.default}.",
+            ],
             ("sites", "format"),
             rows,
         )

@@ -26,7 +26,7 @@ from roundoff.budget import (
     parse_target,
 )
 from roundoff.errors import InfeasibleError, RunError
-from roundoff.notebook import decibels
+from roundoff.notebook import decibels, share
 from roundoff.notebook import table as html_table
 from roundoff.plan import Plan, PlanFigures, run_batches, worst_noise
 from roundoff.report import (
@@ -108,7 +108,7 @@ class Diagnosis:
                 row.site,
                 row.format,
                 decibels(row.sqnr_db),
-                f"{row.share:.1%}",
+                share(row.share),
                 row.chosen,
             )
             for row in self.summary.ranking

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from roundoff.budget.aim import parse_drop
 from roundoff.budget.facts import MeasuredOutput, MeasuredSite
 from roundoff.budget.goal import Goal
 from roundoff.budget.noise_power import Term, casts, keeps
@@ -339,6 +340,8 @@ class Problem:
             "cost_lowest": self.cost_of(lowest),
             "lowest_format": lowest_format,
         }
+        if self.goal.metric_drop is not None:
+            about["metric_drop"] = parse_drop(self.goal.metric_drop)
         if asked is not None and asked.of:
             about["targets_db"] = dict(asked.of)
         if len(prediction.outputs) > 1:

@@ -27,7 +27,7 @@ from roundoff.budget import (
     rows_aside,
 )
 from roundoff.budget import budget as measure
-from roundoff.errors import InfeasibleError
+from roundoff.errors import InfeasibleError, PlanError
 from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.verbs.blame import blamed
@@ -127,6 +127,7 @@ def verify(
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
             plan's own by default. ``"0.5%"`` is a ``metric_drop``.
         metric_drop: most that the measured metric may lose: ``0.005``, ``"0.5%"`` of 1.
+            Without it and ``target`` the one that the plan was made for.
         of: a part of the output by name, a site or ``"loss"``; what the budget or else the
             plan was made for by default.
         goal: costs, pins and formats of a plan that is solved again.
@@ -135,13 +136,17 @@ def verify(
         progress: called as work goes on.
 
     Raises:
-        PlanError: the plan's sites are not this model's, or the target names no output.
+        PlanError: the plan's sites are not this model's, the target names no output, or
+            the workload has no metric that a drop could be measured of.
         WorkloadError: there is no such part.
     """
     if is_drop(target) and metric_drop is None:
         metric_drop = str(target)
         target = None
     drop = None if metric_drop is None else parse_drop(metric_drop)
+    if drop is None and target is None:
+        drop = plan.figures.metric_drop
+    _check_metric(workload, drop)
     wanted = _target_of(plan) if target is None else parse_target(target)
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
     part = _part(plan, budget) if of is None else of
@@ -509,6 +514,17 @@ class _Verifier:
             )[1],
             native_db=native_db,
             native_note=note,
+        )
+
+
+def _check_metric(workload: Workload, drop: float | None) -> None:
+    if drop is not None and workload.metric is None:
+        raise PlanError(
+            "the drop of a metric cannot be measured: the workload has none",
+            where="metric_drop",
+            expected="metric(outputs, batches) in the workload",
+            got=f"a drop of {drop:g} at most",
+            do="define metric, or ask for dB: target=40",
         )
 
 

@@ -228,7 +228,7 @@ class Comparison:
                 expected=f"{ABOUT_FILE} and {TABLE_FILE}",
                 do="roundoff compare REFERENCE CANDIDATE --save DIR makes one",
             ) from error
-        except Exception as error:  # noqa: BLE001 - json, polars and the library of a protocol raise many kinds
+        except Exception as error:  # noqa: BLE001 - json's, polars', a protocol's
             raise RunError(
                 "the saved comparison cannot be read",
                 where=where,

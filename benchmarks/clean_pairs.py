@@ -136,7 +136,7 @@ def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> No
 
 def _label(case: Any) -> str:
     network = getattr(case, "network", None)
-    return f"{network}, {case.name}" if network else str(case.name)
+    return f"{network}, {case.name}" if isinstance(network, str) else str(case.name)
 
 
 def _table_of_alarms(title: str, rows: Sequence[tuple[Any, ...]]) -> None:

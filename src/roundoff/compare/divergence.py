@@ -36,9 +36,11 @@ GAIN_EXPLAINED = 2.0
 #: Of operators with equal inputs only their own rounding is left: this part of the
 #: tolerance.
 EQUAL_INPUTS = 0.25
-#: A value that is this far off tells nothing any more about what is computed from it.
+#: A value that is this far off tells nothing any more about what is computed from it:
+#: three times what a region may be off (``REGION_LIMIT``).
 NOISE = 0.3
-#: An error up to this many times that of an earlier step is carried over from it.
+#: An error up to this many times that of an earlier step is carried over from it: an
+#: update adds the error of a gradient to that of the value, and a moment that of two.
 CARRIED = 4.0
 #: A value that is this many times nearer to its own counterpart than to what the
 #: reference reads is the wrong value, not a wrong one.
@@ -493,9 +495,14 @@ class Divergence:
         if finding.cause != OWN or finding.faulty is not None:
             return False
         record = finding.record
-        guessed = record not in self.exact or record in self.guessed
+        by_use = record not in self.exact  # the operands may be exchanged
+        if not self.measures.can_replay:
+            # equal statistics of what comes after may be those of other values
+            is_backward = self.candidate[record].phase == "backward"
+            return by_use or (is_backward and finding.read is not None)
         other_shape = self.candidate[record].shape != self.twin(record).shape
-        return guessed or other_shape or finding.read is not None
+        is_guess = by_use or record in self.guessed or other_shape
+        return is_guess or finding.read is not None
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart.

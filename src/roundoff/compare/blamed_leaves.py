@@ -319,11 +319,17 @@ def blamed_values(sides: Sides, part: Part) -> Blamed | None:
 
     The first that the first wrong value reads and nothing right does.
     """
-    for head in part.heads:
-        leaves = leaves_near(sides.candidate, [head.key], sides.twins)
-        for leaf in leaves:
-            if leaf.row.is_call or _is_right_elsewhere(sides, leaf):
-                continue
+    flow = sides.candidate
+    named = [] if part.candidate is None else [part.candidate]
+    near = [
+        leaf
+        for head in (*named, *part.heads)
+        for leaf in leaves_near(flow, [head.key], sides.twins)
+    ]
+    region = sorted(part.region, key=lambda key: flow.values[key].order)
+    further = [leaf for key in region for leaf in flow.parameters_read(key)]
+    for leaf in (*near, *further):
+        if not leaf.says_nothing and not _is_right_elsewhere(sides, leaf):
             words = (
                 f"the programs compute the same from here on; {leaf.row.name} holds "
                 "other values, or the same in another order"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -71,6 +71,23 @@ class Proposal:
     template: Template
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Insertion:
+    """A call of the reference that a value of the candidate may go through.
+
+    Attributes:
+        step: the call, with ``BEFORE`` for the value.
+        held: its other tensors, from the reference.
+        words: its operator and line.
+        shape: that a value must have; empty for any.
+    """
+
+    step: EditStep
+    held: Mapping[int, Tensor]
+    words: str
+    shape: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Ingredients:
     """What the reference has, of which edits are made.
@@ -78,15 +95,15 @@ class Ingredients:
     Attributes:
         calls: the calls of its region and of the rest of its forward pass.
         constants: the numbers in them.
-        inserted: of calls with one changing input: its overload, its arguments with
-            ``BEFORE`` for that input, the tensors held, words, and the shape.
-        nearest: ``nearest(row)`` yields values of the candidate of a row's shape, those
-            before it first.
+        inserted: calls that a value may go through.
+        shapes: ``shapes(record)`` gives the shape of a value of the candidate.
+        similar: ``similar(call, record)`` yields choices of another value for one that
+            a call reads.
     """
 
     calls: Sequence[TracedCall]
     constants: Sequence[float] = ()
-    inserted: Sequence[tuple[EditStep, dict[int, Tensor], str, tuple[int, ...]]] = ()
+    inserted: Sequence[Insertion] = ()
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
     similar: Callable[
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
@@ -195,7 +212,7 @@ def _groups_of_another(
             yield _setting(place, number, f"with {number} groups, not {value}")
 
 
-def _switches(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+def _switches(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """A switch the other way, among them those that were left at their default."""
     if _is_move(call):
         return
@@ -243,6 +260,7 @@ def _taking_over(other: Any) -> Template:
                 changed.append(_shown(value))
         for name in {*keywords, *parsed[1]}:
             if _holds_record(keywords.get(name)) or name not in keywords:
+                changed += [f"no {name}"] if name in parsed[1] else []
                 parsed[1].pop(name, None)
             elif parsed[1].get(name) != keywords[name]:
                 parsed[1][name] = keywords[name]
@@ -281,18 +299,23 @@ def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
     return [n for n in dict.fromkeys(numbers) if n != value and math.isfinite(n)]
 
 
-def _pairs_of_numbers(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+def _pairs_of_numbers(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """Pairs of numbers, as paddings are, the other way round or made equal."""
-    for place, _, value in _places(call):
-        is_pairs = isinstance(value, list) and value and len(value) % 2 == 0
-        if not is_pairs or not all(type(number) is int for number in value):
+    for place, _declared, value in _places(call):
+        if not _is_pairs(value):
             continue
         pairs = list(zip(value[::2], value[1::2], strict=True))
-        turned = [number for one, other in pairs for number in (other, one)]
-        even = [(one + other) // 2 for one, other in pairs for _ in range(2)]
+        turned = [number for before, after in pairs for number in (after, before)]
+        even = [sum(pair) // 2 for pair in pairs for _side in pair]
         for numbers in (turned, even):
             if numbers != value:
                 yield _setting(place, numbers, f"with {numbers}, not {value}")
+
+
+def _is_pairs(value: Any) -> bool:
+    if not isinstance(value, list) or not value or len(value) % 2:
+        return False
+    return all(type(number) is int for number in value)
 
 
 def _axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
@@ -304,14 +327,20 @@ def _axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     for place, declared, value in _places(call):
         if declared.name not in ("dim", "dims", "axis"):
             continue
-        if isinstance(value, int) and not isinstance(value, bool):
+        if type(value) is int:
             for axis in range(dimensions):
                 if axis != value % max(1, dimensions):
                     yield _setting(place, axis, f"along axis {axis}, not {value}")
-        elif isinstance(value, list) and 0 < dimensions <= MOST_AXES:
-            for axes in _sets_of(dimensions):
-                if set(axes) != {a % dimensions for a in value}:
-                    yield _setting(place, axes, f"over axes {axes}, not {value}")
+        elif isinstance(value, list):
+            for axes in _other_sets(value, dimensions):
+                yield _setting(place, axes, f"over axes {axes}, not {value}")
+
+
+def _other_sets(axes: Sequence[int], dimensions: int) -> list[list[int]]:
+    if not 0 < dimensions <= MOST_AXES:
+        return []
+    present = {axis % dimensions for axis in axes}
+    return [each for each in _sets_of(dimensions) if set(each) != present]
 
 
 def _sets_of(dimensions: int) -> list[list[int]]:
@@ -343,9 +372,9 @@ def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
             if overload is not None:
                 yield _exchanged(overload, other)
     if len(records_in(call.parsed[0])) == 1 and name in _UNARY:
-        for step, held, words, _ in ingredients.inserted:
-            if not held:
-                yield _replaced(step, words)
+        for insertion in ingredients.inserted:
+            if not insertion.held:
+                yield _replaced(insertion)
 
 
 def _overload(name: str, overloads: Sequence[str]) -> str | None:
@@ -367,7 +396,7 @@ def _exchanged(overload: str, name: str) -> Template:
     return template
 
 
-def _replaced(step: EditStep, words: str) -> Template:
+def _replaced(insertion: Insertion) -> Template:
     """Another call on the first input of a call."""
 
     def template(call: TracedCall) -> Edit | None:
@@ -375,7 +404,7 @@ def _replaced(step: EditStep, words: str) -> Template:
         if not records:
             return None
         first = EditStep("aten.alias.default", [[{"record": records[0]}], {}])
-        return Edit((first, step), f"as {words}")
+        return Edit((first, insertion.step), f"as {insertion.words}")
 
     return template
 
@@ -391,18 +420,20 @@ def _layouts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     name = call.first.base_operator
     shape = ingredients.shapes(records[0])
     if name in _PERMUTE:
-        for order in _orders(len(shape)):
-            yield _permuting(order)
-    elif name in _RESHAPE or name in _JOIN or not _is_move(call):
-        own = tuple(call.first.shape or ())
-        if name in _RESHAPE:
-            for order in _orders(len(shape)):
-                yield _permuted_before(order)
-        for order in _orders(len(own)):
-            if tuple(own[a] for a in order) == own:
-                yield _permuted_after(order)
+        yield from (_permuting(order) for order in _orders(len(shape)))
+    if name in _RESHAPE:
+        yield from (_permuted_before(order) for order in _orders(len(shape)))
+    if name in _RESHAPE | _JOIN or not _is_move(call):
+        yield from _other_orders_of_result(call)
     if name in _CUT:
         yield from _other_indexes(call, shape)
+
+
+def _other_orders_of_result(call: TracedCall) -> Iterator[Template]:
+    shape = tuple(call.first.shape or ())
+    for order in _orders(len(shape)):
+        if tuple(shape[axis] for axis in order) == shape:
+            yield _permuted_after(order)
 
 
 def _orders(dimensions: int) -> list[tuple[int, ...]]:
@@ -556,12 +587,12 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     if call.first.base_operator in _RESHAPE | _PERMUTE:
         return
     shape = tuple(call.first.shape or ())
-    for step, held, words, wanted in ingredients.inserted:
-        if not wanted or wanted == shape:
-            yield _followed(step, held, words, wanted)
+    for insertion in ingredients.inserted:
+        if insertion.shape in ((), shape):
+            yield _followed(insertion)
     for number in ingredients.constants:
         step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
-        yield _followed(step, {}, f"a product with {number:.6g}")
+        yield _followed(Insertion(step, {}, f"a product with {number:.6g}", ()))
     for choose in ingredients.similar(call, call.rows[0].record):
         yield _with_another("aten.add.Tensor", choose, "added to it")
     for place, record in enumerate(records_in(call.parsed)[:2]):
@@ -569,17 +600,13 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
             yield _scaled_input(place, choose)
 
 
-def _followed(
-    step: EditStep,
-    held: dict[int, Tensor],
-    words: str,
-    wanted: tuple[int, ...] = (),
-) -> Template:
+def _followed(insertion: Insertion) -> Template:
     def template(call: TracedCall) -> Edit | None:
-        if wanted and tuple(call.first.shape or ()) != wanted:
+        if insertion.shape not in ((), tuple(call.first.shape or ())):
             return None
         first = EditStep(call.first.overload or "", call.parsed)
-        return Edit((first, step), f"followed by {words}", held)
+        words = f"followed by {insertion.words}"
+        return Edit((first, insertion.step), words, insertion.held)
 
     return template
 

@@ -12,6 +12,7 @@ agrees that was recorded to agree is taken, else the one most others have.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +27,17 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Sides, limit_of
-from roundoff.compare.value_sketch import sketch_of_tensor
+from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
+from roundoff.record import StepTensors
 
 #: Larger recordings are not run again.
-MOST_ELEMENTS = 2 * 10**8
+MOST_ELEMENTS = 3 * 10**7
 #: Layouts of one parameter that are tried.
 MOST_OPTIONS = 24
 #: Calls after the one that reads a parameter, in which a value must agree.
 FAR = 12
+#: Parameters that may be joined in one.
+MOST_JOINED = 4
 #: Statistics of parameters with the same values differ by less.
 SAME = 1e-5
 
@@ -65,17 +69,18 @@ class Content:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class MadeUpTensors:
-    """Tensors by record, as ``StepTensors``."""
+class MadeUpTensors(StepTensors):
+    """Tensors by record that were never recorded."""
 
-    tensors: Mapping[int, Tensor]
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self._tensors = tensors
+        self.damage = {}
 
     def __getitem__(self, record: int, /) -> Tensor:
-        return self.tensors[record]
+        return self._tensors[record]
 
-    def __contains__(self, record: int, /) -> bool:
-        return record in self.tensors
+    def __contains__(self, record: object, /) -> bool:
+        return record in self._tensors
 
 
 def on_made_up_values(sides: Sides) -> Sides | None:
@@ -110,23 +115,31 @@ def _made_up(row: RecordedRow) -> Tensor:
     dtype = getattr(torch, row.dtype or "", None)
     if not isinstance(dtype, torch.dtype) or row.shape is None:
         raise CannotRun("its format was not recorded")
-    shape = list(row.shape)
     low = row.min or 0.0
     high = row.max or 0.0
     if low == high or not row.numel:
-        return torch.full(shape, low).to(dtype)
+        return torch.full(list(row.shape), low).to(dtype)
     generator = torch.Generator().manual_seed(row.record)
     if dtype.is_floating_point:
-        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+        numbers = torch.randn(list(row.shape), generator=generator, dtype=torch.float64)
         numbers = numbers * (row.std or 0.0) + (row.mean or 0.0)
         return numbers.clamp(low, high).to(dtype)
     if dtype == torch.bool:
         return _mask(row, generator)
+    return _whole_numbers(row, int(low), int(high), generator).to(dtype)
+
+
+def _whole_numbers(
+    row: RecordedRow, low: int, high: int, generator: torch.Generator
+) -> Tensor:
+    """Return the numbers from ``low`` to ``high`` once where these fit, else drawn ones."""
+    shape = list(row.shape or ())
     if _is_count(row):
-        numbers = torch.arange(low, high + 1, dtype=torch.float64)
-        return numbers.reshape(shape).to(dtype)
-    whole = torch.randint(int(low), int(high) + 1, shape, generator=generator)
-    return whole.to(dtype)
+        return torch.arange(low, high + 1).reshape(shape)
+    try:
+        return torch.randint(low, high + 1, shape, generator=generator)
+    except (RuntimeError, ValueError) as error:
+        raise CannotRun("its numbers are too large") from error
 
 
 def _is_count(row: RecordedRow) -> bool:
@@ -211,7 +224,7 @@ class _CandidateRun(_Run):
                 if record in self._open:
                     self._settle(record, order[number : number + FAR])
             self.step(entry)
-        if self._doubtful():
+        if self._open:
             self._vote()
 
     def _start(self, row: RecordedRow) -> None:
@@ -239,62 +252,51 @@ class _CandidateRun(_Run):
     def _contents(self, value: Value) -> list[Content]:
         """Return the made-up values of the reference's leaf with the same statistics.
 
-        Else parts of larger ones, and two that are joined or added up.
+        Else parts of larger ones, and several together.
         """
+        sketch = value.sketch
+        if sketch is None or sketch.constant:
+            return []
         leaves = _leaves(self._sides.reference)
-        twins = [
-            leaf
-            for leaf in leaves
-            if leaf.sketch is not None
-            and value.sketch is not None
-            and not value.sketch.constant
-            and leaf.sketch.distance(value.sketch) <= SAME
-        ]
+        twins = [leaf for leaf in leaves if _is_near(leaf.sketch, sketch)]
         if twins:
             return [Content((), (leaf.key,), self._wanted[leaf.key]) for leaf in twins]
-        if value.sketch is None or value.sketch.constant or not value.is_number:
+        if not value.is_number:
             return []
         lost = [leaf for leaf in leaves if leaf.key not in self._sides.agreeing]
-        return list(self._parts(value, lost))
+        return [*self._parts(value, lost), *self._joined(sketch, lost)]
 
     def _parts(self, value: Value, leaves: Sequence[Value]) -> Iterator[Content]:
-        numel = value.row.numel or 0
+        numel = value.row.numel or 1
         for leaf in leaves:
             whole = self._wanted[leaf.key]
-            if not numel or whole.numel() <= numel or whole.numel() % numel:
-                continue
-            if not whole.is_floating_point() or not _alike(leaf.row, value.row):
-                continue
             count = whole.numel() // numel
-            for axis in range(whole.dim()):
-                if whole.shape[axis] % count == 0:
-                    for number, part in enumerate(whole.chunk(count, axis)):
-                        source = (leaf.key, axis, number)
-                        yield Content(("part", axis), source, part)
-        yield from self._joined(value, leaves)
+            if count < 2 or whole.numel() % numel or not _alike(leaf.row, value.row):
+                continue
+            axes = [
+                axis for axis in range(whole.dim()) if not whole.shape[axis] % count
+            ]
+            for axis in axes:
+                for number, part in enumerate(whole.chunk(count, axis)):
+                    yield Content(("part", axis), (leaf.key, axis, number), part)
 
-    def _joined(self, value: Value, leaves: Sequence[Value]) -> Iterator[Content]:
+    def _joined(self, sketch: Sketch, leaves: Sequence[Value]) -> Iterator[Content]:
         """Yield what several of the reference's leaves make together, as norms allow."""
-        if value.sketch is None:
-            return
-        numel = value.row.numel or 0
-        for count in (2, 3, 4):
+        for count in range(2, MOST_JOINED + 1):
             for start in range(len(leaves) - count + 1):
                 group = leaves[start : start + count]
-                sketches = [leaf.sketch for leaf in group if leaf.sketch is not None]
-                if sum(sketch.numel for sketch in sketches) != numel:
-                    continue
-                norm = sum(sketch.size**2 for sketch in sketches) ** 0.5
-                if abs(norm - value.sketch.size) > SAME * norm:
-                    continue
-                tensors = [self._wanted[leaf.key] for leaf in group]
-                for axis in range(tensors[0].dim()):
-                    try:
-                        joined = torch.cat(tensors, axis)
-                    except RuntimeError:
-                        continue
-                    source = (*(leaf.key for leaf in group), axis)
-                    yield Content(("joined", axis), source, joined)
+                if _make_together(group, sketch):
+                    yield from self._along_each_axis(group)
+
+    def _along_each_axis(self, group: Sequence[Value]) -> Iterator[Content]:
+        tensors = [self._wanted[leaf.key] for leaf in group]
+        for axis in range(tensors[0].dim()):
+            try:
+                joined = torch.cat(tensors, axis)
+            except RuntimeError:
+                continue  # other sizes along the other axes
+            source = (*(leaf.key for leaf in group), axis)
+            yield Content(("joined", axis), source, joined)
 
     def _settle(self, record: int, entries: Sequence[TracedCall | RecordedRow]) -> None:
         """Take the first option after which a value agrees that was recorded to agree.
@@ -337,16 +339,16 @@ class _CandidateRun(_Run):
         self, record: int, entries: Sequence[TracedCall | RecordedRow]
     ) -> int | None:
         """Return the next undecided leaf that is read together with what is made of one."""
-        made = {record}
+        reached = {record}
         for entry in entries:
             read = _read_by(entry)
-            if made.isdisjoint(read):
+            if reached.isdisjoint(read):
                 continue
             for each in read:
                 if each != record and each in self._open:
                     return each
             rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
-            made.update(row.record for row in rows)
+            reached.update(row.record for row in rows)
             if any(self._is_sign(row) for row in rows):
                 return None
         return None
@@ -358,12 +360,12 @@ class _CandidateRun(_Run):
     ) -> bool:
         """Return True where the first value that was recorded to agree does, with these."""
         changed = dict(leaves)
-        made = set(leaves)
+        reached = set(leaves)
         for entry in entries:
             read = _read_by(entry)
             if not all(i in changed or i in self.tensors for i in read):
                 continue
-            depends = not made.isdisjoint(read)
+            depends = not reached.isdisjoint(read)
             try:
                 results = list(self.program.one(entry, changed))
             except CannotRun:
@@ -372,7 +374,7 @@ class _CandidateRun(_Run):
                 changed[row.record] = tensor
                 if not depends:
                     continue
-                made.add(row.record)
+                reached.add(row.record)
                 verdict = self._verdict(row, tensor)
                 if verdict is not None:
                     return verdict
@@ -387,25 +389,17 @@ class _CandidateRun(_Run):
 
     def _verdict(self, row: RecordedRow, tensor: Tensor) -> bool | None:
         """Return if a value agrees as it should; None where nothing was recorded to agree."""
-        value = self.flow.values[row.record]
-        if not value.computes or not value.is_number or value.says_nothing:
+        if not self._is_sign(row):
             return None
-        twins = [
-            key
-            for key in self._sides.all_twins(value)
+        sketch = sketch_of_tensor(tensor)
+        wanted = [
+            sketch_of_tensor(self._wanted[key])
+            for key in self._sides.all_twins(self.flow.values[row.record])
             if key in self._wanted and self._sides.reference.values[key].computes
         ]
-        sketch = sketch_of_tensor(tensor)
-        if not twins or sketch is None:
+        if sketch is None or not wanted:
             return None
-        for key in twins:
-            expected = sketch_of_tensor(self._wanted[key])
-            if expected is not None and expected.distance(sketch) <= self._sides.limit:
-                return True
-        return False
-
-    def _doubtful(self) -> bool:
-        return bool(self._open)
+        return any(_is_near(each, sketch, self._sides.limit) for each in wanted)
 
     def _vote(self) -> None:
         """Take for the rest the layout that most others have, and run again."""
@@ -421,31 +415,42 @@ def _turned(
     fits: Callable[[list[int], list[int]], bool],
 ) -> list[Option]:
     """Return contents in each order of axes that fits, axes of length 1 left out."""
-    shape = list(row.shape or ())
-    wanted = [size for size in shape if size != 1]
+    wanted = _longer(row.shape or ())
     options: list[Option] = []
     for content in contents:
         if content.tensor.numel() != row.numel:
             continue
         for order in axis_orders(content.tensor):
             turned = content.tensor.permute(order)
-            if not fits([size for size in turned.shape if size != 1], wanted):
+            if len(options) == MOST_OPTIONS or not fits(_longer(turned.shape), wanted):
                 continue
-            other = turned.reshape(shape).contiguous()
-            if any(torch.equal(other, each.tensor) for each in options):
-                continue
-            options.append(Option((content.kind, order), content.source, other))
-            if len(options) == MOST_OPTIONS:
-                return options
+            held = turned.reshape(list(row.shape or ())).contiguous()
+            held = held.to(getattr(torch, row.dtype or "", held.dtype))
+            if not any(torch.equal(held, each.tensor) for each in options):
+                options.append(Option((content.kind, order), content.source, held))
     return options
+
+
+def _longer(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _is_near(one: Sketch | None, other: Sketch, limit: float = SAME) -> bool:
+    return one is not None and one.distance(other) <= limit
+
+
+def _make_together(leaves: Sequence[Value], whole: Sketch) -> bool:
+    """Return True where leaves together have the size and the norm of one."""
+    sketches = [leaf.sketch for leaf in leaves if leaf.sketch is not None]
+    if sum(sketch.numel for sketch in sketches) != whole.numel:
+        return False
+    norm = math.sqrt(sum(sketch.size**2 for sketch in sketches))
+    return abs(norm - whole.size) <= SAME * norm
 
 
 def _alike(one: RecordedRow, other: RecordedRow) -> bool:
     """Return True for shapes of as many axes, but those of length 1."""
-    axes = [
-        len([size for size in row.shape or () if size != 1]) for row in (one, other)
-    ]
-    return axes[0] == axes[1]
+    return len(_longer(one.shape or ())) == len(_longer(other.shape or ()))
 
 
 def _leaves(flow: Flow) -> list[Value]:

@@ -39,6 +39,7 @@ from roundoff.compare.repair_trials import (
     SEVERAL,
     Region,
     Repair,
+    Trials,
     best_repair,
     leaf_on_trial,
     trials_of,
@@ -191,6 +192,13 @@ def _blamed(
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
+    return _tried(sides, part, trials, blamed) or blamed_step(sides, part)
+
+
+def _tried(
+    sides: Sides, part: Part, trials: Trials, likely: Blamed | None
+) -> Blamed | None:
+    """Return what makes all results agree, else what is likely, else what helps most."""
     region = Region(part.region, part.expected)
     repair = best_repair(
         sides, trials, region, lambda: leaf_on_trial(sides, trials, region)
@@ -199,13 +207,13 @@ def _blamed(
         return repair
     if repair is not None and repair.ends:
         return _as_blamed(sides, part, repair)
-    if blamed is not None:
-        return blamed
+    if likely is not None:
+        return likely
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:
         return _as_blamed(sides, part, repair)
-    return blamed or blamed_step(sides, part)
+    return blamed
 
 
 def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
@@ -279,13 +287,22 @@ def _ends(
             pairs.append((end, other_end))
     ends: dict[int, list[tuple[Sketch, float]]] = {}
     for end, other_end in pairs:
-        if end.sketch is None or other_end.sketch is None:
-            continue
-        apart = end.sketch.distance(other_end.sketch)
-        if apart > sides.limit / CLEARLY:
-            limit = min(sides.usual, apart / CLEARLY)
-            ends.setdefault(other_end.key, []).append((end.sketch, limit))
+        wanted = _wanted_end(sides, end, other_end)
+        if wanted is not None:
+            ends.setdefault(other_end.key, []).append(wanted)
     return ends
+
+
+def _wanted_end(
+    sides: Sides, end: Value, other_end: Value
+) -> tuple[Sketch, float] | None:
+    """Return what a result should be, and how near; None where it is."""
+    if end.sketch is None or other_end.sketch is None:
+        return None
+    apart = end.sketch.distance(other_end.sketch)
+    if apart <= sides.limit / CLEARLY:
+        return None
+    return end.sketch, min(sides.usual, apart / CLEARLY)
 
 
 # -- results -------------------------------------------------------------------------

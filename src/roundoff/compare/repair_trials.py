@@ -19,7 +19,10 @@ from torch import Tensor
 from roundoff.compare.blamed_leaves import Blamed, tried_leaves
 from roundoff.compare.call_edits import (
     LAYOUT,
+    ONE_MORE,
     Ingredients,
+    Insertion,
+    Proposal,
     label_of,
     proposals,
 )
@@ -192,8 +195,10 @@ def trials_of(sides: Sides, ends: Ends) -> Trials:
     return Trials(TracedProgram(sides.candidate), goal)
 
 
-def repaired(sides: Sides, trials: Trials, region: Region) -> Iterator[Repair]:
-    """Yield edits that give values that the candidate lacked, the likely ones first.
+def _of_kinds(
+    sides: Sides, trials: Trials, region: Region, kinds: range
+) -> Iterator[Repair]:
+    """Yield edits of some kinds, the likely ones first, that give what was lost.
 
     Only those that make all results agree, or give several values.
     """
@@ -204,27 +209,34 @@ def repaired(sides: Sides, trials: Trials, region: Region) -> Iterator[Repair]:
         (proposal, call)
         for call in _one_of_each(_suspects(sides, program, region.parted), families)
         for proposal in proposals(call, ingredients)
+        if proposal.unlikely in kinds
     ]
-    waiting.sort(key=lambda each: each[0].unlikely)
-    kind = None
-    for proposal, call in waiting:
-        if proposal.unlikely != kind:
-            kind = proposal.unlikely
-            trials.left = BUDGET
-        edits = _edits_of(proposal.template, families[call.first.call])
-        own = edits.get(call.first.call)
-        if own is None or trials.left < 0:
-            continue
-        agrees, gained = trials.outcome(edits)
-        if agrees or len(gained) >= (1 if proposal.unlikely == LAYOUT else SEVERAL):
-            yield Repair(
-                call,
-                own.words,
-                agrees,
-                len(gained),
-                proposal.unlikely,
-                trials.goal.first in gained,
-            )
+    for kind in kinds:
+        trials.left = BUDGET
+        for proposal, call in waiting:
+            if proposal.unlikely == kind and trials.left > 0:
+                repair = _tried(trials, proposal, call, families[call.first.call])
+                if repair is not None:
+                    yield repair
+
+
+def _tried(
+    trials: Trials,
+    proposal: Proposal,
+    call: TracedCall,
+    family: Sequence[TracedCall],
+) -> Repair | None:
+    """Return what an edit repairs in all calls of a family; None where it is too little."""
+    edits = _edits_of(proposal.template, family)
+    edit = edits.get(call.first.call)
+    if edit is None:
+        return None
+    agrees, gained = trials.outcome(edits)
+    least = 1 if proposal.unlikely == LAYOUT else SEVERAL
+    if not agrees and len(gained) < least:
+        return None
+    is_first = trials.goal.first in gained
+    return Repair(call, edit.words, agrees, len(gained), proposal.unlikely, is_first)
 
 
 def best_repair(
@@ -237,22 +249,29 @@ def best_repair(
 
     ``between`` is asked after the likely kinds of edits; what it returns ends the search.
     """
-    best: Repair | None = None
-    asked = False
-    for repair in repaired(sides, trials, region):
-        if repair.unlikely >= LAYOUT and not asked:
-            asked = True
-            blamed = between()
-            if blamed is not None:
-                return blamed
+    likely, best = _first_end(_of_kinds(sides, trials, region, range(LAYOUT)), None)
+    if likely is not None:
+        return likely
+    blamed = between()
+    if blamed is not None:
+        return blamed
+    kinds = range(LAYOUT, ONE_MORE + 1)
+    unlikely, best = _first_end(_of_kinds(sides, trials, region, kinds), best)
+    return unlikely or best
+
+
+def _first_end(
+    repairs: Iterable[Repair], best: Repair | None
+) -> tuple[Repair | None, Repair | None]:
+    """Return the repair after which all agrees, if any, and the best of the others."""
+    for repair in repairs:
         if repair.ends:
             # what repairs only a later part does not explain the first
-            return best if best is not None and _is_earlier(best, repair) else repair
+            is_later = best is not None and _is_earlier(best, repair)
+            return (best if is_later else repair), best
         if best is None or repair.rank > best.rank:
             best = repair
-    if not asked:
-        return between() or best
-    return best
+    return None, best
 
 
 def _is_earlier(one: Repair, other: Repair) -> bool:
@@ -303,14 +322,14 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
     """Return the calls that move what these read, and those that made it."""
     moves: dict[int, None] = {}
     waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
-    seen: set[int] = set()
+    seen = set(records)
     while waiting:
         record = waiting.pop(0)
-        if record in seen or record not in flow.values or record in records:
+        if record in seen or record not in flow.values:
             continue
         seen.add(record)
         row = flow.values[record].row
-        if row.is_call and row.call in program.calls:
+        if row.call in program.calls:
             moves[row.call] = None
         if not row.is_call or row.base_operator in _MOVE:
             waiting += row.inputs
@@ -416,37 +435,43 @@ def _floats(value: object) -> Iterator[float]:
             yield from _floats(each)
 
 
-def _insertable(
-    flow: Flow, calls: Sequence[TracedCall]
-) -> Iterator[tuple[EditStep, dict[int, Tensor], str, tuple[int, ...]]]:
+def _insertable(flow: Flow, calls: Sequence[TracedCall]) -> Iterator[Insertion]:
     """Yield the reference's calls that a value may go through: activations and norms."""
     seen: set[str] = set()
     for call in calls:
-        name = call.first.base_operator
-        if name not in _UNARY and name not in _NORMALIZE:
+        if call.first.base_operator not in _UNARY | _NORMALIZE:
             continue
-        records = records_in(call.parsed)
-        if not records or call.first.overload is None:
+        insertion = _insertion(flow, call)
+        if insertion is None:
             continue
-        names = {records[0]: BEFORE}
-        held: dict[int, Tensor] = {}
-        for record in records[1:]:
-            tensor = flow.tensor(record)
-            if tensor is not None:
-                names[record] = BEFORE - 1 - len(held)
-                held[names[record]] = tensor
-        if len(names) != len(set(records)):
-            continue
-        arguments = _with_names(call.parsed, names)
-        shape = tuple(call.first.shape or ()) if held else ()
-        if str(arguments) + call.first.overload in seen and not held:
-            continue
-        seen.add(str(arguments) + call.first.overload)
-        words = f"{name} ({call.first.line})" if call.first.line else name
-        rows = flow.step.rows
-        shapes = tuple(tuple(rows[r].shape or ()) for r in records if r in rows)
-        step = EditStep(call.first.overload, arguments, shapes)
-        yield step, held, words, shape
+        key = f"{insertion.step.overload} {insertion.step.arguments}"
+        if key not in seen or insertion.held:
+            seen.add(key)
+            yield insertion
+
+
+def _insertion(flow: Flow, call: TracedCall) -> Insertion | None:
+    """Return a call with its first input left open; None where its others were not kept."""
+    records = list(dict.fromkeys(records_in(call.parsed)))
+    overload = call.first.overload
+    if not records or overload is None:
+        return None
+    names = {records[0]: BEFORE}
+    held: dict[int, Tensor] = {}
+    for record in records[1:]:
+        tensor = flow.tensor(record)
+        if tensor is None:
+            return None
+        names[record] = BEFORE - 1 - len(held)
+        held[names[record]] = tensor
+    rows = flow.step.rows
+    read = records_in(call.parsed)
+    shapes = tuple(tuple(rows[r].shape or ()) for r in read if r in rows)
+    step = EditStep(overload, _with_names(call.parsed, names), shapes)
+    name = call.first.base_operator
+    words = f"{name} ({call.first.line})" if call.first.line else name
+    shape = tuple(call.first.shape or ()) if held else ()
+    return Insertion(step, held, words, shape)
 
 
 def _with_names(value: object, names: Mapping[int, int]) -> object:
@@ -492,24 +517,19 @@ class _Similar:
     ) -> Iterator[Callable[[TracedCall], int | None]]:
         """Yield choices of another value for what a call reads, the nearest first."""
         read = self._rows.get(record)
-        if read is None or read.record not in self._labels:
+        if read is None or record not in self._labels:
             return
-        end = call.first.record
-        labels: dict[object, None] = {}
-        rows = [
-            row
-            for row in self._rows.values()
-            if row.shape == read.shape
-            and row.dtype == read.dtype
-            and row.record in self._labels
-            and row.record != record
-            and (row.record < end or not row.is_call)
-        ]
+        rows = [row for row in self._rows.values() if self._fits(row, read, call)]
         rows.sort(key=lambda row: abs(row.record - record))
-        for row in rows:
-            labels[self._labels[row.record]] = None
+        labels = dict.fromkeys(self._labels[row.record] for row in rows)
         for label in list(labels)[:SIMILAR]:
             yield self._chooser(label)
+
+    def _fits(self, row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
+        if row.record not in self._labels or row.record == read.record:
+            return False
+        is_there = not row.is_call or row.record < call.first.record
+        return is_there and row.shape == read.shape and row.dtype == read.dtype
 
     def _chooser(self, label: object) -> Callable[[TracedCall], int | None]:
         rows = self._by_label[label]

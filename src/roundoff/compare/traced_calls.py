@@ -134,34 +134,27 @@ class TracedProgram:
         """
         changed: dict[int, Tensor] = dict(leaves or {})
         for entry in self.order:
-            if isinstance(entry, RecordedRow):
-                if any(i in changed for i in entry.inputs):
-                    changed[entry.record] = self._written_through(entry, changed)
-                    yield entry, changed[entry.record]
+            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
+            edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
+            is_made_of_it = any(i in changed for row in rows for i in row.inputs)
+            if edit is None and not is_made_of_it:
                 continue
-            edit = edits.get(entry.first.call)
-            if edit is None and not any(
-                i in changed for row in entry.rows for i in row.inputs
-            ):
-                continue
-            results = self._run(entry, edit, changed)
-            for row in entry.rows:
-                place = row.place or 0
-                if place < len(results):
-                    changed[row.record] = results[place]
-                    yield row, results[place]
+            for row, tensor in list(self.one(entry, changed, edit)):
+                changed[row.record] = tensor
+                yield row, tensor
 
     def one(
         self,
         entry: TracedCall | RecordedRow,
         changed: Mapping[int, Tensor] | None = None,
+        edit: Edit | None = None,
     ) -> Iterator[tuple[RecordedRow, Tensor]]:
         """Run one entry of ``order``; yield what it makes. Raises ``CannotRun``."""
         changed = changed or {}
         if isinstance(entry, RecordedRow):
             yield entry, self._written_through(entry, changed)
             return
-        results = self._run(entry, None, changed)
+        results = self._run(entry, edit, changed)
         for row in entry.rows:
             place = row.place or 0
             if place < len(results):
@@ -218,25 +211,30 @@ class TracedProgram:
         """Return a tensor after one of its views was written."""
         rows = self.flow.step.rows
         written = rows[alias.inputs[0]]
-        source = rows.get(written.inputs[0]) if written.inputs else None
-        while source is not None and source.numel != alias.numel and source.inputs:
-            source = rows.get(source.inputs[0])
-        if source is None or source.numel != alias.numel:
-            raise CannotRun("what it is a view of was not recorded")
+        source = self._whole_before(written, alias)
         values = self._value(written.record, changed)
-        whole = self._value(source.record, changed).clone()
+        whole = self._value(source.record, changed).contiguous().clone()
         if written.numel == alias.numel:
             return values.reshape(whole.shape)
         place = rows[written.inputs[0]] if written.is_call else written
         if place.stride is None or place.shape is None:
             raise CannotRun("where it was written was not recorded")
         offset = (place.offset or 0) - (alias.offset or 0)
-        whole = whole.contiguous()
         view = whole.as_strided(list(place.shape), list(place.stride), offset)
         if view.shape != values.shape:
             raise CannotRun("what is written has another shape")
         view.copy_(values)
         return whole
+
+    def _whole_before(self, written: RecordedRow, alias: RecordedRow) -> RecordedRow:
+        """Return the tensor that was written through a view, as it was before."""
+        rows = self.flow.step.rows
+        source = rows.get(written.inputs[0]) if written.inputs else None
+        while source is not None and source.numel != alias.numel:
+            source = rows.get(source.inputs[0]) if source.inputs else None
+        if source is None:
+            raise CannotRun("what it is a view of was not recorded")
+        return source
 
 
 def records_in(value: Any) -> list[int]:

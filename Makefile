@@ -12,17 +12,21 @@ export NO_MKDOCS_2_WARNING := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format check fast types test times test-optional demo docs bench clean
+.PHONY: help install format check fast types test times test-optional test-device test-gpu demo docs bench \
+	bench-quick clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
 	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
+	@echo "make test-device   the tests of placement on a pretended device: no GPU is needed"
+	@echo "make test-gpu   the tests of placement on this machine's GPU"
 	@echo "make times   measure all tests, and list those that make fast leaves out"
 	@echo "make format  lay out the code and mend what ruff can mend"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make docs    the documentation site in out/site; a warning is an error"
 	@echo "make bench   run the benchmarks"
+	@echo "make bench-quick   do all benchmarks still run? a small part of each"
 	@echo "make clean   remove what the others made"
 
 install: $(STAMP)
@@ -65,6 +69,14 @@ test-optional: $(STAMP)
 	$(RUN)/python -m pytest -q tests/record/test_callbacks.py tests/record/test_triton_kernels.py \
 		tests/test_engine.py tests/ops/test_foreign_names.py tests/plan/lists
 
+# What stands on the CPU beside a tensor of another device raises here, without a GPU.
+test-device: $(STAMP)
+	PRETEND=1 $(RUN)/python -m pytest -q tests/devices
+
+test-gpu: $(STAMP)
+	$(RUN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available() and 'this torch sees no GPU')"
+	$(RUN)/python -m pytest -q -m gpu tests
+
 demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm
 
@@ -73,8 +85,11 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \
-		%/fashion_nets.py %/quantize_peers.py,$(wildcard benchmarks/*.py)); do \
+		%/fashion_nets.py %/quantize_peers.py %/every.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(RUN)/python "$$file"; done
+
+bench-quick: $(STAMP)
+	$(RUN)/python benchmarks/every.py
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,11 @@
 """What stands behind operators: parameters, data and updates, in plain words."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import roundoff
 from roundoff.verbs.compare import Comparison
@@ -109,3 +112,134 @@ def test_causes_are_saved_with_the_comparison(tmp_path):
     again = Comparison.load(tmp_path / "saved")
     assert again.culprits() == found.culprits()
     assert not again.agrees
+
+
+def test_a_parameter_that_changes_from_run_to_run_is_no_cause(tmp_path):
+    """Weights without a seed: the repeat beside the reference shows it."""
+    draws = iter(range(3))
+
+    def unseeded(model):
+        generator = torch.Generator().manual_seed(next(draws))
+        with torch.no_grad():
+            model[0].weight.normal_(generator=generator)
+
+    ours = record(tmp_path / "ours", "tensors", change=unseeded)
+    theirs = record(tmp_path / "theirs", "tensors", change=unseeded)
+    alone = roundoff.compare(reference=ours, candidate=theirs)
+    assert [c.looks_like for c in alone.culprits(1)] == ["other parameter"]
+    again = record(tmp_path / "ours.repeat1", "tensors", change=unseeded)
+    about = json.loads((again / "run.json").read_text())
+    about["of"] = roundoff.load(ours).about.id
+    (again / "run.json").write_text(json.dumps(about))
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    labels = [culprit.looks_like for culprit in found.culprits()]
+    assert "other parameter" not in labels
+    assert any("does not repeat itself" in note for note in found.about.repeats)
+
+
+def test_running_statistics_of_other_roundings_are_no_cause(tmp_path):
+    """They were computed before the recording: 1e-6 is rounding there, 1e-3 is not, and a weight is as it was loaded."""
+
+    def moved(name, by):
+        def change(model):
+            with torch.no_grad():
+                dict([*model.named_buffers(), *model.named_parameters()])[name].mul_(
+                    1 + by
+                )
+
+        return change
+
+    def normed(folder, change):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        model(torch.randn(9, 6))
+        change(model)
+        with roundoff.capture(folder, model, keep="tensors") as run:
+            model(batch(0)).square().sum().backward()
+            run.step()
+        return folder
+
+    ours = normed(tmp_path / "ours", lambda model: None)
+    named = {}
+    for number, (name, by) in enumerate(
+        [("1.running_mean", 1e-5), ("1.running_mean", 1e-3), ("0.weight", 1e-5)]
+    ):
+        theirs = normed(tmp_path / str(number), moved(name, by))
+        found = roundoff.compare(reference=ours, candidate=theirs)
+        named[name, by] = [c.name for c in found.culprits() if c.kind == "parameter"]
+    assert named == {
+        ("1.running_mean", 1e-5): [],
+        ("1.running_mean", 1e-3): ["1.running_mean"],
+        ("0.weight", 1e-5): ["0.weight"],
+    }
+
+
+def normed_and_checkpointed(folder, *, again):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    run_model = model
+    if again:
+
+        def run_model(x):
+            return checkpoint(model, x, use_reentrant=False)
+
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        run_model(batch(0)).square().sum().backward()
+        run.step()
+    return folder
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_running_statistics_that_a_checkpoint_moves_twice(tmp_path, again):
+    ours = normed_and_checkpointed(tmp_path / "ours", again=not again)
+    theirs = normed_and_checkpointed(tmp_path / "theirs", again=again)
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    first = found.culprits(1)[0]
+    assert first.kind == "update"
+    assert first.name.startswith("1.")
+    assert "changed a second time" in first.evidence
+    where = "not in the reference" if again else "in the reference, and not here"
+    assert where in first.evidence
+
+
+def test_a_norm_in_training_mode_is_named_before_what_it_changes(tmp_path):
+    def evaluated(folder, training):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train(training)
+        with roundoff.capture(folder, model, keep="tensors") as run, torch.no_grad():
+            model(batch(0))
+            run.step()
+        return folder
+
+    found = roundoff.compare(
+        reference=evaluated(tmp_path / "ours", False),
+        candidate=evaluated(tmp_path / "theirs", True),
+    )
+    assert found.culprits(1)[0].site == "1/native_batch_norm"
+
+
+def test_an_update_left_out_of_hooks(tmp_path):
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+
+    def trained(folder, names):
+        model = net()
+        for name, parameter in model.named_parameters():
+            if name in names:
+                one = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, optimizer=one: optimizer.step()
+                )
+        with roundoff.capture(folder, model, keep="tensors") as run:
+            model(batch(0)).square().sum().backward()
+            run.step()
+        return folder
+
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    ours = trained(tmp_path / "ours", names)
+    again = trained(tmp_path / "again", names)
+    assert roundoff.compare(reference=ours, candidate=again).agrees
+    theirs = trained(tmp_path / "theirs", names[:-1])
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    first = found.culprits(1)[0]
+    assert first.looks_like == "missing update"
+    assert first.name in ("optimizer SGD#3", "2.bias")

@@ -25,6 +25,10 @@ _READS = operators_that("give numbers to Python")
 MOST_BYTES = 2**28
 
 
+#: The number of each call, and its function.
+Calls = tuple[tuple[int, Callable[..., Any]], ...]
+
+
 class DivergedError(Exception):
     """The model would have gone on in another way than the recorded one."""
 
@@ -63,6 +67,11 @@ class Step:
     def is_read(self) -> bool:
         """True where values of tensors went to Python."""
         return not self.results and not self.mutates
+
+    @property
+    def inputs(self) -> set[int]:
+        """The ids of the tensors among its arguments."""
+        return set(map(id, _tensors((self.args, self.kwargs))))
 
     def link(self, made: set[int]) -> None:
         """Find the arguments that earlier steps made, and add the results to ``made``."""
@@ -199,6 +208,17 @@ class Program:
             self._created |= step.writes - step.mutates
             self._last_write.update(dict.fromkeys(step.mutates, place))
         self._is_useful = self._useful()
+        self._last_used = self._last_uses()
+
+    @property
+    def calls(self) -> Calls:
+        """What the pass called, in order; equal for batches that ran alike."""
+        return tuple((step.number, step.func) for step in self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results, some of which may be views."""
+        return sum(tensor.nbytes for step in self.steps for tensor in step.results)
 
     @property
     def writes_over(self) -> bool:
@@ -253,7 +273,19 @@ class Program:
             else:
                 result = change(step, args, kwargs)
             step.keep(result, changed)
+            for tensor in self._last_used[place]:
+                changed.pop(tensor, None)
         return {name: changed.get(id(t), t) for name, t in self.targets.items()}
+
+    def _last_uses(self) -> list[set[int]]:
+        """Return for each step the ids of the tensors that no later one, and no target, is."""
+        needed = set(map(id, self.targets.values()))
+        last_uses = []
+        for step in reversed(self.steps):
+            used = step.inputs | set(map(id, step.results))
+            last_uses.append(used - needed)
+            needed |= used
+        return last_uses[::-1]
 
     def _useful(self) -> list[bool]:
         """Return for each step if the targets, or what Python does, follow from it."""
@@ -322,13 +354,16 @@ class _PerturbingMode(TorchFunctionMode):
 
 
 def record_program(
-    forward: Callable[[], dict[str, Tensor]], numbers: Collection[int]
+    forward: Callable[[], dict[str, Tensor]],
+    numbers: Collection[int],
+    seen: Calls = (),
 ) -> Program | None:
     """Record a forward pass; None where it cannot be run again as a program.
 
     So it is where something of it is not seen (a scripted module, a kernel of the
     user's, a detour over numpy), which shows in a second pass: with the results of the
     calls ``numbers`` a little changed, the program must give what the model gives.
+    That was shown before for another batch whose calls were ``seen``, the same ones.
     """
     mode = ProgramMode()
     with torch.no_grad(), mode:
@@ -336,6 +371,8 @@ def record_program(
     if not mode.is_whole:
         return None
     program = Program(mode.steps, targets)
+    if seen and program.calls == seen:
+        return program
     agrees = any(
         _agrees(program, forward, numbers, size) for size in (_PERTURBATION, _SMALLER)
     )

@@ -35,6 +35,9 @@ from roundoff.budget.noise_power import (
 from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
+from roundoff.notebook import decibels as shown_db
+from roundoff.notebook import share
+from roundoff.notebook import table as html_table
 from roundoff.record import column, schema_of
 
 if TYPE_CHECKING:
@@ -183,6 +186,32 @@ class Budget:
     sites: tuple[MeasuredSite, ...]
     about: Measurement
 
+    def __repr__(self) -> str:
+        about = self.about
+        worst = next((c for c in self.costs if c.sqnr_db is not None), None)
+        said = ""
+        if worst is not None:
+            said = (
+                f"; most noise: {worst.site} in {worst.format}, {worst.sqnr_db:.1f} dB"
+            )
+        formats = ", ".join(about.formats)
+        return (
+            f"<Budget of {about.workload}: {len(self.sites)} sites in {formats}{said}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (c.site, c.format, shown_db(c.sqnr_db), share(c.share), c.note)
+            for c in self.costs
+        ]
+        about = self.about
+        return html_table(
+            f"Budget of {about.workload}",
+            [f"{len(self.sites)} sites, {about.samples} samples"],
+            ("site", "format", "SQNR", "share of the noise", ""),
+            rows,
+        )
+
     @cached_property
     def outputs(self) -> tuple[MeasuredOutput, ...]:
         """The named outputs that are measured, at least one."""
@@ -242,6 +271,7 @@ class Budget:
             [terms for row in seen for terms in row],
             unmeasured=self.about.unmeasured,
             batches=self.about.batch_samples,
+            left=self.about.left,
         )
         worst = {}
         for number, (key, row) in enumerate(zip(self._terms, seen, strict=True)):
@@ -471,11 +501,14 @@ def _predicted(
     """Return the noise of rounded parts at one output."""
     signal = 1.0 if batch is None else output.batch_signal[batch]
     noise, stderr = power(
-        terms, unmeasured=about.unmeasured, batches=about.batch_samples
+        terms,
+        unmeasured=about.unmeasured,
+        batches=about.batch_samples,
+        left=about.left,
     )
     additive = sum(noise for noise, _ in group_powers([[term] for term in terms]))
     if math.isfinite(noise):
-        noise = additive + significant(noise - additive, terms)
+        noise = additive + significant(noise - additive, terms, about.left)
     if signal <= 0:  # zero in this batch: nothing is relative to it
         return OutputPrediction(output.name, 0.0, 0.0, None)
     error_db = stderr_db(noise, stderr)

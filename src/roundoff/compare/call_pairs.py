@@ -16,9 +16,10 @@ from roundoff.ops import operators_that
 #: Hand the values on, maybe in another format: an extra one of them is no difference
 #: in the program.
 TRANSPARENT = operators_that("change no value")
-#: Two results whose statistics are this near speak for the same call.
+#: Two results whose statistics are this near speak for the same call: bf16 beside fp32
+#: is 2**-8 off, eight such roundings 2**-5.
 ALIKE = 0.03
-#: Statistics this near speak for it even more.
+#: Statistics this near speak for it even more: two roundings of fp16, 2**-10.
 SAME = 1e-3
 #: Above this many pairs of calls, a module's sequences are matched by their longest
 #: common blocks instead.
@@ -40,6 +41,7 @@ class RecordedCall:
     Attributes:
         rows: its results, in their order.
         names: the parameters and buffers that it reads or writes.
+        writes: those that it writes.
         phase: of the rows; ``recomputed`` for what a checkpoint computes again, which
             stands among the backward calls.
         module: under the name that the candidate uses.
@@ -50,6 +52,7 @@ class RecordedCall:
 
     rows: list[RecordedRow]
     names: frozenset[str]
+    writes: frozenset[str]
     phase: str
     module: str
     operator: str
@@ -59,6 +62,11 @@ class RecordedCall:
     def inputs_read(self) -> int:
         """How many tensors the call reads."""
         return sum(len(row.inputs) for row in self.rows)
+
+    @property
+    def is_complex(self) -> bool:
+        """True where the first result is of complex numbers."""
+        return (self.rows[0].dtype or "").startswith("complex")
 
     @property
     def record(self) -> int:
@@ -112,12 +120,14 @@ def _call(
     rename: Callable[[str], str],
 ) -> RecordedCall:
     first = rows[0]
-    names = {rename(row.name) for row in rows if row.name}
+    writes = {rename(row.name) for row in rows if row.name}
+    names = set(writes)
     for row in rows:
         names.update(parameters[i] for i in row.inputs if i in parameters)
     return RecordedCall(
         rows=rows,
         names=frozenset(names),
+        writes=frozenset(writes),
         phase="recomputed" if first.recomputed else first.phase,
         module=rename(first.module),
         operator=first.operator.rstrip("_") or first.operator,
@@ -129,6 +139,7 @@ def match_calls(
     reference: list[RecordedCall], candidate: list[RecordedCall]
 ) -> list[CallPair]:
     """Pair the calls of two runs: by module, then whatever is left by structure."""
+    _leave_out_lone_writes(reference, candidate)
     left = _grouped(reference)
     right = _grouped(candidate)
     pairs: list[CallPair] = []
@@ -143,6 +154,19 @@ def match_calls(
             spare.take(matched)
             pairs += matched
     return pairs + _recomputed(left, spare.candidate)
+
+
+def _leave_out_lone_writes(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> None:
+    """Leave those names to ``writes`` that both runs write.
+
+    Others may be the same value under another name, or several in one.
+    """
+    ours = {name for call in reference for name in call.writes}
+    theirs = {name for call in candidate for name in call.writes}
+    for call in (*reference, *candidate):
+        call.writes &= ours & theirs
 
 
 class _Spare:
@@ -320,13 +344,19 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     """Return True for one operator on equal shapes, or on the same parameters."""
     if reference.operator != candidate.operator:
         return False
+    if reference.is_complex != candidate.is_complex:
+        return False
+    written = reference.writes | candidate.writes
+    if written and not reference.writes & candidate.writes:
+        return False
     same_shapes = reference.shapes == candidate.shapes
     same_names = reference.names == candidate.names
     if reference.operator in TRANSPARENT:
         # which one of many views it is shows in what reads it
         return same_shapes and same_names and _alike(reference, candidate)
-    if same_shapes:
-        return True
+    if same_shapes or reference.phase == "optimizer":
+        # an update has the shape of its parameter: another one is of another
+        return same_shapes
     return same_names and reference.inputs_read == candidate.inputs_read
 
 
@@ -344,8 +374,8 @@ def _common_blocks(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
     """Return the places of the longest common runs of operators and shapes."""
-    ours = [(call.operator, call.shapes) for call in reference]
-    theirs = [(call.operator, call.shapes) for call in candidate]
+    ours = [(call.operator, call.shapes, call.writes) for call in reference]
+    theirs = [(call.operator, call.shapes, call.writes) for call in candidate]
     return _equal_places(SequenceMatcher(None, ours, theirs, autojunk=False))
 
 
@@ -439,4 +469,11 @@ def _reordered(
 
 
 def _kind(call: RecordedCall) -> tuple[object, ...]:
-    return call.phase, call.module, call.operator, call.shapes, call.names
+    return (
+        call.phase,
+        call.module,
+        call.operator,
+        call.shapes,
+        call.names,
+        call.is_complex,
+    )

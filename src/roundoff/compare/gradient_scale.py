@@ -19,7 +19,8 @@ from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding_bound import DIVISIONS, PRODUCTS
 from roundoff.ops import operators_that
 
-#: Scales that differ by less are one: the statistics of fp16 gradients are rounded.
+#: Scales that differ by less are one: fp16 gradients that are subnormal have few bits,
+#: with six left they are 2**-6 off.
 SAME = 0.02
 #: What changes a gradient by one factor, after the backward pass too.
 _FACTORS = PRODUCTS | DIVISIONS | operators_that("unscale gradients")
@@ -144,10 +145,12 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
     if source is None:
         return 1.0 if _is_seed(row, rows) else None
     before = scales[source.record]
-    if row.phase == "backward" and row.numel != 1:
+    # what a hook makes of a finished gradient may be an update: that is not linear
+    goes_backward = row.phase == "backward" and not _is_gradient(source)
+    if goes_backward and row.numel != 1:
         return before
     if row.base_operator not in _FACTORS:
-        return before if row.phase == "backward" or _is_gradient(row) else None
+        return before if goes_backward or _is_gradient(row) else None
     if row.numel != source.numel:
         return None
     return _rescaled(row, source, before)

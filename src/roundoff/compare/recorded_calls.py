@@ -82,7 +82,7 @@ def run_call(
         raise CannotRun("its kernel is the user's, and may be what is wrong")
     try:
         func = overload_of(overload)
-        args, kwargs = restore(arguments, value)
+        args, kwargs = restore(arguments, value, torch.device("cpu"))
     except RunError as error:
         raise CannotRun(error.what) from error
     results = run_again(func, args, kwargs, dtype=dtype)

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from roundoff.errors import warn
 from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
+from roundoff.record.graph_capture import WARNING, in_graph_capture
 from roundoff.record.module_paths import Paths
 from roundoff.record.recorder import Recorder, Source
 from roundoff.record.source_lines import (
@@ -201,6 +203,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call_counts: Counter[str] = Counter()
         self.phase = "forward"
         self._sequence = 0
+        self._has_warned = False
         #: number of a node of the graph -> where the call stands that made it
         self._forward_sources: dict[int, Source] = {}
         _modes.add(self)
@@ -227,6 +230,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
             return self._run_unrecorded(func, args, kwargs)
+        if in_graph_capture():
+            self._warn_of_capture()
+            return func(*args, **kwargs)
         try:
             call = self._before(func, args, kwargs)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
@@ -246,6 +252,11 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
+
+    def _warn_of_capture(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(WARNING)
 
     def _run_unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         # sizes are part of what torch.jit traces
@@ -421,6 +432,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
+        if node.name() in _CHECKPOINTS and torch.is_grad_enabled():
+            # its function, outside of any module
+            return Source(phase, "", schema.at(user_line(5)), recomputed=True)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
         forward = self._forward_sources.get(node._sequence_nr())
@@ -436,6 +450,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone
     _frames.set_code_exec_strategy(OpMode.__torch_dispatch__.__code__, _SKIP)
 
+
+#: Nodes that compute their forward pass again, with gradients on as only there.
+_CHECKPOINTS = frozenset(("CheckpointFunctionBackward",))
 
 _modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
 

@@ -37,6 +37,7 @@ from roundoff.compare import (
     judged,
     left_open,
     not_reproducible,
+    program_notes,
     received,
     recorded_beside,
     repeat_notes,
@@ -50,6 +51,7 @@ from roundoff.compare import (
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
+from roundoff.notebook import table as html_table
 from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
 
@@ -70,6 +72,36 @@ class Comparison:
 
     table: pl.DataFrame
     about: About
+
+    def __repr__(self) -> str:
+        about = self.about
+        return (
+            f"<Comparison of {about.reference} and {about.candidate}: {self._verdict}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(culprit.site or culprit.reference_site),
+                str(culprit.phase),
+                culprit.line or "",
+                culprit.looks_like or "",
+            )
+            for culprit in self._named
+        ]
+        about = self.about
+        return html_table(
+            f"{about.reference} against {about.candidate}",
+            [self.answer],
+            ("operator", "phase", "line", "looks like"),
+            rows,
+        )
+
+    @property
+    def _verdict(self) -> str:
+        """What was decided, in a few words."""
+        counts = [f"{n:,} {name}" for name, n in self.verdicts.items() if n]
+        return ", ".join(counts) or "no values"
 
     @cached_property
     def _named(self) -> list[Culprit]:
@@ -136,35 +168,35 @@ class Comparison:
         table = judged(self.table.drop("verdict", strict=False), limits, margin)
         return Comparison(table, replace(self.about, limits=limits, margin=margin))
 
-    def summary(self, limit: int | None = None) -> ComparisonSummary:
+    def summary(self, rows: int | None = None) -> ComparisonSummary:
         """The comparison without its table.
 
         Args:
-            limit: how many culprits, and rows to look at: those that fail, then the
+            rows: how many culprits, and rows to look at: those that fail, then the
                 largest contributions. None for all culprits and no rows.
         """
-        summary = summarise(self.table, self.about, self._named, self.coverage, limit)
-        if limit is None:
+        summary = summarise(self.table, self.about, self._named, self.coverage, rows)
+        if rows is None:
             return summary
-        return replace(summary, rows=rows_to_show(self.table, limit))
+        return replace(summary, rows=rows_to_show(self.table, rows))
 
-    def to_dict(self, limit: int = 20) -> dict[str, Any]:
+    def to_dict(self, rows: int = 20) -> dict[str, Any]:
         """The comparison as plain data, with the culprits and rows of ``summary``."""
-        return {"answer": self.answer, **plain(self.summary(limit))}
+        return {"answer": self.answer, **plain(self.summary(rows))}
 
     @cached_property
     def answer(self) -> str:
         """The first paragraph of the report."""
         return " ".join(answer_comparison(self.summary()))
 
-    def report(self, path: str | Path, *, limit: int = 2000) -> None:
+    def report(self, path: str | Path, *, rows: int = 2000) -> None:
         """Write one self-contained HTML page to a path or URL.
 
         It shows the culprits and rows of ``summary``. Raises ``OutputError`` when it
         cannot be written.
         """
         points = chart_points(self.table, self.divergence)
-        write_comparison(replace(self.summary(limit), points=points), path)
+        write_comparison(replace(self.summary(rows), points=points), path)
 
     def save(self, path: str | Path) -> None:
         """Write ``comparison.parquet`` and ``comparison.json`` into a folder or URL.
@@ -196,7 +228,7 @@ class Comparison:
                 expected=f"{ABOUT_FILE} and {TABLE_FILE}",
                 do="roundoff compare REFERENCE CANDIDATE --save DIR makes one",
             ) from error
-        except Exception as error:  # noqa: BLE001 - json, polars and the library of a protocol raise many kinds
+        except Exception as error:  # noqa: BLE001 - json's, polars', a protocol's
             raise RunError(
                 "the saved comparison cannot be read",
                 where=where,
@@ -217,10 +249,21 @@ class Comparison:
 
 def is_saved(path: str | Path) -> bool:
     """Return True where a comparison, rather than a run, is saved."""
+    place = _within(path, ABOUT_FILE)
     try:
-        return bool(_bytes(_within(path, ABOUT_FILE)))
-    except Exception:  # noqa: BLE001 - loading the run says what is wrong
+        return _exists(place)
+    except (OSError, ValueError, ImportError):
+        # no such protocol, no library for it, no way there: loading says what is wrong
         return False
+
+
+def _exists(place: str | Path) -> bool:
+    if not is_url(place):
+        return Path(place).is_file()
+    from fsspec.core import url_to_fs
+
+    files, name = url_to_fs(str(place))
+    return bool(files.exists(name))
 
 
 def _within(folder: str | Path, name: str) -> str | Path:
@@ -313,6 +356,7 @@ def compare(
         _about(ours, theirs, parts),
         notes=[extra.note for extra in extras],
         unstable=unstable,
+        programs=tuple(program_notes(ours, theirs)) if differs else (),
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
 from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.symptoms import ADVICE
-from roundoff.compare.table import ComparedRow
+from roundoff.compare.table import ComparedRow, names_of_both
 
 #: Portions are another schedule where this share of the parameters' readers work on
 #: other shapes.
@@ -29,6 +30,8 @@ class PortionsMemory:
 
     #: Names of parameters whose gradients are rounding alone.
     noisy: set[str] = field(default_factory=set)
+    #: How far the reference's values may be rounded by now, by name.
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
@@ -126,8 +129,9 @@ def compare_portions(
         rename: from a module of the reference to its name in the candidate.
         memory: what the steps before left; it is changed.
     """
-    step = StepPieces(reference, candidates, rename, memory.noisy)
+    step = StepPieces(reference, candidates, rename, memory.noisy, memory.rounding)
     step.find()
+    memory.rounding |= left_behind(reference.rows, step.rounding)
     result = blame(step)
     return [_row(result, piece) for piece in step.pieces.values()]
 
@@ -184,33 +188,9 @@ def _row(result: Blame, piece: Piece) -> ComparedRow:
 
 
 def _names(rank: int, row: RecordedRow, twin: RecordedRow | None) -> dict[str, Any]:
-    columns: dict[str, Any] = {
-        "rank": rank,
-        "step": row.step,
-        "phase": row.phase,
-        "place": row.place,
-        "role": row.role,
-        "name": row.name,
-        "numel": row.numel,
-        "view": False,
-        "call": row.call,
-        "site": row.site or row.name,
-        "operator": row.operator,
-        "line": row.line,
-        "dtype": row.dtype,
-        "shape": row.shape,
-        "record": row.record,
-    }
-    if twin is not None:
-        columns |= {
-            "reference_site": twin.site,
-            "reference_operator": twin.operator,
-            "reference_line": twin.line,
-            "reference_dtype": twin.dtype,
-            "reference_shape": twin.shape,
-            "reference_record": twin.record,
-        }
-    return columns
+    """Return the columns that name a value; no piece is left out as a view is."""
+    named = replace(row, rank=rank, site=row.site or row.name or "", view_of=None)
+    return names_of_both(twin, named)
 
 
 def _measured(piece: Piece, result: Blame) -> dict[str, Any]:

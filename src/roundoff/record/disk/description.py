@@ -9,6 +9,7 @@ from typing import Any
 
 from roundoff.errors import RunError
 from roundoff.record.disk.checked_reading import read_checked, read_json
+from roundoff.record.disk.place import no_run_at
 from roundoff.record.disk.schema import ABOUT, SCHEMA
 from roundoff.record.setting import Setting, settings_of
 
@@ -28,6 +29,7 @@ class CallCoverage:
     calls: int | None = None
     operators: dict[str, int] | None = None
     stopped: str | None = None
+    failed: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +53,12 @@ class RunDescription:
         environment: the settings that change numbers.
         model: name of the model's class.
         command: the script and its arguments.
+        sources: hashes of the script and of what it imports from its folder, by path.
         framework: name and version.
         coverage: what was seen; written when the recording ends.
         unfinished: the step in which the program failed.
         stopped: why the recording stopped.
+        failed: the program or its recording failed, so the run may be replaced.
         tool: which wrote the run, where it is not roundoff.
     """
 
@@ -74,10 +78,12 @@ class RunDescription:
     environment: tuple[Setting, ...] | None = None
     model: str | None = None
     command: list[str] | None = None
+    sources: dict[str, str] | None = None
     framework: str | None = None
     coverage: CallCoverage | None = None
     unfinished: int | None = None
     stopped: str | None = None
+    failed: bool | None = None
     tool: str | None = None
 
     @staticmethod
@@ -105,12 +111,7 @@ def read_description(path: Path) -> RunDescription:
     """
     file = path / ABOUT
     if not file.is_file():
-        raise RunError(
-            "no run here" if path.is_dir() else "no such folder",
-            where=str(path),
-            expected=f"a folder with {ABOUT} in it",
-            do="give the folder that was named when the run was recorded",
-        )
+        raise no_run_at(path)
     content = read_checked(file, read_json, file)
     _check_schema(file, content)
     return RunDescription.from_dict(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import polars as pl
 
 from roundoff.errors import RunError
+from roundoff.foreign import parse_json, read_text
 from roundoff.record.disk.schema import SCALAR_FILE, parse_rank, parse_step
 from roundoff.record.disk.tensors import checksum
 
@@ -51,7 +51,7 @@ def damaged(path: Path, got: str) -> RunError:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(read_text(path))
 
 
 def columns_of(path: Path, expected: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from roundoff.record.disk.checked_reading import (
     read_json,
 )
 from roundoff.record.disk.description import RunDescription
+from roundoff.record.disk.mark import is_own
 from roundoff.record.disk.schema import (
     CHECKSUMS,
     LOOP,
@@ -222,6 +223,13 @@ class Run:
             raise damaged(path, "other bytes than were written, or none")
         entries = read_checked(path, read_json, path)
         return [LoopEvent.of_json(each, str(path)) for each in entries]
+
+    def is_own(self, rank: int, step: int) -> bool:
+        """Return True for a step that this user has recorded and nobody has changed.
+
+        Only there operators run again in this process.
+        """
+        return is_own(self.path / rank_name(rank) / step_name(step))
 
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
         """Return where the tensors of one step of one rank are, by record."""

@@ -7,14 +7,20 @@ A file may be anybody's. Whatever reads JSON or TOML does it by ``parse_json`` a
 
 from __future__ import annotations
 
+import collections.abc
+import functools
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
+    "fault_of",
     "inside",
     "is_too_deep",
     "parse_json",
@@ -148,7 +154,9 @@ _SECRET = re.compile(
 _TELLING = re.compile(
     r"(?:sk-|hf_|gh[opsur]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|eyJ)[\w.~+/=-]{8,}"
 )
-_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<![\w.:/@+-])[\w.+-]+:[^\s@/]+(?=@[\w.-]+)")
+_USER = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)|(?<![\w.:/@+-])[\w.+-]+:[^\s@/]+(?=@[\w.-]+)"
+)
 #: Inside a word: a header, a piece of JSON or of a configuration.
 _INNER = re.compile(
     r"((?:api[-_]?key|access[-_]?key|secret[\w-]*|token|password|passwd|passphrase|"
@@ -196,3 +204,116 @@ def _names_secret(option: str) -> bool:
     """Return True for an option or a variable whose name says that a secret follows."""
     name = option.rpartition("/")[2].lstrip("-+")
     return _SECRET.search(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)) is not None
+
+
+# -- schemas ---------------------------------------------------------------------------
+
+#: What a type is called in a message.
+_CALLED = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "nothing",
+}
+
+
+def fault_of(record: Any) -> str | None:
+    """Say where a record does not hold what its fields are declared as; None where it does.
+
+    The fields of a frozen dataclass are the schema of what is read from a file: texts,
+    numbers of at most 64 bits, lists, mappings and further records.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Point:
+    ...     x: float
+    ...     names: tuple[str, ...] = ()
+    >>> fault_of(Point(1, ("a",)))
+    >>> fault_of(Point(1.0, ("a", None)))
+    'names[1] is nothing, not a text'
+    """
+    for name, annotation in _annotations(type(record)).items():
+        fault = _fault(getattr(record, name), annotation, name)
+        if fault is not None:
+            return fault
+    return None
+
+
+@functools.cache
+def _annotations(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls, _names_of(cls))
+    return {each.name: hints[each.name] for each in fields(cls)}
+
+
+def _names_of(cls: type) -> dict[str, Any]:
+    return {**vars(sys.modules[cls.__module__]), **vars(collections.abc)}
+
+
+def _fault(value: Any, annotation: Any, at: str) -> str | None:
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if annotation is Any:
+        return None
+    if origin in (Union, types.UnionType):
+        faults = [_fault(value, each, at) for each in arguments]
+        return None if None in faults else faults[0]
+    if origin is Literal:
+        return None if value in arguments else _complaint(at, value, str(arguments))
+    if origin is not None and issubclass(origin, Mapping):
+        return _fault_in_mapping(value, arguments, at)
+    if origin is not None and issubclass(origin, Sequence):
+        return _fault_in_list(value, arguments, at)
+    if is_dataclass(annotation):
+        return _fault_in_record(value, annotation, at)
+    return _fault_of_one(value, annotation, at)
+
+
+def _fault_of_one(value: Any, annotation: Any, at: str) -> str | None:
+    called = _CALLED.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    if annotation is float:
+        is_right = isinstance(value, int | float) and not isinstance(value, bool)
+    elif annotation is int:
+        is_right = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        is_right = isinstance(value, annotation)
+    if not is_right:
+        return _complaint(at, value, called)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{at} has more than 64 bits"
+    return None
+
+
+def _fault_in_mapping(value: Any, arguments: Sequence[Any], at: str) -> str | None:
+    if not isinstance(value, Mapping):
+        return _complaint(at, value, "an object")
+    for key, item in value.items():
+        shown = f"{at}[{str(key)[:40]!r}]"
+        fault = _fault(key, arguments[0], shown) or _fault(item, arguments[1], shown)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault_in_list(value: Any, arguments: Sequence[Any], at: str) -> str | None:
+    if not isinstance(value, list | tuple):
+        return _complaint(at, value, "a list")
+    for place, item in enumerate(value):
+        fault = _fault(item, arguments[0], f"{at}[{place}]")
+        if fault is not None:
+            return fault
+    return None
+
+
+def _fault_in_record(value: Any, annotation: Any, at: str) -> str | None:
+    if not isinstance(value, annotation):
+        return _complaint(at, value, "an object")
+    fault = fault_of(value)
+    return None if fault is None else f"{at}.{fault}"
+
+
+def _complaint(at: str, value: Any, expected: str) -> str:
+    called = _CALLED.get(type(value))
+    if called is None:
+        called = "a list" if isinstance(value, list | tuple) else "an object"
+    return f"{at} is {called}, not {expected}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from roundoff.errors import RoundoffError
 from roundoff.packages import installed_version
 
-__all__ = ["going_on", "note", "save_report", "unforeseen_message"]
+__all__ = ["going_on", "is_panic", "note", "save_report", "unforeseen_message"]
 
 #: Libraries whose versions a report has, as far as they are loaded.
 _LIBRARIES = ("torch", "numpy", "scipy", "polars", "onnx", "onnxruntime", "onnxscript")
@@ -77,6 +77,13 @@ def unforeseen_message(error: BaseException, report: Path | None) -> str:
         lines.append(f"  report: {report} has the traceback and the versions")
         lines.append("  do: attach it to an issue; it has no values, arguments or code")
     return "\n".join(lines)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return True for an error of a library written in Rust, such as polars, which no ``except
+    Exception`` catches.
+    """
+    return type(error).__name__ == "PanicException"
 
 
 def summary(error: BaseException) -> str:

@@ -28,7 +28,8 @@ from roundoff.cli import (
     watch,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
-from roundoff.unforeseen import save_report, unforeseen_message
+from roundoff.foreign import visible
+from roundoff.unforeseen import is_panic, save_report, unforeseen_message
 
 MISSED = 1
 BAD_INPUT = 2
@@ -78,13 +79,16 @@ def main(arguments: list[str] | None = None) -> int:
         error.show()
         return BAD_INPUT
     except RoundoffError as error:
-        print(f"roundoff: {error}", file=sys.stderr)
+        print(visible(f"roundoff: {error}"), file=sys.stderr)
         return MISSED if isinstance(error, InfeasibleError) else BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the boundary of every verb: no traceback reaches a user
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         report = save_report(error, sys.argv[1:] if arguments is None else arguments)
-        print(f"roundoff: {unforeseen_message(error, report)}", file=sys.stderr)
+        message = unforeseen_message(error, report)
+        print(visible(f"roundoff: {message}"), file=sys.stderr)
         return BAD_INPUT
     if result == INTERRUPTED:
         print(

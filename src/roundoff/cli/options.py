@@ -234,9 +234,9 @@ def print_json(data: Any) -> None:
 
 def console(quiet: bool) -> Console:
     """Return where tables go: standard output, or nowhere when JSON was asked for."""
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole
 
-    return Console(quiet=quiet, highlight=False)
+    return HarmlessConsole(quiet=quiet, highlight=False)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from roundoff.cli import options as o
 from roundoff.cli import plan
+from roundoff.foreign import visible
 
 if TYPE_CHECKING:
     from roundoff.plan import SiteDecision
@@ -149,11 +150,11 @@ def convert(
         )
         return 0
     for line in left_out:
-        print(f"Left out: {line}")
+        print(visible(f"Left out: {line}"))
     for line in notes:
-        print(f"Note: {line}")
+        print(visible(f"Note: {line}"))
     use = f"; use: {written.use}" if written.use else ""
-    print(f"Written to {output}{use}")
+    print(visible(f"Written to {output}{use}"))
     return 0
 
 

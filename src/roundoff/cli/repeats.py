@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roundoff.errors import OutputError, RoundoffError, RunError
+from roundoff.foreign import visible
 
 #: The process finds roundoff where this one does, and what the script imports too.
 _CHILD = """
@@ -113,7 +114,7 @@ def record_in_child(
     try:
         capture_script(script, path, of=identity, **options)
     except RoundoffError as error:
-        print(f"roundoff: {error}", file=sys.stderr)
+        print(visible(f"roundoff: {error}"), file=sys.stderr)
         return 2
     return 0
 

@@ -84,9 +84,8 @@ def _json_lines() -> Iterator[Callable[[WatchEvent], None]]:
 
 @contextmanager
 def _text(lines: int) -> Iterator[Callable[[WatchEvent], None]]:
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole, print_events
 
-    from roundoff.report import print_events
-
-    with print_events(Console(stderr=True, highlight=False), lines) as say:
+    console = HarmlessConsole(stderr=True, highlight=False)
+    with print_events(console, lines) as say:
         yield say

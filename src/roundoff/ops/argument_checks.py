@@ -222,7 +222,11 @@ def _other_shape(values: Values, read: Tensor) -> bool:
 
 def _within(indices: Tensor, count: int, ignored: int | None = None) -> str | None:
     """Say where an index is none of ``count`` places."""
-    if indices.is_floating_point() or indices.is_complex() or indices.device.type == "meta":
+    if (
+        indices.is_floating_point()
+        or indices.is_complex()
+        or indices.device.type == "meta"
+    ):
         return "indices are no integers"
     outside = (indices < 0) | (indices >= count)
     if ignored is not None:
@@ -245,7 +249,10 @@ def _pool_backward(dimensions: int) -> Callable[[Values], str | None]:
         grad = values["grad_output"]
         if indices.shape != grad.shape or read.dim() != grad.dim():
             return "a gradient of another shape than the indices"
-        if read.dim() < dimensions or read.shape[:-dimensions] != grad.shape[:-dimensions]:
+        if (
+            read.dim() < dimensions
+            or read.shape[:-dimensions] != grad.shape[:-dimensions]
+        ):
             return "a gradient with other channels than the input"
         return _within(indices, math.prod(read.shape[-dimensions:]))
 
@@ -267,7 +274,7 @@ def _nll(values: Values) -> str | None:
     axis = 0 if read.dim() == 1 else 1
     classes = read.shape[axis]
     expected = [*read.shape[:axis], *read.shape[axis + 1 :]]
-    if list(target.shape) not in (expected, [1] if not expected else expected):
+    if list(target.shape) not in (expected, expected or [1]):
         return "targets of another shape than the input"
     if _numel(values["weight"]) not in (None, classes):
         return "weight has not one number for each class"
@@ -282,7 +289,9 @@ def _nll(values: Values) -> str | None:
 
 def _fourier(values: Values) -> str | None:
     read = values["self"]
-    axes = [axis % read.dim() for axis in values["dim"] if -read.dim() <= axis < read.dim()]
+    axes = [
+        axis % read.dim() for axis in values["dim"] if -read.dim() <= axis < read.dim()
+    ]
     if not axes or len(set(axes)) != len(values["dim"]):
         return "axes that the input has not, or twice"
     if min(read.shape) < 1 or not 0 <= values["normalization"] <= 2:

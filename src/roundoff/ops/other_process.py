@@ -199,7 +199,9 @@ def _header_of(call: RecordedCall) -> dict[str, Any]:
     }
 
 
-def _send(pipe: IO[bytes] | None, header: dict[str, Any], tensors: list[Tensor]) -> None:
+def _send(
+    pipe: IO[bytes] | None, header: dict[str, Any], tensors: list[Tensor]
+) -> None:
     if pipe is None:
         raise _Ended("has no pipe")
     plain = [_plain(tensor) for tensor in tensors]

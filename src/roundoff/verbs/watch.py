@@ -138,11 +138,10 @@ def watch(
 
 @contextmanager
 def _printed() -> Iterator[Say]:
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole, print_events
 
-    from roundoff.report import print_events
-
-    with print_events(Console(stderr=True, highlight=False)) as say:
+    console = HarmlessConsole(stderr=True, highlight=False)
+    with print_events(console) as say:
         yield say
 
 

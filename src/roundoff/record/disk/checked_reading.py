@@ -14,6 +14,7 @@ from roundoff.errors import RunError
 from roundoff.foreign import parse_json, read_text
 from roundoff.record.disk.schema import SCALAR_FILE, parse_rank, parse_step
 from roundoff.record.disk.tensors import checksum
+from roundoff.unforeseen import is_panic
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _T = TypeVar("_T")
@@ -32,7 +33,7 @@ def read_checked(
         raise damaged(path, f"{type(error).__name__}: {str(error)[:200]}") from error
     except BaseException as error:
         # polars derives its panics from BaseException
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         got = f"polars could not read it: {str(error)[:200]}"
         raise damaged(path, got) from error

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from roundoff.errors import RunError
+from roundoff.foreign import fault_of
 from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
 from roundoff.record.disk.schema import ABOUT, SCHEMA
 from roundoff.record.setting import Setting, settings_of
@@ -85,7 +86,10 @@ class RunDescription:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunDescription:
-        """Read the object in the file; keys that are no field are left out."""
+        """Read the object in the file; keys that are no field are left out.
+
+        Raises ``ValueError`` naming a field that is not of its type.
+        """
         values = {name: content[name] for name in _FIELDS if name in content}
         if values.get("environment") is not None:
             values["environment"] = settings_of(values["environment"])
@@ -94,7 +98,11 @@ class RunDescription:
             values["coverage"] = CallCoverage(
                 **{name: coverage.get(name) for name in _COVERAGE_FIELDS}
             )
-        return RunDescription(**values)
+        description = RunDescription(**values)
+        fault = fault_of(description)
+        if fault is not None:
+            raise ValueError(fault)
+        return description
 
 
 _FIELDS = tuple(f.name for f in fields(RunDescription))

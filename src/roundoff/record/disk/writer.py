@@ -19,8 +19,8 @@ import torch
 from roundoff.errors import warn
 from roundoff.files import atomic_path
 from roundoff.record.disk import scalars
-from roundoff.record.disk.folder import claim, publish
 from roundoff.record.disk.description import with_checksum
+from roundoff.record.disk.folder import claim, publish
 from roundoff.record.disk.mark import write_mark
 from roundoff.record.disk.schema import (
     ABOUT,

@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format check fast types test times test-optional demo docs bench clean
+.PHONY: help install format check fast types test times test-optional demo docs bench bench-quick clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
@@ -23,6 +23,7 @@ help:
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make docs    the documentation site in out/site; a warning is an error"
 	@echo "make bench   run the benchmarks"
+	@echo "make bench-quick   do all benchmarks still run? a small part of each"
 	@echo "make clean   remove what the others made"
 
 install: $(STAMP)
@@ -73,8 +74,11 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \
-		%/fashion_nets.py %/quantize_peers.py,$(wildcard benchmarks/*.py)); do \
+		%/fashion_nets.py %/quantize_peers.py %/every.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(RUN)/python "$$file"; done
+
+bench-quick: $(STAMP)
+	$(RUN)/python benchmarks/every.py
 
 clean:
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -48,6 +48,7 @@ def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     names = [name for name in BUILDERS if args.only is None or name in args.only]
+    names = names[:1] if args.quick else names
     peer = peers(names, args.quick)
     steps, disk, rest = [], [], []
     for name in names:

@@ -64,18 +64,13 @@ class _Chosen:
     def _is_chosen(self, case: Any) -> bool:
         if self.apart != "all" and case.apart != (self.apart == "only"):
             return False
-        label = f"{getattr(case, 'network', '')} {case.name}"
-        return not self.names or any(name in label for name in self.names)
+        return not self.names or any(name in _label(case) for name in self.names)
 
 
 def of_pairs(chosen: _Chosen) -> None:
-    """Alarms of clean pairs."""
-    rows = []
-    for pair in chosen.of(pairs()):
-        label = f"{pair.network}, {pair.name}"
-        alarms = _alarms(label, chosen, pair.reference, pair.candidate)
-        rows.append((label, *alarms))
-    _table_of_alarms("Clean pairs", rows)
+    """Alarms of clean pairs, and culprits of those with a bug."""
+    recorded = [(pair, pair.reference, pair.candidate) for pair in chosen.of(pairs())]
+    _right_and_wrong("Pairs", recorded, chosen)
 
 
 def of_schedules(chosen: _Chosen) -> None:
@@ -115,13 +110,13 @@ def of_layouts(chosen: _Chosen) -> None:
 
 def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> None:
     alarms = [
-        (case.name, *_alarms(case.name, chosen, *sides))
+        (_label(case), *_alarms(_label(case), chosen, *sides))
         for case, *sides in recorded
         if not case.sites
     ]
     _table_of_alarms(f"{title}: right ones", alarms)
     named = [
-        (case.name, *_named(case, chosen, *sides))
+        (_label(case), *_named(case, chosen, *sides))
         for case, *sides in recorded
         if case.sites
     ]
@@ -131,6 +126,11 @@ def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> No
         table(f"{title}: planted bugs", header, named)
         share = first / len(named)
         print(f"first {first}/{len(named)}, bar {BAR:.0%}: {verdict(share, BAR)}")
+
+
+def _label(case: Any) -> str:
+    network = getattr(case, "network", None)
+    return f"{network}, {case.name}" if network else str(case.name)
 
 
 def _table_of_alarms(title: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -149,20 +149,21 @@ def _alarms(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
     verdicts = compared.verdicts
     named = compared.culprits(1)
     first = f"{named[0].site}: {named[0].looks_like}" if named else ""
-    alarms = verdicts.get("fail", 0)
+    # a cause behind the operators is an alarm too, where no row fails
+    alarms = max(verdicts.get("fail", 0), int(compared.fails))
     progress(f"{label}: {alarms} alarms {first}")
     return compared.table.height, verdicts.get("undecided", 0), alarms, first[:60]
 
 
 def _named(case: Any, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
-    compared = _compared(case.name, chosen, reference, candidate)
+    compared = _compared(_label(case), chosen, reference, candidate)
     if isinstance(compared, str):
         return case.sites[0], compared, 0
     culprits = compared.culprits(3)
     ranks = [n for n, culprit in enumerate(culprits, 1) if _is_true(case, culprit)]
     rank = ranks[0] if ranks else 0
     first = culprits[0].site or culprits[0].reference_site if culprits else "nothing"
-    progress(f"{case.name}: {first}, rank {rank}")
+    progress(f"{_label(case)}: {first}, rank {rank}")
     return case.sites[0], first, rank
 
 

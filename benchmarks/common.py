@@ -21,6 +21,7 @@ from roundoff.plan import run_batches
 from roundoff.workload import Workload
 
 ROOT = Path(__file__).parent.parent
+SMALLEST = "digits"
 FORMATS = ("bf16", "fp16", "fp8_e4m3fn", "int8")
 
 
@@ -47,8 +48,14 @@ def options(description: str | None) -> argparse.Namespace:
 def workloads(
     args: argparse.Namespace, names: Iterable[str]
 ) -> Iterable[tuple[str, Workload]]:
-    """Each example that can be loaded; one that cannot is printed with the reason."""
-    for name in names if args.only is None else args.only:
+    """Each example that can be loaded; one that cannot is printed with the reason.
+
+    With --quick only the smallest of the usual ones.
+    """
+    usual = list(names)
+    if args.quick and SMALLEST in usual:
+        usual = [SMALLEST]
+    for name in usual if args.only is None else args.only:
         try:
             workload = Workload.load(args.examples / f"{name}.py")
         except RoundoffError as error:

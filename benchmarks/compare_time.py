@@ -31,6 +31,7 @@ STEPS = {"resnet18": 3, "gpt2": 2}
 def main() -> None:
     args = options(__doc__)
     names = [name for name in BUILDERS if args.only is None or name in args.only]
+    names = names[:1] if args.quick else names
     peer = peers(names)
     rows = []
     for name in names:

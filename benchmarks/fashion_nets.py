@@ -75,6 +75,13 @@ class Data:
             images[:count], labels[:count], list(part("train")[0][:512].split(32))
         )
 
+    @classmethod
+    def validation(cls, quick: bool = False) -> Data:
+        """Training images that neither calibration nor the test images hold: what settings are chosen on."""
+        images, labels = part("train")
+        chosen = slice(-500 if quick else -5000, None)
+        return cls(images[chosen], labels[chosen], list(images[:512].split(32)))
+
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
         """Of all test images, in evaluation mode."""

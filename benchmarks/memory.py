@@ -1,8 +1,8 @@
 """How much memory does a budget need, against one training step of the same batch of 32?
 
 Each measurement has a process of its own. Resident: the peak of the resident set (its high-water mark is reset once model
-and batch are loaded) above what was resident then. Allocated: the peak of what torch's CPU allocator hands out, from
-the memory events of torch.profiler, above zero at the start. The training step is forward, backward and the first step of
+and batch are loaded) above what was resident then. Allocated: the peak of what torch's CPU allocator hands out
+(allocated.py), above zero at the start. The training step is forward, backward and the first step of
 SGD or AdamW (which also creates its state). Bar: at most 1.5 times the step. The last column compares with what the method
 needs in principle: the activations that a forward pass keeps for backward, plus the probe gradients of the largest site.
 """
@@ -14,11 +14,11 @@ import gc
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from allocated import allocated_peak
 from common import FORMATS, ROOT, options, progress, table, verdict
 
 import roundoff as ro
@@ -130,26 +130,7 @@ def child(path: str, length: str, what: str, tracker: str) -> None:
         work(workload)
         print(json.dumps({"rss": _status("VmHWM") - before} | extra))
         return
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        work(workload)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    print(
-        json.dumps(
-            {
-                "peak": max(
-                    e["args"]["Total Allocated"]
-                    for e in events
-                    if e.get("name") == "[memory]"
-                )
-            }
-            | extra
-        )
-    )
+    print(json.dumps({"peak": allocated_peak(lambda: work(workload))} | extra))
 
 
 def _status(key: str) -> int:

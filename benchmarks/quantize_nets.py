@@ -62,11 +62,9 @@ ELSEWHERE = (
     "nncf-full-bias",
     "torchao-pt2e",
     "neural-compressor",
-    "brevitas",
     "aimet",
     "aimet-cle",
 )
-LOW = ("brevitas-w4a8-gptq", "brevitas-w4a4-gptq")
 BARS = {"resnet": 44.0, "mobile": 42.0, "skew": 43.0}
 LOW_BARS = {"resnet": 28.0, "mobile": 27.0, "skew": 28.0}
 #: AMCT, which no package index has: measured elsewhere on the three reference networks, with ONNX Runtime's MinMax per
@@ -316,16 +314,11 @@ def low_bits(
     data: Data,
     reference: Tensor,
     folder: Path,
-    args: argparse.Namespace,
-    pythons: list[str],
 ) -> list[tuple[object, ...]]:
     """Rows of W4A8 and W4A4."""
     rows: list[tuple[object, ...]] = []
-    found = [
-        ours(net, fmt, data, folder, f"ours, {fmt}")[0] for fmt in ("w4a8", "w4a4")
-    ]
-    if not args.skip_peers:
-        found += [peer(label, name, args, data, folder, pythons) for label in LOW]
+    formats = ("w4a8", "w4a4")
+    found = [ours(net, fmt, data, folder, f"ours, {fmt}")[0] for fmt in formats]
     for result in found:
         if result.logits is None:
             rows.append((name, result.label, None, None, None, None, result.reason))
@@ -336,16 +329,6 @@ def low_bits(
             bar = f"{LOW_BARS[name]} dB: {verdict(noise, LOW_BARS[name])}"
             if name == "resnet":
                 bar += f"; 6 s: {verdict(result.seconds, 6.0, at_most=True)}"
-                beside = next(
-                    (
-                        r.seconds
-                        for r in found
-                        if r.label == LOW[0] and r.logits is not None
-                    ),
-                    None,
-                )
-                if beside is not None:  # 6.1 s where the bar was set
-                    bar += f", {result.seconds / beside:.2f} of brevitas's: {verdict(result.seconds, beside, at_most=True)}"
         elif result.label == "ours, w4a4":
             bar = f"88 %: {verdict(right, 88.0)}"
         rows.append(
@@ -501,7 +484,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             reference = data.logits(net)
             bars += eight_bits(name, net, data, reference, Path(folder), args, pythons)
-            low += low_bits(name, net, data, reference, Path(folder), args, pythons)
+            low += low_bits(name, net, data, reference, Path(folder))
             observers.append(calibration(name, net, data, 1 if args.quick else 3))
     table(
         "Low bits, simulated",

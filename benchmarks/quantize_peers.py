@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import copy
 import json
 import logging
 import sys
@@ -200,89 +199,6 @@ def inc(job: Job) -> float:
     return seconds
 
 
-def brevitas(job: Job, bits: str, gptq: bool = False) -> float:
-    from brevitas.graph.calibrate import bias_correction_mode, calibration_mode
-    from brevitas.graph.gptq import gptq_mode
-    from brevitas.graph.quantize import preprocess_for_quantize
-    from brevitas_examples.imagenet_classification.ptq.ptq_common import quantize_model
-
-    weight, activation = int(bits[1]), int(bits[3])
-
-    def work() -> nn.Module:
-        net = preprocess_for_quantize(
-            copy.deepcopy(job.net),
-            equalize_iters=20,
-            equalize_merge_bias=True,
-            merge_bn=True,
-            trace_model=True,
-            channel_splitting_ratio=0.0,
-        )
-        made = quantize_model(
-            net,
-            dtype=torch.float32,
-            device="cpu",
-            backend="fx",
-            scale_factor_type="float_scale",
-            bias_bit_width=32,
-            weight_bit_width=weight,
-            weight_narrow_range=False,
-            weight_param_method="mse" if weight < 8 else "stats",
-            weight_quant_granularity="per_channel",
-            weight_quant_type="sym",
-            layerwise_first_last_bit_width=8,
-            act_bit_width=activation,
-            act_param_method="stats",
-            act_quant_percentile=99.999,
-            act_quant_type="asym",
-            quant_format="int",
-            layerwise_first_last_mantissa_bit_width=4,
-            layerwise_first_last_exponent_bit_width=3,
-            weight_mantissa_bit_width=4,
-            weight_exponent_bit_width=3,
-            act_mantissa_bit_width=4,
-            act_exponent_bit_width=3,
-            act_scale_computation_type="static",
-            act_quant_granularity="per_tensor",
-            uint_sym_act_for_unsigned_values=True,
-        ).eval()
-        with torch.no_grad():
-            made(
-                job.data.calibration[0]
-            )  # weights get their scales when they are first used
-        with torch.no_grad(), calibration_mode(made):
-            job.run(made)
-        if gptq:
-            with (
-                torch.no_grad(),
-                gptq_mode(made, use_quant_activations=True, act_order=True) as mode,
-            ):
-                for _ in range(mode.num_layers):
-                    job.run(mode.model)
-                    mode.update()
-        with torch.no_grad(), bias_correction_mode(made):
-            job.run(made)
-        return made
-
-    made, seconds = timed(work)
-    job.keep(made.eval())
-    if weight == activation == 8:
-        from brevitas.export import export_onnx_qcdq
-
-        try:
-            export_onnx_qcdq(
-                made,
-                args=job.data.calibration[0],
-                export_path=str(job.file),
-                opset_version=17,
-                dynamo=False,
-                dynamic_axes={"0": {0: "n"}},
-                input_names=["0"],
-            )
-        except Exception as error:  # noqa: BLE001 - another tool's error, whatever it is
-            print(f"no ONNX: {str(error).splitlines()[0]}", file=sys.stderr)
-    return seconds
-
-
 def aimet(job: Job, scheme: str, equalise: bool = False) -> float:
     import onnx
     from aimet_onnx.cross_layer_equalization import equalize_model
@@ -318,9 +234,6 @@ PEERS: dict[str, Callable[[Job], float]] = {
     "nncf-full-bias": lambda job: nncf(job, "full"),
     "torchao-pt2e": torchao,
     "neural-compressor": inc,
-    "brevitas": lambda job: brevitas(job, "w8a8"),
-    "brevitas-w4a8-gptq": lambda job: brevitas(job, "w4a8", True),
-    "brevitas-w4a4-gptq": lambda job: brevitas(job, "w4a4", True),
     "aimet": lambda job: aimet(job, "min_max"),
     "aimet-cle": lambda job: aimet(job, "tf_enhanced", True),
 }

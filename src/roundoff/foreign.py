@@ -75,7 +75,8 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return what ``json.loads`` does; ``ValueError`` also for what is nested too deep.
+    """Return what ``json.loads`` does; ``ValueError`` also for what is nested too deep, and for
+    halves of characters, which no file can be written with.
 
     >>> parse_json("[" * 100_000)
     Traceback (most recent call last):
@@ -85,9 +86,20 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     if is_too_deep(text):
         raise ValueError(f"more than {DEEPEST} levels of lists and objects")
     try:
-        return json.loads(text, **options)
+        value = json.loads(text, **options)
+        if _has_halves(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a character: {error.reason}") from None
     except RecursionError:  # what is counted above is the text's, in strings too
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
+
+
+def _has_halves(text: str | bytes) -> bool:
+    """Return True where an escape may be half of a character."""
+    escape = b"\\ud" if isinstance(text, bytes) else "\\ud"
+    return escape in text.lower()  # type: ignore[operator]
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -326,3 +326,59 @@ def test_long_sequences_are_matched_by_blocks(paired, monkeypatch):
         assert {
             (a, b) for a, b, *_ in pairs if a and b and a.strip("f:/") in names
         } == {(f"f:/{name}",) * 2 for name in names if name != "sqrt"}
+
+
+def updated(names, foreach):
+    """A step of SGD with weight decay: parameters of one shape, held in this order."""
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in names:
+                values = torch.arange(4.0) + ord(name)
+                self.register_parameter(name, nn.Parameter(values))
+
+    def work(model):
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, weight_decay=0.1, foreach=foreach
+        )
+        sum((p * p).sum() for p in model.parameters()).backward()
+        optimizer.step()
+
+    return Held, work
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_update_is_that_of_the_same_parameter(recorded, step_rows, foreach):
+    """Another parameter in between, another order: what writes ``c`` has no counterpart that writes ``a``."""
+    rows = []
+    for names in ("abc", "acd"):
+        held, work = updated(names, foreach)
+        rows.append(step_rows(recorded(work, held())))
+    pairs = align(*rows)
+    written = [
+        (rows[0][pair.reference].name, rows[1][pair.candidate].name)
+        for pair in pairs
+        if pair.reference is not None and pair.candidate is not None
+        if rows[1][pair.candidate].phase == "optimizer"
+    ]
+    named = [pair for pair in written if all(pair)]
+    assert ("a", "a") in named
+    assert ("c", "c") in named
+    assert all(one == other for one, other in named if other != "d")
+    assert not [one for one, other in named if other == "d" and one in "ac"]
+
+
+def test_a_product_of_complex_numbers_is_none_of_real_ones(paired):
+    def real():
+        x = torch.arange(6.0)
+        return x * 2 + x * 3
+
+    def unreal():
+        x = torch.arange(6.0)
+        return torch.view_as_real(torch.complex(x, x) * (1 + 1j)).sum(1) + x
+
+    pairs = paired(function(real), function(unreal))
+    products = [(a, status) for a, b, status, _ in pairs if b == "f:/mul"]
+    assert len(products) == 1
+    assert MATCHED not in dict(products).values()

@@ -91,6 +91,7 @@ def run(
 ):
     """The findings. ``cross`` has distances of values that are not each other's counterparts, infinite where not given."""
     columns = options.pop("columns", {})
+    guessed = frozenset(options.pop("guessed", ()))
     ours, theirs = rows(reference or graph, **columns), rows(graph, **columns)
     pairs = {r: r for r in theirs if r in ours} if counterpart is None else counterpart
 
@@ -106,6 +107,7 @@ def run(
         pairs,
         frozenset(pairs if exact is None else exact),
         Measures(distance, replays, **options),
+        guessed=guessed,
     ).run()
 
 
@@ -417,3 +419,46 @@ def test_contributions_add_up_to_one(drawn):
     assert math.fsum(found.values()) == pytest.approx(1.0 if ends else 0.0, abs=1e-12)
     assert all(share >= 0 for share in found.values())
     assert all(found[r] == 0 for r in graph if not owns[r])
+
+
+@pytest.mark.parametrize(
+    ("guessed", "end", "healed"),
+    [((3,), 0.0, True), ((3,), 0.5, False), ((), 0.0, False)],
+)
+def test_a_counterpart_that_was_guessed_and_shows_in_nothing_heals(
+    guessed, end, healed
+):
+    """One product here, the sum of two in the reference: the first of them is no counterpart of it."""
+    leaves = {0: (LEAF, []), 1: (LEAF, [])}
+    reference = {
+        **leaves,
+        3: ("mm", [0, 1]),
+        4: ("mm", [0, 1]),
+        5: ("add", [3, 4]),
+        6: ("mul", [5]),
+    }
+    graph = {**leaves, 3: ("mm", [0, 1]), 6: ("mul", [3])}
+    found = run(
+        graph,
+        {3: 0.5, 6: end},
+        reference=reference,
+        guessed=guessed,
+        columns={"phase": dict.fromkeys((3, 4, 5, 6), "backward")},
+        cross={(5, 3): Distance(end)},
+    )
+    assert (causes(found).get(3) is None) == healed
+
+
+@pytest.mark.parametrize(("end", "healed"), [(0.0, True), (0.5, False)])
+def test_the_same_by_another_formula_heals_in_the_forward_pass_too(end, healed):
+    """n + z (h - n) in the reference, z h + (1 - z) n here: the product has another operand, the sum agrees."""
+    leaves = {0: (LEAF, []), 1: (LEAF, []), 2: (LEAF, [])}
+    reference = {**leaves, 3: ("sub", [0, 1]), 4: ("mul", [3, 2]), 5: ("add", [4, 1])}
+    graph = {**leaves, 3: ("sub", [0, 1]), 4: ("mul", [1, 2]), 5: ("add", [4, 1])}
+    found = run(
+        graph,
+        {4: 0.5, 5: end},
+        reference=reference,
+        cross={(3, 1): Distance(0.7)},
+    )
+    assert (causes(found).get(4) is None) == healed

@@ -1,5 +1,7 @@
 """What stands behind operators: parameters, data and updates, in plain words."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,63 @@ def test_causes_are_saved_with_the_comparison(tmp_path):
     again = Comparison.load(tmp_path / "saved")
     assert again.culprits() == found.culprits()
     assert not again.agrees
+
+
+def test_a_parameter_that_changes_from_run_to_run_is_no_cause(tmp_path):
+    """Weights without a seed: the repeat beside the reference shows it."""
+    draws = iter(range(3))
+
+    def unseeded(model):
+        generator = torch.Generator().manual_seed(next(draws))
+        with torch.no_grad():
+            model[0].weight.normal_(generator=generator)
+
+    ours = record(tmp_path / "ours", "tensors", change=unseeded)
+    theirs = record(tmp_path / "theirs", "tensors", change=unseeded)
+    alone = roundoff.compare(reference=ours, candidate=theirs)
+    assert [c.looks_like for c in alone.culprits(1)] == ["other parameter"]
+    again = record(tmp_path / "ours.repeat1", "tensors", change=unseeded)
+    about = json.loads((again / "run.json").read_text())
+    about["of"] = roundoff.load(ours).about.id
+    (again / "run.json").write_text(json.dumps(about))
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    labels = [culprit.looks_like for culprit in found.culprits()]
+    assert "other parameter" not in labels
+    assert any("does not repeat itself" in note for note in found.about.repeats)
+
+
+def test_running_statistics_of_other_roundings_are_no_cause(tmp_path):
+    """They were computed before the recording: 1e-6 is rounding there, 1e-3 is not, and a weight is as it was loaded."""
+
+    def moved(name, by):
+        def change(model):
+            with torch.no_grad():
+                dict([*model.named_buffers(), *model.named_parameters()])[name].mul_(
+                    1 + by
+                )
+
+        return change
+
+    def normed(folder, change):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        model(torch.randn(9, 6))
+        change(model)
+        with roundoff.capture(folder, model, keep="tensors") as run:
+            model(batch(0)).square().sum().backward()
+            run.step()
+        return folder
+
+    ours = normed(tmp_path / "ours", lambda model: None)
+    named = {}
+    for number, (name, by) in enumerate(
+        [("1.running_mean", 1e-5), ("1.running_mean", 1e-3), ("0.weight", 1e-5)]
+    ):
+        theirs = normed(tmp_path / str(number), moved(name, by))
+        found = roundoff.compare(reference=ours, candidate=theirs)
+        named[name, by] = [c.name for c in found.culprits() if c.kind == "parameter"]
+    assert named == {
+        ("1.running_mean", 1e-5): [],
+        ("1.running_mean", 1e-3): ["1.running_mean"],
+        ("0.weight", 1e-5): ["0.weight"],
+    }

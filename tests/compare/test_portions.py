@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from roundoff.compare.portions.location import locate, multiple
+from roundoff.compare.portions.location import holds_stretch, locate, multiple
 
 TOLERANCE = 1e-6
 
@@ -89,3 +89,26 @@ def test_multiples_of_a_sum(whole):
     assert multiple(whole, whole + 1, TOLERANCE) is None
     assert multiple(whole, -whole, TOLERANCE) is None
     assert multiple(torch.zeros(3), torch.zeros(3), TOLERANCE) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "held"),
+    [
+        (0, 0.0, True),
+        (7, 0.0, True),
+        (7, 1e-7, True),
+        (7, 1e-2, False),
+        (12, 0.0, True),
+    ],
+)
+def test_a_stretch_of_a_flat_buffer(start, error, held):
+    draw = torch.Generator().manual_seed(3)
+    wanted = torch.randn(2, 4, generator=draw)
+    buffer = torch.randn(20, generator=draw)
+    buffer[start : start + 8] = wanted.flatten() * (1 + error)
+    assert holds_stretch(buffer, wanted, 1e-6) == held
+
+
+def test_no_stretch_of_what_is_longer_or_zero():
+    assert not holds_stretch(torch.ones(3), torch.ones(4), 1e-6)
+    assert not holds_stretch(torch.zeros(9), torch.zeros(3), 1e-6)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import tomllib
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,9 @@ def attack(file: Path, chance: random.Random) -> None:
         KeyError,
         IndexError,
         RecursionError,
+        zipfile.BadZipFile,
+        zlib.error,
+        struct.error,
         pl.exceptions.PolarsError,
     ):
         change_bytes(file, chance)  # what an earlier change has left

@@ -1,5 +1,7 @@
 """What holds for single layers: observers, symmetry, balancing; and calls that only some batches make."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,6 @@ from torch import nn
 import roundoff as ro
 from roundoff.errors import PatternError, QuantizationError
 from roundoff.quantize.options import Options, Rounding
-from roundoff.quantize.round_in_order import ROOM
 
 PLAIN = {"weights": "nearest", "scales": "minmax", "bias": False}
 
@@ -269,31 +270,37 @@ def test_a_call_that_only_a_late_batch_makes_is_a_row(Model):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "levels", "observer", "room"),
+    ("fmt", "levels", "rounding", "room"),
     [
-        ("int8", 0, "adjoint", True),
-        ("w8a4", 0, "adjoint", False),
-        ("int8", 0, "mse", False),
-        ("int8", 256, "adjoint", False),
+        ("int8", 0, Rounding(), True),
+        ("int8", 0, Rounding(room=1.2), True),
+        ("int8", 0, Rounding(room=1.0), False),
+        ("w8a4", 0, Rounding(), False),
+        ("int8", 0, Rounding(observer="mse"), False),
+        ("int8", 256, Rounding(), False),
     ],
 )
-def test_ranges_of_eight_bits_have_room(fmt, levels, observer, room):
-    """The best range of uniform values ends at their extremes; ours is ``ROOM`` times as wide, or has their 256 levels."""
+def test_ranges_of_eight_bits_have_room(fmt, levels, rounding, room):
+    """The best range of uniform values ends at their extremes; ours is ``room`` times as wide, or has their 256 levels."""
     torch.manual_seed(0)
     steps = levels or 2**20
     batches = [(torch.randint(0, steps, (4096, 6)) / (steps - 1)) for _ in range(2)]
     net = nn.Linear(6, 3)
-    model = ro.quantize(
-        net, fmt, batches, spread=False, rounding=Rounding(observer=observer)
-    )
+    model = ro.quantize(net, fmt, batches, spread=False, rounding=rounding)
     scale, quantizer = scale_of(model, "/linear")
     codes = 2**quantizer.fmt.width - 1
     # bins of the histogram are at most 1/1024 of the largest value wide, and so may the best end be off; a clip of less
     # than a step at 15 codes costs less than the steps gain: (1 - c)^2 < 1 for c up to about 1/15 there
     off = {15: 1 / 15, 255: 2 / 255}[codes]
     assert scale * codes == pytest.approx(
-        ROOM if room else 1.0, rel=off / 2 if room or levels else off
+        rounding.room if room else 1.0, rel=off / 2 if room or levels else off
     )
     if levels:
         assert scale == pytest.approx(1 / 255, rel=1e-3)
     assert (scale * codes > 1.02) is room
+
+
+@pytest.mark.parametrize("room", [0.5, math.inf, math.nan])
+def test_room_is_a_finite_number_of_at_least_one(room):
+    with pytest.raises(QuantizationError, match="room .* at least 1"):
+        Rounding(room=room)

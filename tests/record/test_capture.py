@@ -476,6 +476,17 @@ def test_what_is_not_plain_is_recorded_or_has_a_reason(path, function):
     assert unread["reason"].null_count() == 0
 
 
+def test_a_reentrant_checkpoint_of_a_function_computes_again(path):
+    x = torch.ones(2, 4, requires_grad=True)
+    with roundoff.capture(path):
+        checkpoint(lambda x: (x + 1).tanh(), x, use_reentrant=True).sum().backward()
+    found = rows(path).filter(pl.col("operator").is_in(["add", "tanh"]))
+    assert found.filter("recomputed")["operator"].to_list() == ["add", "tanh"]
+    assert set(found.filter("recomputed")["phase"]) == {"backward"}
+    backward = rows(path, operator="tanh_backward")
+    assert not backward["recomputed"].any()
+
+
 def test_recomputed_calls_are_of_the_backward(path):
     with roundoff.capture(path):
         recomputed()

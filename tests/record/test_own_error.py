@@ -169,3 +169,12 @@ def test_large_tensors_in_one_pass_as_element_by_element(dtype, change):
     assert found.reference == pytest.approx(
         float(torch.linalg.vector_norm(size / size.amax()) * size.amax()), rel=1e-12
     )
+
+
+def test_a_complex_result_against_a_real_one():
+    one = torch.tensor([3.0, 1.0])
+    other = torch.tensor([3.0 + 4.0j, 1.0 + 0.0j], dtype=torch.complex128)
+    for actual, again in ((one, other), (other, one)):
+        [error] = own_error(actual, again)
+        assert error is not None
+        assert (error.l2, error.max) == (4.0, 4.0)

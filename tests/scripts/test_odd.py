@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.scripts.odd import PRELUDE, SCRIPTS
 
 from roundoff.cli.app import main
-from tests.scripts.odd import PRELUDE, SCRIPTS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
@@ -75,7 +75,14 @@ def ended(name: str, way: str, folder: Path) -> tuple[int, str, str]:
 
 def bits(text: str) -> list[str]:
     """What the script printed: not the summary of the verb."""
-    return [line for line in text.splitlines() if line.startswith(("(", "[", "caught", "__main__", "'", "True", "False", "Tagged")) or line.isdigit()]
+    return [
+        line
+        for line in text.splitlines()
+        if line.startswith(
+            ("(", "[", "caught", "__main__", "'", "True", "False", "Tagged")
+        )
+        or line.isdigit()
+    ]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import polars as pl
 import pytest
@@ -15,6 +16,7 @@ import roundoff
 from roundoff.cli.app import main
 from roundoff.compare.repeats import LABEL
 from roundoff.errors import RunError
+from roundoff.record import capture_script
 from roundoff.report import plain
 from roundoff.verbs.compare import VERSION, is_saved
 
@@ -345,6 +347,7 @@ def test_two_runs_of_one_command(recorded):
         for note in found.about.repeats
     )
     assert found.culprits(1)[0].looks_like == LABEL
+    assert not found.about.programs
     equal = [recorded(train, Net(), command=command) for _ in range(2)]
     assert roundoff.compare(reference=equal[0], candidate=equal[1]).about.repeats == []
 
@@ -397,3 +400,66 @@ def test_what_statistics_cannot_decide_is_said_and_does_not_agree(tmp_path):
     assert "cannot be decided from statistics" in comparison.answer
     assert "--keep tensors" in comparison.answer
     assert main(["compare", str(ours), str(wrong)]) == 3
+
+
+@pytest.mark.parametrize(
+    "place", ["nosuch://bucket/run", "absent/folder", "\0", "memory://nothing/here"]
+)
+def test_nothing_is_saved_where_nothing_can_be_read(place):
+    assert not is_saved(place)
+
+
+SCRIPT = """
+import sys
+import torch
+from scaled import FACTOR
+torch.manual_seed(0)
+layer = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=float(sys.argv[2]))
+for _ in range(2):
+    optimizer.zero_grad()
+    (layer(torch.ones(3, 4)) * FACTOR).square().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """``script(name, factor, rate)`` records train.py, which imports ``scaled.py`` from its folder."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+
+    def record(name, factor, rate="0.1"):
+        (folder / "scaled.py").write_text(f"FACTOR = {factor}\n")
+        monkeypatch.delitem(sys.modules, "scaled", raising=False)
+        command = [str(folder / "train.py"), "--rate", rate]
+        capture_script(command, tmp_path / name, keep="tensors")
+        monkeypatch.delitem(sys.modules, "scaled", raising=False)
+        return tmp_path / name
+
+    return record
+
+
+def test_a_script_that_was_edited_in_between(script, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = roundoff.compare(
+        reference=script("one", 1.0), candidate=script("other", 1.5)
+    )
+    [note] = found.about.programs
+    assert note == "The script was edited between the runs: scaled.py differs"
+    assert note in found.answer
+    assert found.culprits(1)[0].looks_like != LABEL
+
+
+def test_the_same_script_with_another_option(script, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    runs = script("one", 1.0), script("other", 1.0, "0.2")
+    found = roundoff.compare(reference=runs[0], candidate=runs[1])
+    [note] = found.about.programs
+    assert note == (
+        "The command lines differ: --rate 0.2 where the reference has --rate 0.1"
+    )
+    again = roundoff.compare(reference=runs[0], candidate=script("third", 1.0))
+    assert again.agrees
+    assert not again.about.programs

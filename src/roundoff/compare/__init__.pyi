@@ -29,9 +29,9 @@ from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank
 from .recorded_rows import RecordedRow as RecordedRow
 from .recorded_rows import rows_of as rows_of
-from .repeats import Siblings as Siblings
 from .repeats import blamed_for_changing as blamed_for_changing
 from .repeats import floor_of as floor_of
+from .repeats import program_notes as program_notes
 from .repeats import recorded_beside as recorded_beside
 from .repeats import repeat_notes as repeat_notes
 from .repeats import same_program as same_program

@@ -128,11 +128,24 @@ class _Alignment:
         theirs = calls_of(list(self._candidate.values()), lambda name: name)
         self._calls = match_calls(ours, theirs)
         for calls in self._calls:
-            by_place = {row.place: row for row in calls.reference.rows}
-            for row in calls.candidate.rows:
+            for twin, row in self._results_of(calls):
+                self._add(twin, row, MATCHED, calls.reason)
+
+    def _results_of(self, calls: CallPair) -> Iterator[tuple[RecordedRow, RecordedRow]]:
+        """Yield the results of two calls: of lists of tensors those of the same name."""
+        ours = {self._rename(r.name): r for r in calls.reference.rows if r.name}
+        theirs = {row.name: row for row in calls.candidate.rows if row.name}
+        by_place = {row.place: row for row in calls.reference.rows}
+        for row in calls.candidate.rows:
+            twin = ours.get(row.name) if row.name else None
+            if twin is None:
                 twin = by_place.get(row.place)
-                if twin is not None:
-                    self._add(twin, row, MATCHED, calls.reason)
+                is_another = (
+                    twin is not None and self._rename(twin.name or "") in theirs
+                )
+                if twin is None or is_another:
+                    continue
+            yield twin, row
 
     def pair_named_leaves(self) -> None:
         """Pair parameters, buffers and inputs that have the same name."""

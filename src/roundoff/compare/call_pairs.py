@@ -40,6 +40,7 @@ class RecordedCall:
     Attributes:
         rows: its results, in their order.
         names: the parameters and buffers that it reads or writes.
+        writes: those that it writes.
         phase: of the rows; ``recomputed`` for what a checkpoint computes again, which
             stands among the backward calls.
         module: under the name that the candidate uses.
@@ -50,6 +51,7 @@ class RecordedCall:
 
     rows: list[RecordedRow]
     names: frozenset[str]
+    writes: frozenset[str]
     phase: str
     module: str
     operator: str
@@ -59,6 +61,11 @@ class RecordedCall:
     def inputs_read(self) -> int:
         """How many tensors the call reads."""
         return sum(len(row.inputs) for row in self.rows)
+
+    @property
+    def is_complex(self) -> bool:
+        """True where the first result is of complex numbers."""
+        return (self.rows[0].dtype or "").startswith("complex")
 
     @property
     def record(self) -> int:
@@ -112,12 +119,14 @@ def _call(
     rename: Callable[[str], str],
 ) -> RecordedCall:
     first = rows[0]
-    names = {rename(row.name) for row in rows if row.name}
+    writes = {rename(row.name) for row in rows if row.name}
+    names = set(writes)
     for row in rows:
         names.update(parameters[i] for i in row.inputs if i in parameters)
     return RecordedCall(
         rows=rows,
         names=frozenset(names),
+        writes=frozenset(writes),
         phase="recomputed" if first.recomputed else first.phase,
         module=rename(first.module),
         operator=first.operator.rstrip("_") or first.operator,
@@ -129,6 +138,7 @@ def match_calls(
     reference: list[RecordedCall], candidate: list[RecordedCall]
 ) -> list[CallPair]:
     """Pair the calls of two runs: by module, then whatever is left by structure."""
+    _leave_out_lone_writes(reference, candidate)
     left = _grouped(reference)
     right = _grouped(candidate)
     pairs: list[CallPair] = []
@@ -143,6 +153,19 @@ def match_calls(
             spare.take(matched)
             pairs += matched
     return pairs + _recomputed(left, spare.candidate)
+
+
+def _leave_out_lone_writes(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> None:
+    """Leave those names to ``writes`` that both runs write.
+
+    Others may be the same value under another name, or several in one.
+    """
+    ours = {name for call in reference for name in call.writes}
+    theirs = {name for call in candidate for name in call.writes}
+    for call in (*reference, *candidate):
+        call.writes &= ours & theirs
 
 
 class _Spare:
@@ -320,6 +343,11 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     """Return True for one operator on equal shapes, or on the same parameters."""
     if reference.operator != candidate.operator:
         return False
+    if reference.is_complex != candidate.is_complex:
+        return False
+    written = reference.writes | candidate.writes
+    if written and not reference.writes & candidate.writes:
+        return False
     same_shapes = reference.shapes == candidate.shapes
     same_names = reference.names == candidate.names
     if reference.operator in TRANSPARENT:
@@ -344,8 +372,8 @@ def _common_blocks(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
     """Return the places of the longest common runs of operators and shapes."""
-    ours = [(call.operator, call.shapes) for call in reference]
-    theirs = [(call.operator, call.shapes) for call in candidate]
+    ours = [(call.operator, call.shapes, call.writes) for call in reference]
+    theirs = [(call.operator, call.shapes, call.writes) for call in candidate]
     return _equal_places(SequenceMatcher(None, ours, theirs, autojunk=False))
 
 
@@ -439,4 +467,11 @@ def _reordered(
 
 
 def _kind(call: RecordedCall) -> tuple[object, ...]:
-    return call.phase, call.module, call.operator, call.shapes, call.names
+    return (
+        call.phase,
+        call.module,
+        call.operator,
+        call.shapes,
+        call.names,
+        call.is_complex,
+    )

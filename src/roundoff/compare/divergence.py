@@ -110,6 +110,7 @@ class Divergence:
         counterpart: the reference record of a candidate record.
         exact: candidate records of calls that were aligned by name or structure.
         measures: distances, bounds and replays of this step.
+        guessed: those of ``exact`` whose counterpart is in another module or place.
         findings: by candidate record, in the order of execution.
     """
 
@@ -118,6 +119,7 @@ class Divergence:
     counterpart: Mapping[int, int]
     exact: frozenset[int]
     measures: StepMeasures
+    guessed: frozenset[int] = frozenset()
     findings: dict[int, Finding] = field(default_factory=dict)
     #: By candidate record, what the call made when it was run again as it was.
     _alone: dict[int, CallReplay] = field(default_factory=dict)
@@ -467,8 +469,9 @@ class Divergence:
         """Clear partial sums of gradients whose total agrees again.
 
         Gradients of several uses of a value that are added in another order differ in
-        between. What is read or inserted there and changes nothing after it is no
-        fault. What a norm shows is, though a clip by that norm hides it later.
+        between, as do parts of one product that are several products elsewhere. What is
+        read or inserted there and changes nothing after it is no fault. What a norm
+        shows is, though a clip by that norm hides it later.
         """
         readers: dict[int, list[int]] = {}
         for row in self.candidate.values():
@@ -486,12 +489,13 @@ class Divergence:
                 finding.origin = None
 
     def _may_be_partial_sum(self, finding: Finding) -> bool:
+        """Return True where another program may have no such value, and be right."""
         if finding.cause != OWN or finding.faulty is not None:
             return False
-        guessed = finding.record not in self.exact
-        if self.candidate[finding.record].phase != "backward":
-            return guessed  # paired by use alone: the operands may be exchanged
-        return finding.read is not None or guessed
+        record = finding.record
+        guessed = record not in self.exact or record in self.guessed
+        other_shape = self.candidate[record].shape != self.twin(record).shape
+        return guessed or other_shape or finding.read is not None
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart.
@@ -510,7 +514,14 @@ class Divergence:
                 return False
             tainted.add(reader)
             waiting = sorted({*waiting, *readers.get(reader, ())})
-        return all(r in readers for r in tainted)
+        return all(self._is_read(record, readers) for record in tainted)
+
+    def _is_read(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
+        """Return False for what a step leaves, and nothing in it reads.
+
+        What is computed again is there for gradients, which show in themselves.
+        """
+        return record in readers or bool(self.candidate[record].recomputed)
 
     def _is_norm(self, record: int) -> bool:
         """Return True for a norm with a counterpart: the order of a sum is not in it."""

@@ -72,7 +72,9 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
         )
     if compared.is_first:
         names = _names(compared.sides, rename)
-        causes += loaded_causes(compared.sides, compared.rows, names, **at)
+        causes += loaded_causes(
+            compared.sides, compared.rows, names, unstable=compared.unstable, **at
+        )
     causes += update_causes(
         compared.sides, compared.events, compared.rows, rename, **at
     )

@@ -144,10 +144,12 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
     if source is None:
         return 1.0 if _is_seed(row, rows) else None
     before = scales[source.record]
-    if row.phase == "backward" and row.numel != 1:
+    # what a hook makes of a finished gradient may be an update: that is not linear
+    goes_backward = row.phase == "backward" and not _is_gradient(source)
+    if goes_backward and row.numel != 1:
         return before
     if row.base_operator not in _FACTORS:
-        return before if row.phase == "backward" or _is_gradient(row) else None
+        return before if goes_backward or _is_gradient(row) else None
     if row.numel != source.numel:
         return None
     return _rescaled(row, source, before)

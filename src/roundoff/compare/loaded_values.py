@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.changing_values import unstable_records
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import Sides
 from roundoff.compare.parameter_content import EQUAL, relation
 from roundoff.compare.recorded_rows import RecordedRow, Rows
-from roundoff.compare.rounding_bound import unit
+from roundoff.compare.reproducibility import UnstableRow
+from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.step_causes import LOADED, Cause, listed, with_line
 from roundoff.compare.structure import fewer_digits, structure
 from roundoff.compare.table import ComparedRow
@@ -57,19 +59,28 @@ def loaded_causes(
     compared: Sequence[ComparedRow],
     names: Mapping[str, str],
     *,
+    unstable: Sequence[UnstableRow] = (),
     rank: int,
     step: int,
 ) -> list[Cause]:
     """Return what differs in the parameters and buffers before the first step.
 
+    What does not repeat itself is left out: another run would have other values too.
+
     Args:
         sides: the first compared step.
         compared: its rows.
         names: name in the reference -> name in the candidate, of those that have one.
+        unstable: what repeats show to change from run to run.
         rank: of the step.
         step: its number.
     """
-    pairs = _differing(sides, names)
+    of_reference, of_candidate = unstable_records(sides, unstable)
+    pairs = [
+        pair
+        for pair in _differing(sides, names)
+        if pair.twin.record not in of_reference and pair.row.record not in of_candidate
+    ]
     if not any(row.cause is not None for row in compared):
         pairs = [pair for pair in pairs if _is_proven(pair)]
     if not pairs:
@@ -130,7 +141,9 @@ def _distance(
     sides: Sides, twin: RecordedRow, row: RecordedRow
 ) -> tuple[bool, float | None]:
     """Return if two values differ by more than a rounding of them, and how far."""
-    allowed = ROUNDINGS * max(unit(twin.dtype), unit(row.dtype))
+    # a buffer was computed before the recording, in any number of operators
+    roundings = REGION if row.operator == "buffer" else ROUNDINGS
+    allowed = min(roundings * max(unit(twin.dtype), unit(row.dtype)), REGION_LIMIT)
     ours = sides.reference.tensor(twin.record)
     theirs = sides.candidate.tensor(row.record)
     if ours is None or theirs is None or ours.shape != theirs.shape:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 import polars as pl
 
 from roundoff.compare.noise_floor import SPECIALS, ZERO, noise_floor
 from roundoff.compare.rank_comparison import Floors
 from roundoff.compare.reproducibility import UnstableRow
+from roundoff.compare.step_causes import listed
 from roundoff.files import is_url
 from roundoff.record import Run, load, siblings
 
@@ -65,10 +67,86 @@ def floor_of(run: Run, beside: Siblings) -> Floors:
 
 
 def same_program(reference: Run, candidate: Run) -> bool:
-    """Return True for two runs of one command in one environment, without noise."""
+    """Return True for two runs of one command in one environment, without noise.
+
+    Not where the script, or what it imports from its folder, was edited in between.
+    """
+    if edited_sources(reference, candidate):
+        return False
     ours = {key: getattr(reference.about, key) for key in _PROGRAM}
     theirs = {key: getattr(candidate.about, key) for key in _PROGRAM}
     return ours == theirs and bool(ours["command"]) and ours["noise"] is None
+
+
+def edited_sources(reference: Run, candidate: Run) -> list[str]:
+    """Return the source files that two runs of one script do not have alike, by path.
+
+    Empty for other scripts, and where a run does not say.
+    """
+    ours = reference.about.sources or {}
+    theirs = candidate.about.sources or {}
+    if not ours or not theirs or not _is_one_script(reference, candidate):
+        return []
+    return [
+        name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)
+    ]
+
+
+def program_notes(reference: Run, candidate: Run) -> list[str]:
+    """Return what differs in how two runs of one script were started, a sentence each."""
+    notes = []
+    if _is_one_script(reference, candidate):
+        ours = reference.about.command or []
+        theirs = candidate.about.command or []
+        notes += _other_words(ours[1:], theirs[1:])
+    edited = edited_sources(reference, candidate)
+    if edited:
+        differ = "differs" if len(edited) == 1 else "differ"
+        files = listed(edited)
+        notes.append(f"The script was edited between the runs: {files} {differ}")
+    return notes
+
+
+def _is_one_script(reference: Run, candidate: Run) -> bool:
+    """Return True for commands that begin with a script, or module, of one name."""
+    names = []
+    for run in (reference, candidate):
+        words = run.about.command or []
+        first = words[:2] if words[:1] == ["-m"] else words[:1]
+        names.append([PurePath(word).name for word in first])
+    return bool(names[0]) and names[0] == names[1]
+
+
+def _other_words(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """Return a sentence on the arguments that differ; none where all are equal."""
+    mine = _arguments(ours)
+    others = _arguments(theirs)
+    texts = [
+        f"{others.get(name, 'nothing')} where the reference has "
+        f"{mine.get(name, 'nothing')}"
+        for name in dict.fromkeys([*mine, *others])
+        if mine.get(name) != others.get(name)
+    ]
+    return [f"The command lines differ: {listed(texts)}"] if texts else []
+
+
+def _arguments(words: Sequence[str]) -> dict[str | int, str]:
+    """Return each option with its values by its name, and other words by their place.
+
+    >>> _arguments(["data", "--lr", "0.1", "--seed=3", "-v"])
+    {0: 'data', '--lr': '--lr 0.1', '--seed': '--seed=3', '-v': '-v'}
+    """
+    arguments: dict[str | int, str] = {}
+    option: str | None = None
+    for place, word in enumerate(words):
+        if word.startswith("-") and not word[1:2].isdigit():
+            option = word.partition("=")[0]
+            arguments[option] = word
+        elif option is not None:
+            arguments[option] += f" {word}"
+        else:
+            arguments[place] = word
+    return arguments
 
 
 def blamed_for_changing(

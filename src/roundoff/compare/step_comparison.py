@@ -43,7 +43,7 @@ from roundoff.compare.rounding_bound import (
     working_formats,
 )
 from roundoff.compare.same_kernel import run_as_it_was
-from roundoff.compare.table import ComparedRow
+from roundoff.compare.table import ComparedRow, names_of_both
 from roundoff.ops import facts, operators_that
 
 #: Why new memory is not measured.
@@ -93,7 +93,12 @@ def compare_step(
     pairs = align(reference, candidate, modules)
     measures = _Measures(sides, pairs, memory, floors or NoiseFloors({}, {}))
     divergence = Divergence(
-        reference, candidate, measures.counterpart, measures.exact, measures
+        reference,
+        candidate,
+        measures.counterpart,
+        measures.exact,
+        measures,
+        guessed=_guessed(pairs),
     )
     findings = divergence.run()
     read = {record: candidate[record].values_read() for record in findings}
@@ -111,6 +116,16 @@ def compare_step(
     _remember(memory, candidate, findings)
     _remember_unwritten(memory, reference, pairs)
     return rows
+
+
+def _guessed(pairs: Sequence[Pair]) -> frozenset[int]:
+    """Return the candidate's calls that were paired by what they do, not where."""
+    return frozenset(
+        pair.candidate
+        for pair in pairs
+        if pair.status == MATCHED and pair.reason is not None
+        if pair.candidate is not None
+    )
 
 
 class _Measures:
@@ -374,47 +389,10 @@ def _measured_columns(sides: Sides, pair: Pair, distances: Distances) -> dict[st
         row = sides.candidate.rows[pair.candidate]
     if pair.reference is not None:
         twin = sides.reference.rows[pair.reference]
-    columns = _names(pair, twin, row)
+    columns = {"status": pair.status, "reason": pair.reason}
+    columns |= names_of_both(twin, row)
     if twin is not None and row is not None:
         columns |= _distance_columns(twin, row, distances, pair.reason)
-    return columns
-
-
-def _names(
-    pair: Pair, twin: RecordedRow | None, row: RecordedRow | None
-) -> dict[str, Any]:
-    some = row or twin
-    columns: dict[str, Any] = {"status": pair.status, "reason": pair.reason}
-    if some is not None:
-        columns |= {
-            "rank": some.rank,
-            "step": some.step,
-            "phase": some.phase,
-            "place": some.place,
-            "role": some.role,
-            "name": some.name,
-            "numel": some.numel,
-            "view": some.view_of is not None,
-            "call": some.call,
-        }
-    if row is not None:
-        columns |= {
-            "site": row.site,
-            "operator": row.operator,
-            "line": row.line,
-            "dtype": row.dtype,
-            "shape": row.shape,
-            "record": row.record,
-        }
-    if twin is not None:
-        columns |= {
-            "reference_site": twin.site,
-            "reference_operator": twin.operator,
-            "reference_line": twin.line,
-            "reference_dtype": twin.dtype,
-            "reference_shape": twin.shape,
-            "reference_record": twin.record,
-        }
     return columns
 
 

@@ -43,6 +43,8 @@ class About:
     unstable: Sequence[UnstableRow] = ()
     #: What the repeats beside the runs say, a sentence each.
     repeats: Sequence[str] = ()
+    #: How the two programs were started or edited otherwise, a sentence each.
+    programs: Sequence[str] = field(default=(), metadata={"omit": "empty"})
     #: By side, what the run kept of its tensors.
     kept: Mapping[str, str] = field(default_factory=dict)
     #: By side, the settings that can change numbers.
@@ -79,7 +81,8 @@ class About:
         environment = {side: settings_of(rows) for side, rows in sides.items()}
         unstable = [_unstable_row(row, where) for row in values.get("unstable", ())]
         causes = [_listed_cause(row, where) for row in values.get("causes", ())]
-        lists = {"unstable": unstable, "causes": causes}
+        programs = tuple(values.get("programs", ()))
+        lists = {"unstable": unstable, "causes": causes, "programs": programs}
         about = cls(**values | {"environment": environment, **lists})
         fault = fault_of(about)
         if fault is not None:

@@ -10,6 +10,7 @@ import polars as pl
 
 from roundoff.compare.alignment import EQUIVALENT
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.errors import RunError
 
 PASS = "pass"
@@ -140,6 +141,9 @@ TABLE: dict[str, Any] = {
     if column != "verdict"
 } | {"rank": pl.Int32}
 
+#: The columns that each side has of its own.
+_OF_ONE_SIDE = ("site", "operator", "line", "dtype", "shape", "record")
+
 #: The metrics that a limit can be set on, and if a larger value is better.
 LARGER_IS_BETTER = {
     "cosine": True,
@@ -155,6 +159,36 @@ LARGER_IS_BETTER = {
     "ulp_mean": False,
     "ulp_share": False,
 }
+
+
+def names_of_both(
+    reference: RecordedRow | None, candidate: RecordedRow | None
+) -> dict[str, Any]:
+    """Return the columns that name a value: of the candidate, and of its counterpart.
+
+    Where only the reference has it, what both sides share is the reference's.
+    """
+    columns: dict[str, Any] = {}
+    some = candidate or reference
+    if some is not None:
+        columns |= {
+            "rank": some.rank,
+            "step": some.step,
+            "phase": some.phase,
+            "place": some.place,
+            "role": some.role,
+            "name": some.name,
+            "numel": some.numel,
+            "view": some.view_of is not None,
+            "call": some.call,
+        }
+    if candidate is not None:
+        columns |= {name: getattr(candidate, name) for name in _OF_ONE_SIDE}
+    if reference is not None:
+        columns |= {
+            f"reference_{name}": getattr(reference, name) for name in _OF_ONE_SIDE
+        }
+    return columns
 
 
 def frame_of(rows: Sequence[ComparedRow]) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,10 @@ class Rounding:
         bias: correct biases so that the mean of each output channel is that of the
             full-precision network.
         parameters: of the observer.
+        room: ranges of values of eight bits and more that ``adjoint`` chooses are made
+            this many times as wide, since other samples have values beyond the extremes
+            of the calibration data; 1 for none. Chosen on validation images, see
+            benchmarks/range_room.py.
         balance: before all that, divide channels of values by factors and multiply the
             weights that read them: ``smoothquant``, ``dmq`` or ``awq`` (see
             ``channels.smooth``), in the place of ``spread``. Undone where the output does
@@ -173,7 +178,8 @@ class Rounding:
         layers: pattern of sites -> what holds for them instead, whole; the first that
             matches decides.
 
-    Raises ``QuantizationError`` for an unknown name.
+    Raises ``QuantizationError`` for an unknown name, and for a ``room`` that is not a finite
+    number of at least 1.
     """
 
     observer: str = "adjoint"
@@ -181,6 +187,7 @@ class Rounding:
     scales: str = "search"
     bias: bool = True
     parameters: dict[str, Any] = field(default_factory=dict)
+    room: float = 1.03
     balance: str = ""
     strength: float = 0.5
     keep_zeros: bool = False
@@ -192,6 +199,10 @@ class Rounding:
         check_choice("scales", self.scales, ("search", *OBSERVERS))
         if self.balance:
             check_choice("balance", self.balance, BALANCES)
+        if not 1 <= self.room < math.inf:
+            raise QuantizationError(
+                f"room {self.room} is not a finite number of at least 1"
+            )
 
     def of(self, *sites: str) -> Rounding:
         """Return what holds for the calls that share a value or a weight.

@@ -53,10 +53,6 @@ from roundoff.quantize.round_call import (
 from roundoff.quantize.weights.output_error import Gain
 from roundoff.workload import Workload
 
-#: Ranges of eight bits and more are made this much wider than calibration asks for: other
-#: samples have values beyond its extremes. Measured on 5,000 samples after calibration on
-#: 512: 0.5 dB more on a MobileNet, 0.1 dB less on a ResNet.
-ROOM = 1.03
 #: Bytes of the largest value of batches that are joined, at most: what allocators hand
 #: out again instead of asking the system for new pages each time (glibc: 32 MiB), which
 #: cost a MobileNet three times its arithmetic.
@@ -369,7 +365,7 @@ class _Order:
         if rounding.observer == "adjoint" and _needs_room(
             first, qparams, quantizer.fmt
         ):
-            qparams.scale.mul_(ROOM)
+            qparams.scale.mul_(rounding.room)
         _limit_to_clip_(qparams, node, quantizer.fmt)
         quantizer.set_(qparams, rounding.observer, observer.degenerate)
 

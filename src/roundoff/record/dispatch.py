@@ -421,6 +421,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
+        if node.name() in _CHECKPOINTS and torch.is_grad_enabled():
+            # its function, outside of any module
+            return Source(phase, "", schema.at(user_line(5)), recomputed=True)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
         forward = self._forward_sources.get(node._sequence_nr())
@@ -436,6 +439,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone
     _frames.set_code_exec_strategy(OpMode.__torch_dispatch__.__code__, _SKIP)
 
+
+#: Nodes that compute their forward pass again, with gradients on as only there.
+_CHECKPOINTS = frozenset(("CheckpointFunctionBackward",))
 
 _modes: weakref.WeakSet[OpMode] = weakref.WeakSet()
 

@@ -110,7 +110,8 @@ def _error(actual: Tensor, reference: Tensor | None) -> OwnError | None:
 
 
 def _wide_error(x: Tensor, y: Tensor) -> OwnError:
-    difference = (x - y).abs() if x.is_complex() else (x - y).abs_()
+    difference = x - y  # complex where one of them is
+    difference = difference.abs() if difference.is_complex() else difference.abs_()
     size = y.abs()
     largest, most = torch.stack([difference.max(), size.max()]).tolist()
     if not math.isfinite(largest + most):

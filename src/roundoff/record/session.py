@@ -33,6 +33,7 @@ from roundoff.record.modules import ModuleRecording
 from roundoff.record.noise import Noise
 from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
+from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
 from roundoff.record.step_numbers import StepNumbers
 from roundoff.record.tensor_keeper import Keeper
@@ -124,6 +125,7 @@ class Capture:
         self.noise = noise
         self.overwrite = overwrite
         self.command = list(command)
+        self._script = script_source(self.command)
         #: the id of the run that this one repeats
         self.of: str | None = None
         #: of the step that runs now
@@ -236,6 +238,7 @@ class Capture:
             self.writer.close(
                 complete=kind is None and self.stopped is None,
                 coverage=self._coverage(),
+                sources=imported_sources(self.command) | self._script,
                 unfinished=unfinished,
             )
         if kind is None and not self.stopped:

@@ -70,7 +70,8 @@ def answer_comparison(summary: ComparisonSummary) -> list[str]:
     first = summary.divergence
     sentences = _against_limits(summary)
     sentences += [_agreed(summary)] if first is None else _parted(summary, first)
-    sentences[1:1] = map(_stop, about.repeats)  # before anything is blamed
+    before_blame = [*about.programs, *about.repeats]
+    sentences[1:1] = map(_stop, before_blame)
     sentences += map(_stop, about.verified)
     if first is not None:
         sentences += _other_culprits(first, summary.culprits)

@@ -38,6 +38,7 @@ from roundoff.compare import (
     judged,
     left_open,
     not_reproducible,
+    program_notes,
     received,
     recorded_beside,
     repeat_notes,
@@ -227,10 +228,21 @@ class Comparison:
 
 def is_saved(path: str | Path) -> bool:
     """Return True where a comparison, rather than a run, is saved."""
+    place = _within(path, ABOUT_FILE)
     try:
-        return bool(_bytes(_within(path, ABOUT_FILE)))
-    except Exception:  # noqa: BLE001 - loading the run says what is wrong
+        return _exists(place)
+    except (OSError, ValueError, ImportError):
+        # no such protocol, no library for it, no way there: loading says what is wrong
         return False
+
+
+def _exists(place: str | Path) -> bool:
+    if not is_url(place):
+        return Path(place).is_file()
+    from fsspec.core import url_to_fs
+
+    files, name = url_to_fs(str(place))
+    return bool(files.exists(name))
 
 
 def _within(folder: str | Path, name: str) -> str | Path:
@@ -323,6 +335,7 @@ def compare(
         _about(ours, theirs, parts),
         notes=[extra.note for extra in extras],
         unstable=unstable,
+        programs=tuple(program_notes(ours, theirs)) if differs else (),
         repeats=repeat_notes(unstable, more_runs, unchanged=unchanged and differs),
     )
     return Comparison(blamed_for_changing(table, unstable), about).judge(**limits)

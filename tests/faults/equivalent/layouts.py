@@ -248,7 +248,105 @@ def sharded_optimizer(model):
     return _whole_step(model, optimizer, _part)
 
 
-def _updates_in_turn(model, send):
+@layout(4, steps=2)
+def sharded_optimizer_of_four(model):
+    return sharded_optimizer(model)
+
+
+@layout(2, steps=2)
+def sharded_optimizer_in_buckets(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        parameters_as_bucket_view=True,
+        lr=RATE,
+        momentum=0.9,
+    )
+    return _whole_step(model, optimizer, _part)
+
+
+def _shards_of_all(model, *, shift=0):
+    """Every process updates a stretch of all parameters, one after the other."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    size = -(-len(flat) // world)
+    padded = nn.functional.pad(flat, (0, size * world - len(flat)))
+    shard = nn.Parameter(padded.chunk(world)[rank].clone())
+    optimizer = torch.optim.SGD([shard], lr=RATE, momentum=0.9)
+
+    def step(ids):
+        model.zero_grad()
+        gpt_loss(model, _part(ids)).backward()
+        gradients = torch.cat([p.grad.flatten() for p in parameters]) / world
+        gradients = nn.functional.pad(gradients, (0, size * world - len(gradients)))
+        dist.all_reduce(gradients)
+        shard.grad = gradients.roll(shift).chunk(world)[rank].clone()
+        optimizer.step()
+        parts = [torch.empty_like(shard) for _ in range(world)]
+        dist.all_gather(parts, shard.detach())
+        whole = torch.cat(parts)
+        start = 0
+        with torch.no_grad():
+            for parameter in parameters:
+                end = start + parameter.numel()
+                parameter.copy_(whole[start:end].view_as(parameter))
+                start = end
+
+    return step
+
+
+@layout(2, steps=2)
+def stretches_of_all(model):
+    return _shards_of_all(model)
+
+
+@layout(4, steps=2)
+def stretches_of_all_in_four(model):
+    return _shards_of_all(model)
+
+
+@layout(2, steps=2)
+def averaged_in_hooks(model):
+    optimizer = sgd(model)
+
+    def average(parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    return _whole_step(model, optimizer, _part)
+
+
+def _accumulated(model, *, last_is_sent=True):
+    """Every process adds the gradients of two halves of its part, and sends the sum."""
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = sgd(model)
+
+    def step(ids):
+        optimizer.zero_grad()
+        first, last = _part(ids).chunk(2)
+        with model.no_sync():
+            (gpt_loss(model, first) / 2).backward()
+            if not last_is_sent:
+                (gpt_loss(model, last) / 2).backward()
+        if last_is_sent:
+            (gpt_loss(model, last) / 2).backward()
+        optimizer.step()
+
+    return step
+
+
+@layout(2, steps=2)
+def ddp_accumulated(model):
+    return _accumulated(model)
+
+
+def _updates_in_turn(model, send, memory=lambda parameter: parameter):
     """Each process updates every other parameter and sends it to the others."""
     parameters = list(model.parameters())
     mine = parameters[dist.get_rank() :: dist.get_world_size()]
@@ -264,7 +362,8 @@ def _updates_in_turn(model, send):
         with torch.no_grad():
             for number, parameter in enumerate(parameters):
                 if send(number):
-                    dist.broadcast(parameter, number % dist.get_world_size())
+                    sender = number % dist.get_world_size()
+                    dist.broadcast(memory(parameter), sender)
 
     return step
 
@@ -272,6 +371,11 @@ def _updates_in_turn(model, send):
 @layout(2, steps=2)
 def updates_in_turn(model):
     return _updates_in_turn(model, lambda number: True)
+
+
+@layout(2, steps=2)
+def updates_in_turn_of_data(model):
+    return _updates_in_turn(model, lambda number: True, lambda p: p.data)
 
 
 @layout(2)
@@ -612,6 +716,21 @@ def mask_of_rank_zero(model):
 @layout(2, "blocks* tokens* head* */add_* /add_*", steps=2)
 def update_not_sent(model):
     return _updates_in_turn(model, lambda number: number != 6)
+
+
+@layout(2, "blocks* tokens* head* */add_* /add_*")
+def update_of_data_not_sent(model):
+    return _updates_in_turn(model, lambda number: number != 8, lambda p: p.data)
+
+
+@layout(2, "*.grad */gradient* /add_* */add_* tokens* places* blocks* norm* head*")
+def accumulated_and_not_sent(model):
+    return _accumulated(model, last_is_sent=False)
+
+
+@layout(2, "/add_* /copy_* tokens* places* blocks* norm* head* /cat* /roll*")
+def stretches_of_other_gradients(model):
+    return _shards_of_all(model, shift=1)
 
 
 @layout(2, "*.grad */nll* /nll* /mul* /cross*")

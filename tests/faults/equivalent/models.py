@@ -191,6 +191,104 @@ class Unet(nn.Module):
         return torch.sigmoid(self.leave(torch.cat([fine, self.up(coarse)], 1)))
 
 
+class RmsNorm(nn.Module):
+    """Divides by the root mean square over the last axis."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight
+
+
+def angles(length: int, size: int) -> Tensor:
+    """By how much each pair of features of a place is turned, (length, size / 2)."""
+    rates = 100.0 ** -(torch.arange(0, size, 2) / size)
+    return torch.arange(length)[:, None] * rates
+
+
+class SharedKeys(nn.Module):
+    """Causal attention with turned queries and keys; several heads share a key."""
+
+    def __init__(self, width: int, heads: int, shared: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.shared = shared
+        size = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, size * shared, bias=False)
+        self.value = nn.Linear(width, size * shared, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def turn(self, x: Tensor) -> Tensor:
+        turned = angles(x.shape[-2], x.shape[-1])
+        first, second = x.chunk(2, -1)
+        cos, sin = turned.cos(), turned.sin()
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.heads // self.shared, 1)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(x), self.key(x), self.value(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x)
+        q = self.turn(self.split(query, self.heads))
+        k = self.spread(self.turn(self.split(key, self.shared)))
+        v = self.spread(self.split(value, self.shared))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        mask = causal(x.shape[1], x.shape[1])
+        weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Feed-forward with a gate."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1 = RmsNorm(width)
+        self.attention = SharedKeys(width, 4, 2)
+        self.norm2 = RmsNorm(width)
+        self.feed = Gated(width, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """Token ids (batch, length) to logits: root mean squares, rotations, gates."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width) for _ in range(2))
+        self.norm = RmsNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.tokens.weight.T
+
+
 def _images(channels: int, size: int, classes: int):
     def batch(seed: int, count: int = 4) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(seed)
@@ -237,6 +335,7 @@ NETWORKS = {
     "tagger": (Tagger, _tagged, classified),
     "graph": (Graph, _graph, _regressed),
     "unet": (Unet, _maps, _segmented),
+    "llama": (Llama, gpt_batch, gpt_loss),
 }
 
 #: All names that ``program`` takes.

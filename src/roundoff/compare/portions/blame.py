@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from roundoff.compare.explain import RecordedStep
-from roundoff.compare.portions.location import locate, multiple
+from roundoff.compare.portions.location import holds_stretch, locate, multiple
 from roundoff.compare.portions.pieces import (
     NOISE,
     Piece,
@@ -83,8 +83,33 @@ def _wrong_ends(step: StepPieces) -> Iterable[Place]:
             if twin is None or name.removesuffix(".grad") in step.noisy:
                 continue
             piece = step.pieces.get((rank, row.record))
-            if piece is not None and not _is_stretch(step, piece, twin):
+            if piece is None or _is_stretch(step, piece, twin):
+                continue
+            if not _is_written_later(step, piece, twin):
                 yield piece.place
+
+
+def _is_written_later(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
+    """Return True where the right value is written after the last seen under its name.
+
+    So it comes into memory that a parameter shares with a buffer of several, or with
+    a tensor without a name.
+    """
+    wanted = step.reference.tensor(twin.record)
+    if wanted is None:
+        return False
+    candidate = step.candidates[piece.rank]
+    allowed = step.allowed(twin)
+    for row in candidate.rows.values():
+        is_later = row.record > piece.row.record and row.is_call
+        if not is_later or not row.inplace or row.name:
+            continue
+        if (row.numel or 0) < wanted.numel():
+            continue
+        values = candidate.tensor(row.record)
+        if values is not None and holds_stretch(values, wanted, allowed):
+            return True
+    return False
 
 
 def _is_stretch(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
@@ -320,7 +345,8 @@ def _updates(step: RecordedStep) -> dict[str, list[RecordedRow]]:
     updates: dict[str, dict[int, RecordedRow]] = defaultdict(dict)
     parameters = {row.name for row in step.rows.values() if row.operator == "parameter"}
     for row in step.rows.values():
-        if row.phase == "optimizer" and row.name in parameters:
+        is_update = row.is_call and row.phase == "optimizer"
+        if is_update and row.name in parameters:
             updates[row.name or ""][row.call] = row
     return {name: list(rows.values()) for name, rows in updates.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
@@ -16,7 +16,7 @@ from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.symptoms import ADVICE
-from roundoff.compare.table import ComparedRow
+from roundoff.compare.table import ComparedRow, names_of_both
 
 #: Portions are another schedule where this share of the parameters' readers work on
 #: other shapes.
@@ -184,33 +184,9 @@ def _row(result: Blame, piece: Piece) -> ComparedRow:
 
 
 def _names(rank: int, row: RecordedRow, twin: RecordedRow | None) -> dict[str, Any]:
-    columns: dict[str, Any] = {
-        "rank": rank,
-        "step": row.step,
-        "phase": row.phase,
-        "place": row.place,
-        "role": row.role,
-        "name": row.name,
-        "numel": row.numel,
-        "view": False,
-        "call": row.call,
-        "site": row.site or row.name,
-        "operator": row.operator,
-        "line": row.line,
-        "dtype": row.dtype,
-        "shape": row.shape,
-        "record": row.record,
-    }
-    if twin is not None:
-        columns |= {
-            "reference_site": twin.site,
-            "reference_operator": twin.operator,
-            "reference_line": twin.line,
-            "reference_dtype": twin.dtype,
-            "reference_shape": twin.shape,
-            "reference_record": twin.record,
-        }
-    return columns
+    """Return the columns that name a value; no piece is left out as a view is."""
+    named = replace(row, rank=rank, site=row.site or row.name or "", view_of=None)
+    return names_of_both(twin, named)
 
 
 def _measured(piece: Piece, result: Blame) -> dict[str, Any]:

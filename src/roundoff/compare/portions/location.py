@@ -234,6 +234,25 @@ def _distance(ours: Tensor, theirs: Tensor, factor: float) -> float:
     return difference / size if size else math.inf
 
 
+def holds_stretch(buffer: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """Return True where the elements of one stand in the other, one after the other.
+
+    Within a relative l2 distance; zeros, which say nothing, stand nowhere.
+    """
+    memory = _comparable(buffer).flatten()
+    values = _comparable(wanted).flatten()
+    size = float(values.norm())
+    if not size or not math.isfinite(size) or len(memory) < len(values):
+        return False
+    gaps = (memory[: len(memory) - len(values) + 1] - values[0]).abs()
+    # one element is no further off than all of them together may be
+    for start in (gaps <= tolerance * size).nonzero().flatten().tolist():
+        stretch = memory[start : start + len(values)]
+        if _distance(values, stretch, 1.0) <= tolerance:
+            return True
+    return False
+
+
 def multiple(whole: Tensor, total: Tensor, tolerance: float) -> float | None:
     """Return how many times the whole a sum of pieces is; None where it is no multiple.
 

@@ -55,6 +55,7 @@ class RunDescription:
         environment: the settings that change numbers.
         model: name of the model's class.
         command: the script and its arguments.
+        sources: hashes of the script and of what it imports from its folder, by path.
         framework: name and version.
         coverage: what was seen; written when the recording ends.
         unfinished: the step in which the program failed.
@@ -78,6 +79,7 @@ class RunDescription:
     environment: tuple[Setting, ...] | None = None
     model: str | None = None
     command: list[str] | None = None
+    sources: dict[str, str] | None = None
     framework: str | None = None
     coverage: CallCoverage | None = None
     unfinished: int | None = None

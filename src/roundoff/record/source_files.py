@@ -1,0 +1,67 @@
+"""Which source files a recorded script is made of: what was edited since shows in them."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Digits of a hash that are kept: 64 bits, to tell versions of one file apart.
+_DIGITS = 16
+
+
+def script_source(command: Sequence[str]) -> dict[str, str]:
+    """Return the hash of the script by its name; empty for a module or no command.
+
+    Read before the script runs: it may be edited while it does.
+    """
+    script = Path(command[0]) if command else None
+    if script is None or not script.is_file():
+        return {}
+    digest = _digest(script)
+    return {} if digest is None else {script.name: digest}
+
+
+def imported_sources(command: Sequence[str]) -> dict[str, str]:
+    """Return the hashes of imported files that stand in the script's folder or below.
+
+    By path relative to it; for a module the working directory. Installed packages are
+    left out: versions tell of them.
+    """
+    if not command:
+        return {}
+    script = Path(command[0])
+    folder = (script.parent if script.is_file() else Path()).resolve()
+    installed = [Path(place).resolve() for place in _places_of_packages()]
+    sources = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if not path.is_relative_to(folder):
+            continue
+        if any(path.is_relative_to(place) for place in installed):
+            continue
+        digest = _digest(path)
+        if digest is not None:
+            sources[path.relative_to(folder).as_posix()] = digest
+    return sources
+
+
+def _places_of_packages() -> list[str]:
+    """Return where Python and installed packages are, and this package."""
+    places = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return [*(places[name] for name in names), str(Path(__file__).parents[1])]
+
+
+def _digest(path: Path) -> str | None:
+    """Return the hash of a file; None where it cannot be read any more."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]

@@ -253,12 +253,12 @@ def fault_of(record: Any) -> str | None:
 
 
 @functools.cache
-def _annotations(cls: type) -> dict[str, Any]:
+def _annotations(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, _names_of(cls))
     return {each.name: hints[each.name] for each in fields(cls)}
 
 
-def _names_of(cls: type) -> dict[str, Any]:
+def _names_of(cls: Any) -> dict[str, Any]:
     return {**vars(sys.modules[cls.__module__]), **vars(collections.abc)}
 
 

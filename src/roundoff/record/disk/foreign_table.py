@@ -10,7 +10,7 @@ from pathlib import Path
 import polars as pl
 
 from roundoff.record.disk.checked_reading import damaged, read_checked
-from roundoff.record.disk.schema import OPS
+from roundoff.record.disk.schema import OPS, parse_rank, parse_step
 
 #: What each row of a recording has; other columns may be null.
 _ALWAYS = ("record", "call", "phase", "module", "operator", "index", "place")
@@ -22,7 +22,8 @@ _LISTS = ("shape", "stride", "inputs", "exponents")
 def check_table(path: Path) -> None:
     """Raise ``RunError`` where a table cannot be read whole, or has a row that no writer makes."""
     table = read_checked(path, _read, path)
-    fault = read_checked(path, _fault, table)
+    place = (parse_rank(path.parent.parent.name), parse_step(path.parent.name))
+    fault = read_checked(path, _fault, table, place)
     if fault is not None:
         raise damaged(path, fault)
 
@@ -32,7 +33,12 @@ def _read(path: Path) -> pl.DataFrame:
         return pl.read_parquet(file)
 
 
-def _fault(table: pl.DataFrame) -> str | None:
+def _fault(table: pl.DataFrame, place: tuple[int | None, int | None]) -> str | None:
+    for name, number in zip(("rank", "step"), place, strict=True):
+        if name not in table.columns or not (table[name] == number).all(
+            ignore_nulls=False
+        ):
+            return f"column {name!r} is not that of the folder"
     for name in _ALWAYS:
         if name not in table.columns or table[name].null_count():
             return f"column {name!r} is missing, or has nulls"

@@ -245,7 +245,8 @@ def fault_of(record: Any) -> str | None:
     >>> fault_of(Point(1.0, ("a", None)))
     'names[1] is nothing, not a text'
     """
-    for name, annotation in _annotations(type(record)).items():
+    cls: Any = type(record)
+    for name, annotation in _annotations(cls).items():
         fault = _fault(getattr(record, name), annotation, name)
         if fault is not None:
             return fault

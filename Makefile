@@ -12,12 +12,15 @@ export NO_MKDOCS_2_WARNING := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install format check fast types test times test-optional demo docs bench bench-quick clean
+.PHONY: help install format check fast types test times test-optional test-device test-gpu demo docs bench \
+	bench-quick clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
 	@echo "make test    ruff, mypy, the documentation site and all tests"
 	@echo "make test-optional   the tests that need Lightning, accelerate, Ray, Triton, ONNX, Paddle or TensorFlow"
+	@echo "make test-device   the tests of placement on a pretended device: no GPU is needed"
+	@echo "make test-gpu   the tests of placement on this machine's GPU"
 	@echo "make times   measure all tests, and list those that make fast leaves out"
 	@echo "make format  lay out the code and mend what ruff can mend"
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
@@ -65,6 +68,14 @@ test-optional: $(STAMP)
 		onnx paddlepaddle tensorflow
 	$(RUN)/python -m pytest -q tests/record/test_callbacks.py tests/record/test_triton_kernels.py \
 		tests/test_engine.py tests/ops/test_foreign_names.py tests/plan/lists
+
+# What stands on the CPU beside a tensor of another device raises here, without a GPU.
+test-device: $(STAMP)
+	PRETEND=1 $(RUN)/python -m pytest -q tests/devices
+
+test-gpu: $(STAMP)
+	$(RUN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available() and 'this torch sees no GPU')"
+	$(RUN)/python -m pytest -q -m gpu tests
 
 demo: $(STAMP)
 	$(RUN)/roundoff diagnose examples/minilm.py -o out/minilm

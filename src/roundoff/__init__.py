@@ -20,6 +20,8 @@ _CALLED = ("budget", "compare", "plan", "quantize")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("roundoff.packages").installed_version()
     if name in _CALLED:
         return importlib.import_module(f"roundoff.{name}")
     if name not in __all__:

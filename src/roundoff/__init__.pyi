@@ -24,3 +24,5 @@ from .verbs.tune import tune as tune
 from .verbs.verify import verify as verify
 from .verbs.watch import watch as watch
 from .workload.workload import Workload as Workload
+
+__version__: str

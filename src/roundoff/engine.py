@@ -102,6 +102,12 @@ def _call(function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
     return function(*arguments)
 
 
+def check_engine(engine: str) -> None:
+    """Raise ``RunError`` for what is no place where tasks can run; nothing is started."""
+    if engine != "local":
+        _address(engine)
+
+
 def _address(engine: str) -> str | None:
     """The address in ``engine`` or ``RAY_ADDRESS``, as ``ray.init`` takes it; None without one."""
     if engine == "ray":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["preserve", "process_kept"]
+__all__ = ["preserve", "process_kept", "random_states", "set_random_states"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -186,11 +186,42 @@ def _restore_tensor_hooks(
 def _preserve_random_states(stack: ExitStack) -> None:
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state(legacy=False))
-    stack.callback(torch.set_rng_state, torch.get_rng_state())
-    cuda: Any = torch.cuda  # is_initialized is not annotated
-    # asking for the state would initialise it
-    if cuda.is_available() and cuda.is_initialized():
-        stack.callback(cuda.set_rng_state_all, cuda.get_rng_state_all())
+    stack.callback(set_random_states, random_states())
+
+
+def random_states() -> tuple[Tensor, ...]:
+    """Return the states of torch's generators: the CPU's, then each of an accelerator.
+
+    An accelerator that nothing has used yet is left out: asking would start it.
+    """
+    states = [torch.get_rng_state()]
+    module = _accelerator_in_use()
+    if module is not None:
+        states += module.get_rng_state_all()
+    return tuple(states)
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    """Set the states of torch's generators as ``random_states`` gave them."""
+    torch.set_rng_state(states[0])
+    module = _accelerator_in_use()
+    if module is not None and len(states) > 1:
+        module.set_rng_state_all(list(states[1:]))
+
+
+def _accelerator_in_use() -> Any | None:
+    """Return torch's module of this machine's accelerator (``torch.cuda``, ...).
+
+    None where there is none, nothing has used it, or it keeps no states of its own.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    module: Any = torch.get_device_module(accelerator)
+    is_initialized = getattr(module, "is_initialized", None)
+    if not module.is_available() or (is_initialized and not is_initialized()):
+        return None
+    return module if hasattr(module, "get_rng_state_all") else None
 
 
 def _preserve_flags(stack: ExitStack) -> None:

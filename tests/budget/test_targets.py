@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundoff import Workload, budget
+from roundoff.budget.aim import parse_drop
 from roundoff.budget.facts import MetricCurve, MetricLevel
 from roundoff.budget.sqnr_target import parse_db
 from roundoff.budget.targets import (
@@ -19,7 +20,6 @@ from roundoff.budget.targets import (
     drop_to_db,
     metric_at,
     metric_curve,
-    parse_drop,
 )
 from roundoff.errors import PlanError
 
@@ -90,7 +90,8 @@ def test_drops(value, drop):
 
 
 @pytest.mark.parametrize(
-    "value", ["-1%", -0.1, "half", "", "%", "1dB", math.nan, math.inf, None]
+    "value",
+    ["-1%", "100.5%", "1e400", -0.1, "half", "", "%", "1dB", math.nan, math.inf, None],
 )
 def test_what_is_no_drop(value):
     with pytest.raises(PlanError) as error:

@@ -24,11 +24,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def message(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+def message(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     before = {
         p for p in Path.cwd().rglob("*") if p.is_file() and "__pycache__" not in str(p)
     }
-    assert main(arguments.split()) == 2
+    assert main(arguments.split()) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Traceback" not in captured.err
@@ -139,4 +139,4 @@ def test_a_plan_of_another_model_lists_its_sites(
 
 def test_interrupt_in_forward(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bad.py").write_text(GOOD + FORWARD + "raise KeyboardInterrupt\n")
-    assert "interrupted" in message("diagnose bad.py -o out", capsys)
+    assert "interrupted" in message("diagnose bad.py -o out", capsys, 130)

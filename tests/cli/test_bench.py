@@ -74,7 +74,7 @@ def test_bench(file, tmp_path, capsys):
 
 def test_json_and_a_configuration_that_fails(file, tmp_path, capsys):
     options = [
-        "-c",
+        "--configs",
         "fp32,cuda:77,fp16",
         "--steps",
         "4",
@@ -90,7 +90,10 @@ def test_json_and_a_configuration_that_fails(file, tmp_path, capsys):
 
 
 def test_bad_input(file, tmp_path, capsys):
-    assert main(["bench", str(file), "-c", "fp32,bf61", "-o", str(tmp_path / "o")]) == 2
+    assert (
+        main(["bench", str(file), "--configs", "fp32,bf61", "-o", str(tmp_path / "o")])
+        == 2
+    )
     assert "did you mean bf16" in capsys.readouterr().err
     file.write_text(WORKLOAD.replace("def optimizer", "def optimiser"))
     assert main(["bench", str(file), "-o", str(tmp_path / "o")]) == 2

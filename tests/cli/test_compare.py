@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import roundoff
+from roundoff.cli import options as cli_options
 from roundoff.cli.app import main
 from roundoff.record.disk.writer import Writer
 
@@ -98,15 +100,23 @@ def test_the_answer_comes_first(here, capsys):
 
 
 def test_a_narrow_terminal_keeps_the_numbers(here, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(cli_options, "console", lambda: Console(width=70))
     assert main("compare good bad".split()) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 70
     assert "Left out at 70 columns" in out
 
 
+def test_to_a_pipe_every_column_and_name_is_whole(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = said("compare good bad", capsys, 1)
+    assert "Left out" not in text
+    assert "tolerance" in text
+    assert "norm/native_layer_norm" in text
+
+
 def test_json(here, capsys):
-    assert main("compare good bad --json -l 3".split()) == 1
+    assert main("compare good bad --json --rows 3".split()) == 1
     data = json.loads(capsys.readouterr().out)
     assert {
         "answer",
@@ -131,7 +141,7 @@ def test_json(here, capsys):
 
 def test_classic_limits(here, capsys):
     # cosine is at least -1, and no distance is above 1e9: nothing can fail
-    text = said("compare good bad -c -1", capsys, 0)
+    text = said("compare good bad --cosine -1", capsys, 0)
     assert "Asked for cosine at least -1: all" in text
     assert said("compare good bad --limit max_abs=1e9 --limit error=1e9", capsys, 0)
     text = said("compare good bad --limit max_abs=0 --json", capsys, 1)
@@ -157,7 +167,7 @@ def test_a_saved_comparison_is_judged_again(here, tmp_path, capsys):
     try:
         assert main(f"compare {saved} --json".split()) == 1
         again = json.loads(capsys.readouterr().out)
-        assert main(f"compare {saved} -c -1".split()) == 0
+        assert main(f"compare {saved} --cosine -1".split()) == 0
     finally:
         shutil.move(here / "away", here / "good")
     capsys.readouterr()
@@ -308,7 +318,7 @@ def test_an_unreachable_cluster(here, capsys):
 
 
 def test_diff(here, capsys):
-    text = said("diff good bad norm/native_layer_norm --limit 2", capsys, 0)
+    text = said("diff good bad norm/native_layer_norm --rows 2", capsys, 0)
     for part in (
         "times what rounding explains",
         "Argument eps: 1e-05, here 0.3",
@@ -318,7 +328,7 @@ def test_diff(here, capsys):
         "Elements: 80 of 80 differ",
     ):
         assert part in text
-    assert main("diff good bad norm/native_layer_norm --json --limit 2".split()) == 0
+    assert main("diff good bad norm/native_layer_norm --json --rows 2".split()) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["elements"]["worst"]) == 2
     assert math.isclose(data["metrics"]["rel_l2"], data["error"])
@@ -341,6 +351,9 @@ def test_every_option_is_documented(verb, capsys):
     section = DOCS.split(f"## roundoff {verb} ")[1].split("\n## ")[0]
     options = set(re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", out, flags=re.MULTILINE)) - {
         "--help",
+        "--quiet",
+        "--verbose",
+        "--debug",
         "--no-stats",
     }
     assert len(options) > 4

@@ -51,12 +51,12 @@ def test_a_bug(folder, capsys):
 
 
 def test_more_rows_name_an_option_that_diagnose_has(folder, capsys):
-    command = ["diagnose", "good.py", "-c", "wrong.py", "-o", "out", "--top", "1"]
+    command = ["diagnose", "good.py", "-c", "wrong.py", "-o", "out", "--rows", "1"]
     assert main(command) == 1
     text = " ".join(capsys.readouterr().out.split())
-    total = re.search(r"more values below: --top (\d+)\.", text)[1]
+    total = re.search(r"more values below: --rows (\d+)\.", text)[1]
     command[-1] = total
-    assert main([*command[:-3], "again", "--top", total]) == 1
+    assert main([*command[:-3], "again", "--rows", total]) == 1
     assert "more values below" not in capsys.readouterr().out
 
 

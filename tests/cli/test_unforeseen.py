@@ -1,4 +1,4 @@
-"""No traceback reaches a user, whatever a verb raises: one message, a file for a report, exit code 2."""
+"""No traceback reaches a user, whatever a verb raises: one message, a file for a report, exit code 3."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_any_verb(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(FAULTS[command], broken)
-    assert main(command.split()) == 2
+    assert main(command.split()) == 3
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.startswith(
@@ -66,7 +66,7 @@ def test_the_step_and_the_site(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("roundoff.quantize.graph._reads_integers", None)
-    assert main("quantize net.py -o out --no-onnx".split()) == 2
+    assert main("quantize net.py -o out --no-onnx".split()) == 3
     assert "  where: 0/linear, in quantize\n" in capsys.readouterr().err
 
 

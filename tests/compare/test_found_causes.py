@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import roundoff
 from roundoff.verbs.compare import Comparison
@@ -171,3 +172,74 @@ def test_running_statistics_of_other_roundings_are_no_cause(tmp_path):
         ("1.running_mean", 1e-3): ["1.running_mean"],
         ("0.weight", 1e-5): ["0.weight"],
     }
+
+
+def normed_and_checkpointed(folder, *, again):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    run_model = model
+    if again:
+
+        def run_model(x):
+            return checkpoint(model, x, use_reentrant=False)
+
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        run_model(batch(0)).square().sum().backward()
+        run.step()
+    return folder
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_running_statistics_that_a_checkpoint_moves_twice(tmp_path, again):
+    ours = normed_and_checkpointed(tmp_path / "ours", again=not again)
+    theirs = normed_and_checkpointed(tmp_path / "theirs", again=again)
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    first = found.culprits(1)[0]
+    assert first.kind == "update"
+    assert first.name.startswith("1.")
+    assert "changed a second time" in first.evidence
+    where = "not in the reference" if again else "in the reference, and not here"
+    assert where in first.evidence
+
+
+def test_a_norm_in_training_mode_is_named_before_what_it_changes(tmp_path):
+    def evaluated(folder, training):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).train(training)
+        with roundoff.capture(folder, model, keep="tensors") as run, torch.no_grad():
+            model(batch(0))
+            run.step()
+        return folder
+
+    found = roundoff.compare(
+        reference=evaluated(tmp_path / "ours", False),
+        candidate=evaluated(tmp_path / "theirs", True),
+    )
+    assert found.culprits(1)[0].site == "1/native_batch_norm"
+
+
+def test_an_update_left_out_of_hooks(tmp_path):
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+
+    def trained(folder, names):
+        model = net()
+        for name, parameter in model.named_parameters():
+            if name in names:
+                one = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, optimizer=one: optimizer.step()
+                )
+        with roundoff.capture(folder, model, keep="tensors") as run:
+            model(batch(0)).square().sum().backward()
+            run.step()
+        return folder
+
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    ours = trained(tmp_path / "ours", names)
+    again = trained(tmp_path / "again", names)
+    assert roundoff.compare(reference=ours, candidate=again).agrees
+    theirs = trained(tmp_path / "theirs", names[:-1])
+    found = roundoff.compare(reference=ours, candidate=theirs)
+    first = found.culprits(1)[0]
+    assert first.looks_like == "missing update"
+    assert first.name in ("optimizer SGD#3", "2.bias")

@@ -10,6 +10,7 @@ from roundoff.formats import (
     PerGroup,
     PerTensor,
     PerToken,
+    amax,
     choose_qparams,
     fake_quantize,
     parse_format,
@@ -40,9 +41,13 @@ def _cases() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("small", [amax.SMALL, 0], ids=["small", "large"])
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_bits_are_those_of_the_general_way(name, granularity) -> None:
+def test_the_bits_are_those_of_the_general_way(
+    name, granularity, small, monkeypatch
+) -> None:
+    monkeypatch.setattr(amax, "SMALL", small)
     fmt = parse_format(name)
     for case, x in _cases().items():
         general = fake_quantize(x, choose_qparams(x, fmt, granularity), fmt)

@@ -421,7 +421,7 @@ def test_data_loader_workers(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 2), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_interrupted_in_a_step(tmp_path, number, code):
     (tmp_path / "train.py").write_text(

@@ -6,7 +6,7 @@ import fnmatch
 
 import pytest
 
-from roundoff.report.names import elide
+from roundoff.report.names import elide, wrap
 
 PARTS = "self.query/linear self.key/linear self.value/linear self/matmul self/matmul#1 output.dense/linear".split()
 NAMES = [
@@ -45,3 +45,11 @@ def test_a_short_name_means_one_site(width):
 def test_names_that_cannot_be_told_apart_are_still_cut():
     twins = ["a" * 10 + middle + "b" * 10 for middle in "xy"]
     assert elide(twins[0], 9, twins) == "aaaa…bbbb"
+
+
+@pytest.mark.parametrize("width", [3, 8, 20, 60])
+def test_a_wrapped_name_has_all_its_letters(width):
+    for name in [*NAMES, "x" * 50, "", "é" * 9 + "/linear"]:
+        lines = wrap(name, width).split("\n")
+        assert "".join(lines) == name
+        assert all(len(line) <= width for line in lines)

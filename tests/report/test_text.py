@@ -65,12 +65,16 @@ def test_no_line_is_wider_and_no_number_is_cut(summary, width):
             assert [*shown, row["chosen"]] == cells[-4:]
 
 
-def test_names_are_elided_only_where_they_must_be(summary):
-    table = show(print_summary, summary, 80).split("Ranking")[1].split("Plan:")[0]
-    assert "…" in table
-    wide = show(print_summary, summary, 140)
-    assert "…" not in wide
-    assert all(row["site"] in wide for row in summary["ranking"][:20])
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_names_wrap_and_are_never_cut(summary, width):
+    text = show(print_summary, summary, width)
+    assert "…" not in text
+    table = text.split("Ranking")[1].split("Plan:")[0]
+    # a wrapped name goes on in the lines below, in the same column
+    heading = next(li for li in table.splitlines() if " format " in li)
+    column = slice(heading.index("site"), heading.index("format"))
+    names = "".join(line[column].strip() for line in table.splitlines())
+    assert all(row["site"] in names for row in summary["ranking"][:20])
 
 
 def test_brackets_are_names_and_not_markup(summary):

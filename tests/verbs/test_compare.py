@@ -399,7 +399,7 @@ def test_what_statistics_cannot_decide_is_said_and_does_not_agree(tmp_path):
     assert comparison.open == comparison.summary().open > 0
     assert "cannot be decided from statistics" in comparison.answer
     assert "--keep tensors" in comparison.answer
-    assert main(["compare", str(ours), str(wrong)]) == 3
+    assert main(["compare", str(ours), str(wrong)]) == 4
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
 
 
 def test_numbers(runs):
-    found = roundoff.diff(runs["good"], runs["bad"], "/add", limit=2)
+    found = roundoff.diff(runs["good"], runs["bad"], "/add", rows=2)
     want, got = (runs[n].tensor("/add").double().numpy() for n in ("good", "bad"))
     error = np.abs(want - got)
     # one pass in fp32 over 12 elements: 12 roundings of 2**-24, and those of the square roots

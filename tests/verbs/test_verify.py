@@ -126,6 +126,35 @@ def test_the_metric_is_asked_too(workload):
     )
 
 
+def test_a_plan_is_held_to_the_drop_that_it_was_made_for(workload, tmp_path):
+    """Nobody repeats it: not on the command line, and not in code."""
+    rules = (Rule("int8", ("*/linear",)),)
+    met = []
+    for drop in (0.5, 1e-6):
+        Plan(rules, about={"metric_drop": drop}).save(tmp_path / "plan.toml")
+        plan = Plan.load(tmp_path / "plan.toml")
+        met.append(verify(workload, plan).met)
+        # what is asked for instead goes first
+        assert verify(workload, plan, target=1.0).met
+        assert verify(workload, plan, metric_drop=0.5).met
+    assert met == [True, False]
+
+
+def test_a_plan_says_which_drop_it_was_made_for(workload):
+    known = budget(workload, ["int8", "bf16"], probes=8)
+    assert known.plan(metric_drop="5%").figures.metric_drop == pytest.approx(0.05)
+    assert known.plan(target=20).figures.metric_drop is None
+
+
+def test_a_drop_of_no_metric_is_refused(workload):
+    plain = Workload(workload.model, workload.batches)
+    plan = Plan((Rule("bf16", ("*/linear",)),), about={"metric_drop": 0.1})
+    for asked in ({}, {"metric_drop": 0.1}, {"target": "10%"}):
+        with pytest.raises(PlanError, match="the workload has none"):
+            verify(plain, plan, **asked)
+    assert verify(plain, plan, target=10).met
+
+
 @pytest.mark.parametrize("target", [20, 35])
 def test_a_plan_that_agrees_is_accepted_in_one_round(workload, measured, target):
     found = verify(workload, measured.plan(target), budget=measured)

@@ -1,4 +1,7 @@
 from .adjoint import SiteInfo as SiteInfo
+from .aim import is_drop as is_drop
+from .aim import parse_aim as parse_aim
+from .aim import parse_drop as parse_drop
 from .choose_formats import Problem as Problem
 from .choose_formats import choose as choose
 from .facts import ExcludedCalls as ExcludedCalls
@@ -38,6 +41,5 @@ from .table import SiteCost as SiteCost
 from .table import term_frame as term_frame
 from .targets import drop_to_db as drop_to_db
 from .targets import metric_at as metric_at
-from .targets import parse_drop as parse_drop
 from .terms import TermKey as TermKey
 from .terms import Terms as Terms

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from roundoff.budget.aim import parse_drop
 from roundoff.budget.facts import MeasuredOutput, MeasuredSite
 from roundoff.budget.goal import Goal
 from roundoff.budget.noise_power import Term, casts, keeps
@@ -257,18 +258,22 @@ class Problem:
             if not any(is_output(pattern, name) for name in names):
                 raise _measured_together(pattern, outputs)
 
-    def cheapest(self, target: SqnrTarget | float) -> dict[str, str]:
+    def cheapest(
+        self, target: SqnrTarget | float, rounds: int = ROUNDS
+    ) -> dict[str, str]:
         """Return the cheapest choice whose correlated prediction meets the target.
 
-        A number is the least SQNR in dB of every output. Raises ``InfeasibleError``
-        when none does.
+        A number is the least SQNR in dB of every output. At most so many programs are
+        solved on the way to a choice whose noise is all but the target's; the choice is
+        a little dearer where they are too few. Raises ``InfeasibleError`` when none
+        meets it.
         """
         if not isinstance(target, SqnrTarget):
             target = SqnrTarget(float(target))
         bounds = [_bound(target.of_output(o.name)) for o in self.budget.outputs]
         limits = list(bounds)
         best: tuple[float, dict[str, str]] | None = None
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             solution = self._solution(limits, bounds, is_first=best is None)
             if solution is None:
                 break
@@ -335,6 +340,8 @@ class Problem:
             "cost_lowest": self.cost_of(lowest),
             "lowest_format": lowest_format,
         }
+        if self.goal.metric_drop is not None:
+            about["metric_drop"] = parse_drop(self.goal.metric_drop)
         if asked is not None and asked.of:
             about["targets_db"] = dict(asked.of)
         if len(prediction.outputs) > 1:

@@ -18,8 +18,8 @@ from roundoff.budget.table import Budget
 from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, TrialCost, adjoint_cost
 from roundoff.budget.trial_run import TrialRun
-from roundoff.budget.trials import Recording, record
-from roundoff.errors import GradientPathError, WorkloadError
+from roundoff.budget.trials import Programs, Recording, record
+from roundoff.errors import FormatError, GradientPathError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
@@ -85,9 +85,15 @@ def budget(
         GradientPathError: nothing of the target has a gradient, and no trials are asked
             for or possible.
         NonFiniteError: the unrounded run holds NaN or Inf.
-        FormatError: a format is unknown.
+        FormatError: a format is unknown, or none is named.
     """
     chosen = parse_formats(formats)
+    if not chosen:
+        raise FormatError(
+            "no format to measure",
+            where="formats",
+            expected="such as bf16: fp32 is what it is measured against",
+        )
     sampling = Sampled.of(probes, precision, memory)
     report = progress or _silent
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
@@ -96,14 +102,15 @@ def budget(
         asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
         may_try = bool(first.batches) and not around
         is_free = trials is None and probes is None
-        cost = TrialCost(workload, first, chosen) if may_try and is_free else None
+        programs = Programs(workload, first)
+        cost = TrialCost(programs, chosen) if may_try and is_free else None
         with kept(workload.model, first.is_pure):
             run, measured = _measured(asked, cost, report)
         if may_try and isinstance(run, AdjointRun) and trials != 0:
             measured = refine(
                 workload,
                 measured,
-                first,
+                programs,
                 run.signs,
                 run.rows.weight,
                 trials,
@@ -143,7 +150,7 @@ def _measured(
         except GradientPathError:
             if not cost.is_below(math.inf):
                 raise
-    by_trial = TrialRun(asked)
+    by_trial = TrialRun(asked, cost.programs.seen)
     budget = _all_batches(by_trial, by_trial.places, FollowingMode, report)
     return by_trial, budget
 

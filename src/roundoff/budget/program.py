@@ -25,6 +25,10 @@ _READS = operators_that("give numbers to Python")
 MOST_BYTES = 2**28
 
 
+#: The number of each call, and its function.
+Calls = tuple[tuple[int, Callable[..., Any]], ...]
+
+
 class DivergedError(Exception):
     """The model would have gone on in another way than the recorded one."""
 
@@ -201,6 +205,16 @@ class Program:
         self._is_useful = self._useful()
 
     @property
+    def calls(self) -> Calls:
+        """What the pass called, in order; equal for batches that ran alike."""
+        return tuple((step.number, step.func) for step in self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results, some of which may be views."""
+        return sum(tensor.nbytes for step in self.steps for tensor in step.results)
+
+    @property
     def writes_over(self) -> bool:
         """True if some step writes into memory that another made."""
         return bool(self._last_write)
@@ -322,13 +336,16 @@ class _PerturbingMode(TorchFunctionMode):
 
 
 def record_program(
-    forward: Callable[[], dict[str, Tensor]], numbers: Collection[int]
+    forward: Callable[[], dict[str, Tensor]],
+    numbers: Collection[int],
+    seen: Calls = (),
 ) -> Program | None:
     """Record a forward pass; None where it cannot be run again as a program.
 
     So it is where something of it is not seen (a scripted module, a kernel of the
     user's, a detour over numpy), which shows in a second pass: with the results of the
     calls ``numbers`` a little changed, the program must give what the model gives.
+    That was shown before for another batch whose calls were ``seen``, the same ones.
     """
     mode = ProgramMode()
     with torch.no_grad(), mode:
@@ -336,6 +353,8 @@ def record_program(
     if not mode.is_whole:
         return None
     program = Program(mode.steps, targets)
+    if seen and program.calls == seen:
+        return program
     agrees = any(
         _agrees(program, forward, numbers, size) for size in (_PERTURBATION, _SMALLER)
     )

@@ -26,7 +26,6 @@ from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.trials import (
     Pair,
     Programs,
-    Recording,
     measure_by_trial,
     record,
     same_shapes,
@@ -46,7 +45,7 @@ MOST_DECIDING = 96
 def refine(
     workload: Workload,
     budget: Budget,
-    first: Recording,
+    programs: Programs,
     signs: Sequence[DrawnSigns],
     weights: Mapping[str, float],
     trials: int | None,
@@ -57,7 +56,7 @@ def refine(
     Args:
         workload: that the budget is of; its model is ``prepared``.
         budget: by the adjoint.
-        first: the first batch followed.
+        programs: of the first batch, which was followed.
         signs: sign vectors of each batch.
         weights: of the target tensors, see ``OutputRows``.
         trials: most rows to measure, strongest evidence first. None: those with strong
@@ -67,13 +66,14 @@ def refine(
         report: called with the stage and how much of it is done.
     """
     last = max(drawn.index for drawn in signs) + 1
-    recording = _recording(workload, budget, first, last)
+    first = programs.recording
+    is_alike = _is_enough(budget, programs, last)
+    if not is_alike:
+        programs = _followed(workload, programs, last)
     views = [
         OutputView({name: weights[name] for name in output.tensors}, output.signal)
         for output in budget.outputs
     ]
-
-    programs = Programs(workload, recording)
 
     def noise_of(formats: dict[str, str]) -> float:
         return _noise(programs, views, formats)
@@ -82,21 +82,22 @@ def refine(
         if not chosen:
             return {}
         pairs = [_pair(suspect) for suspect in chosen]
-        is_whole = len(recording.batches) >= last
-        whole = recording if is_whole else _recorded(workload, first, last)
+        followed = programs
+        if is_alike and programs.like_first(last) is None:
+            followed = _followed(workload, programs, last)
         with kept(workload.model, first.is_pure):
             return measure_by_trial(
                 workload,
-                whole,
+                followed.recording,
                 pairs,
                 views,
                 signs,
                 lambda done, total: report("trials", done, total),
                 in_one={pair for pair in pairs if _is_divisible(budget, pair)},
-                programs=programs if is_whole else None,
+                programs=followed,
             )
 
-    doubtful = suspects(budget, recording, noise_of)
+    doubtful = suspects(budget, programs.recording, noise_of)
     if trials is not None:
         return with_trials(budget, measure(doubtful[:trials]))
     rows = every_row(budget, doubtful)
@@ -110,24 +111,27 @@ def refine(
     return with_trials(budget, measure([*certain, *_without(further, certain)]))
 
 
-def _recording(
-    workload: Workload, budget: Budget, first: Recording, last: int
-) -> Recording:
-    """Return the first batch followed, or all ``last`` where that does not show enough.
+def _is_enough(budget: Budget, programs: Programs, last: int) -> bool:
+    """Return True if the first batch shows enough of where errors go.
 
-    So it is where a decision is taken, which other batches may take otherwise, where a
-    site has no gradient, and where another batch calls sites that the first does not.
+    So it is not where a decision is taken, which other batches may take otherwise, and
+    where another batch calls sites that the first does not. A site without a gradient
+    may reach the target in one batch alone, unless all call the same.
     """
+    first = programs.recording
     places = first.batches[0].places
-    is_seen = all(site.site in places and site.no_path is None for site in budget.sites)
-    if is_seen and not first.decides:
-        return first
-    return _recorded(workload, first, last)
+    if first.decides or any(site.site not in places for site in budget.sites):
+        return False
+    has_paths = all(site.no_path is None for site in budget.sites)
+    return has_paths or programs.like_first(last) is not None
 
 
-def _recorded(workload: Workload, first: Recording, last: int) -> Recording:
+def _followed(workload: Workload, programs: Programs, last: int) -> Programs:
+    """Return the programs of the first ``last`` batches, each followed."""
+    first = programs.recording
     with kept(workload.model, first.is_pure):
-        return record(workload, first.target, last)
+        recording = record(workload, first.target, last)
+    return Programs(workload, recording, programs.seen)
 
 
 def _noise(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.adjoint import SiteInfo
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
-from roundoff.budget.noise_power import TRIAL, Term
+from roundoff.budget.noise_power import TRIAL, Left, Term
 from roundoff.budget.outputs import OutputRows
 from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.samples import Division, divide, divisions
@@ -91,6 +91,7 @@ class BudgetRun(ABC):
         self.targets: dict[str, Tensor] = {}
         self.names: tuple[str, ...] = ()
         self.rows = OutputRows([], {}, {})
+        self.left = Left(0.0, 0.0)
         self.output: Any = None
 
     @abstractmethod
@@ -142,6 +143,7 @@ class BudgetRun(ABC):
             len(self.rows.names),
             is_exact=self.measured == TRIAL,
             samples=[batch.samples for batch in self.batches],
+            left=self.left,
         )
 
     @property
@@ -312,6 +314,8 @@ class BudgetRun(ABC):
             excluded=excluded_calls(mode.excluded.values(), batches),
             environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
+            left_apart=self.left.apart,
+            left_mixed=self.left.mixed,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,14 +32,15 @@ def parse_db(value: float | str) -> float:
     38.5
     """
     match = _NUMBER_OF_DB.fullmatch(str(value))
-    if match is None:
+    decibels = math.inf if match is None else float(match[1])
+    if not math.isfinite(decibels):
         raise PlanError(
             "not a target",
             where="target",
             expected="a number of decibels such as 40dB, or one for each output: cls=40dB,price=30dB",
             got=repr(value),
         )
-    return float(match[1])
+    return decibels
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,27 +24,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 LEVELS = tuple(range(2, 74, 4))
 #: Draws of noise at each level.
 REPEATS = 4
-
-_DROP = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]-?\d+)?)\s*(%?)\s*")
-
-
-def parse_drop(value: float | str) -> float:
-    """Read a drop of the metric in its own unit: ``0.005``, or ``"0.5%"`` of 1.
-
-    Raises ``PlanError`` for anything else.
-
-    >>> parse_drop("0.5%"), parse_drop(0.01)
-    (0.005, 0.01)
-    """
-    match = _DROP.fullmatch(str(value))
-    if match is None:
-        raise PlanError(
-            "not a drop of the metric",
-            where="metric_drop",
-            expected="0.5% or 0.005",
-            got=repr(value),
-        )
-    return float(match[1]) / (100 if match[2] else 1)
 
 
 def metric_curve(

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from roundoff.budget.noise_power import casts
-from roundoff.budget.trials import Programs, Recording
+from roundoff.budget.trials import Programs
 from roundoff.formats import Format
 from roundoff.ops import Call, runs
-from roundoff.workload import Workload
 
 #: What a part of a row costs besides what runs again, more than by the adjoint.
 PART = 0.03
@@ -34,19 +33,16 @@ class TrialCost:
     """What trials of every row of a batch cost.
 
     Args:
-        workload: its model is ``prepared``.
-        first: the first batch.
+        programs: of the first batch, which was followed.
         formats: to be measured.
     """
 
-    def __init__(
-        self, workload: Workload, first: Recording, formats: Sequence[Format]
-    ) -> None:
-        self.workload = workload
-        self.first = first
+    def __init__(self, programs: Programs, formats: Sequence[Format]) -> None:
+        self.programs = programs
+        self.first = programs.recording
         self.parts = {
             place.number: _parts(place.call, formats)
-            for batch in first.batches.values()
+            for batch in self.first.batches.values()
             for place in batch.places.values()
             if place.reaches
         }
@@ -65,13 +61,16 @@ class TrialCost:
     @cached_property
     def exact(self) -> float:
         """The cost, by the program of the first batch; infinite without one."""
-        program = Programs(self.workload, self.first).of(0)
+        program = self.programs.of(0)
         if program is None:
             return math.inf
-        return sum(
+        cost = sum(
             parts * (program.share_after(number) + PART)
             for number, parts in self.parts.items()
         )
+        # not held while the adjoint holds its gradients
+        self.programs.forget()
+        return cost
 
     def is_below(self, limit: float) -> bool:
         """Return True if trials cost less than ``limit``."""

@@ -16,12 +16,14 @@ from roundoff.budget.adjoint import describe
 from roundoff.budget.decisions import CallPlaces, FollowingMode
 from roundoff.budget.noise_power import TRIAL
 from roundoff.budget.outputs import MOST_ROWS
+from roundoff.budget.program import Calls
 from roundoff.budget.run import Asked, BudgetRun, MeasuredBatch
 from roundoff.budget.table import Budget
 from roundoff.budget.trial_rows import OutputView, TrialRows
 from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.trials import (
     Pair,
+    Programs,
     RecordedBatch,
     Recording,
     measure_batch_by_trial,
@@ -55,12 +57,16 @@ class DescribedPlaces(CallPlaces):
 
 
 class TrialRun(BudgetRun):
-    """What trials measure over the batches."""
+    """What trials measure over the batches.
+
+    ``seen`` are calls of a batch that can be run again as a program.
+    """
 
     measured = TRIAL
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, seen: Calls = ()) -> None:
         super().__init__(asked)
+        self.seen = seen
         self.places = DescribedPlaces(self)
         self.tried: set[Pair] = set()
 
@@ -134,7 +140,11 @@ class TrialRun(BudgetRun):
         ]
         recording = Recording(self.target, {index: recorded}, is_pure=True)
         views = self._views()
-        results = measure_batch_by_trial(self.workload, recording, pairs, views, signs)
+        programs = Programs(self.workload, recording, self.seen)
+        results = measure_batch_by_trial(
+            self.workload, recording, pairs, views, signs, programs
+        )
+        self.seen = programs.seen
         for site, fmt in pairs:
             if (site, fmt) not in results:
                 self.sites[site].refused[fmt.name] = REFUSES

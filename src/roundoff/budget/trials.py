@@ -29,7 +29,13 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
-from roundoff.budget.program import DivergedError, Program, Step, record_program
+from roundoff.budget.program import (
+    Calls,
+    DivergedError,
+    Program,
+    Step,
+    record_program,
+)
 from roundoff.budget.terms import TermKey
 from roundoff.budget.trial_rows import (
     Change,
@@ -65,6 +71,9 @@ MOST_HELD = 2**25
 #: Trials of a batch from which on it is recorded as a program first, which costs as much
 #: as some trials by the model itself.
 FEWEST_TRIALS = 4
+
+#: Bytes of programs that are kept for later, of several batches together.
+MOST_KEPT = 2**26
 
 #: The part that stands for all parts, where they were measured as one.
 WHOLE_PART = "output"
@@ -385,13 +394,14 @@ def measure_batch_by_trial(
     pairs: Iterable[Pair],
     views: Sequence[OutputView],
     signs: DrawnSigns,
+    programs: Programs,
 ) -> dict[Pair, TrialRows]:
     """Measure the same on one batch alone; ``recording`` need not have others.
 
     The result is of the kind that ``measure_by_trial`` returns, but for one batch.
+    ``programs`` are of the recording.
     """
     results = {pair: TrialRows() for pair in pairs}
-    programs = Programs(workload, recording)
     with torch.no_grad(), _one_call(workload, recording) as runner:
         runner.begin(programs.of(signs.index))
         _measure_batch(runner, results, views, signs)
@@ -445,21 +455,57 @@ def _measure_batch(
 
 
 class Programs:
-    """The programs of the batches of a recording, made when asked for, one at a time."""
+    """The programs of the batches of a recording, made when asked for.
 
-    def __init__(self, workload: Workload, recording: Recording) -> None:
+    Attributes:
+        workload: whose batches are run.
+        recording: of the batches.
+        seen: the calls of a batch that can be run again as a program.
+    """
+
+    def __init__(
+        self, workload: Workload, recording: Recording, seen: Calls = ()
+    ) -> None:
         self.workload = workload
         self.recording = recording
-        self._index: int | None = None
-        self._program: Program | None = None
+        self.seen = seen
+        self._kept: dict[int, Program | None] = {}
 
     def of(self, index: int) -> Program | None:
         """Return the program of a batch; None where the model itself must run."""
-        if self._index != index:
-            self._index = index
-            self._program = None
-            self._program = self._recorded(index)
-        return self._program
+        if index not in self._kept:
+            program = self._recorded(index)
+            if program is not None and not self.seen:
+                self.seen = program.calls
+            self._make_room(program)
+            self._kept[index] = program
+        return self._kept[index]
+
+    def forget(self) -> None:
+        """Keep no program; what was seen of them stays known."""
+        self._kept.clear()
+
+    def like_first(self, count: int) -> Recording | None:
+        """Return a recording of the first batches without following them.
+
+        None where one of them calls something else than the first, which was followed.
+        """
+        first = self.recording.batches[0]
+        batches = {0: first}
+        for index in range(1, count):
+            program = self.of(index)
+            if program is None or program.calls != self.seen:
+                return None
+            batches[index] = RecordedBatch(first.places, program.targets)
+        self.recording = replace(self.recording, batches=batches)
+        return self.recording
+
+    def _make_room(self, program: Program | None) -> None:
+        """Let programs go where all of them would be too large to keep."""
+        kept = [other for other in self._kept.values() if other is not None]
+        new = 0 if program is None else program.nbytes
+        if sum(other.nbytes for other in kept) + new > MOST_KEPT:
+            self.forget()
 
     def _recorded(self, index: int) -> Program | None:
         needs_names = _wanted(self.recording.target) is not None
@@ -472,11 +518,12 @@ class Programs:
             target = self.recording.target
             return named_targets(self.workload, batch, output, target, None)
 
-        places = self.recording.batches[index].places.values()
-        numbers = {place.number for place in places}
+        batches = self.recording.batches
+        followed = batches[index if index in batches else min(batches)]
+        numbers = {place.number for place in followed.places.values()}
         # compiled code runs uncompiled
         with watch(nn.Module(), Plain()):
-            return record_program(forward, numbers)
+            return record_program(forward, numbers, self.seen)
 
     def rounded(
         self, index: int, formats: Mapping[str, str]

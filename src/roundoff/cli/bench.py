@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 #: Warnings that stand among the notes and findings of the report.
 REPORTED = ("fp16 on (this|a) CPU", ".*patterns named no site")
+
+DEFAULT_CONFIGS = kinds.Names(("fp32", "bf16"))
 
 
 def command(
@@ -22,15 +25,16 @@ def command(
         ),
     ],
     configs: Annotated[
-        str,
-        typer.Option(
+        kinds.Names,
+        kinds.option(
             "--configs",
-            "-c",
+            parse=kinds.configs,
             help="What to compare, separated by commas; the first is the reference. Parts "
             "joined by +: fp32, bf16, fp16, tf32, fp64 or a plan file; compile, channels_last, checkpoint, fused, "
             "weights=bf16, updates=stochastic, accumulate=N, scale=static:1024, threads=N, cuda.",
+            metavar="CONFIGS",
         ),
-    ] = "fp32,bf16",
+    ] = DEFAULT_CONFIGS,
     steps: Annotated[
         int, typer.Option("--steps", min=3, help="Optimizer steps for each seed.")
     ] = 200,
@@ -60,7 +64,7 @@ def command(
             warnings.filterwarnings("ignore", pattern, RuntimeWarning)
         result = roundoff.bench(
             roundoff.Workload.load(workload),
-            o.split(configs),
+            configs,
             steps=steps,
             seeds=seeds,
             progress=progress,
@@ -70,7 +74,7 @@ def command(
     if json:
         print((folder / "summary.json").read_text())
     else:
-        console = o.console(False)
+        console = o.console()
         print_bench(result.summary, console)
         console.print(f"Written to {folder}: report.html, summary.json", markup=False)
     return 0 if result.agrees else 1

@@ -24,7 +24,7 @@ def command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The parquet file to write.")
     ] = Path("budget.parquet"),
-    top: o.Top = 20,
+    rows: o.Rows = 20,
     json: o.Json = False,
 ) -> int:
     """Measure what rounding each operator costs the output in each format."""
@@ -37,17 +37,17 @@ def command(
     with o.progress(json) as progress:
         measured = roundoff.budget(
             roundoff.Workload.load(workload),
-            o.split(formats),
+            formats,
             of=of,
             probes=probes,
             precision=precision,
-            memory=o.size_in_bytes(memory),
+            memory=memory,
             seed=seed,
             trials=trials,
             progress=progress,
         )
     measured.save(output)
-    rows = ranked(measured, {})
+    ranking = ranked(measured, {})
     if json:
         about = measured.about
         o.print_json(
@@ -57,17 +57,17 @@ def command(
                 "probes": about.probes,
                 "samples": about.samples,
                 "trials": about.trials,
-                "target": about.target,
+                "of": about.target,
                 "outputs": [output.name for output in measured.outputs],
                 "not_measured": about.not_measured,
                 "coverage": coverage(measured),
-                "ranking": rows,
+                "ranking": ranking,
                 "output": str(output),
             }
         )
     else:
-        console = o.console(False)
-        print_ranking(rows, console, top=top, is_planned=False)
+        console = o.console()
+        print_ranking(ranking, console, top=rows, is_planned=False)
         for name, reason in measured.about.not_measured.items():
             console.print(f"Not measured: {name}: {reason}.", markup=False)
         for sentence in coverage(measured).sampling:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 if TYPE_CHECKING:
@@ -23,27 +25,60 @@ def command(
         ),
     ],
     steps: Annotated[
-        str, typer.Option("--steps", help="Steps to record: 0-1, 3:5,100 or all.")
+        str,
+        kinds.option(
+            "--steps",
+            parse=kinds.steps,
+            help="Steps to record: 0-1, 3:5,100 or all.",
+            metavar="STEPS",
+        ),
     ] = "0-1",
     level: Annotated[
-        str, typer.Option("--level", help="op (every operator call) or module.")
+        str,
+        kinds.option(
+            "--level",
+            parse=kinds.level,
+            help="op (every operator call) or module.",
+            metavar="LEVEL",
+        ),
     ] = "op",
     keep: Annotated[
-        str, typer.Option("--keep", help="stats, or also tensors, sample or hash.")
+        str,
+        kinds.option(
+            "--keep",
+            parse=kinds.keep,
+            help="stats, or also tensors, sample or hash.",
+            metavar="KEEP",
+        ),
     ] = "stats",
     shadow: Annotated[
         str | None,
-        typer.Option(
-            "--shadow", help="fp64: run every operator again in fp64 beside itself."
+        kinds.option(
+            "--shadow",
+            parse=kinds.choice(("fp64",)),
+            help="fp64: run every operator again in fp64 beside itself.",
+            metavar="FORMAT",
         ),
     ] = None,
     sites: Annotated[
         list[str] | None,
-        typer.Option(
-            "--site", help="Pattern module/operator of calls to record. Repeatable."
+        kinds.option(
+            "--site",
+            "-s",
+            parse=kinds.pattern,
+            help="Pattern module/operator of calls to record. Repeatable.",
+            metavar="PATTERN",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of --keep sample.")] = 0,
+    seed: Annotated[
+        int,
+        kinds.option(
+            "--seed",
+            parse=kinds.seed,
+            help="Seed of --keep sample.",
+            metavar="INTEGER",
+        ),
+    ] = 0,
     eager: Annotated[
         bool,
         typer.Option(
@@ -77,7 +112,11 @@ def command(
     ] = False,
     json: o.Json = False,
 ) -> int:
-    """Run a training script unchanged and record every operator call of its first steps."""
+    """Run a training script unchanged and record every operator call of its first steps.
+
+    With --json the object alone goes to standard output, and what the script prints to
+    standard error. A recording that failed is replaced by the next one in its folder.
+    """
     from roundoff.cli.repeats import Repeats
     from roundoff.record import capture_script, load, summarize_capture
     from roundoff.report import print_captured
@@ -85,7 +124,7 @@ def command(
     options: dict[str, Any] = {
         "stop": stop,
         "whole": whole,
-        "steps": None if steps == "all" else steps,
+        "steps": steps,
         "level": level,
         "keep": keep,
         "shadow": shadow,
@@ -95,8 +134,9 @@ def command(
         "overwrite": overwrite,
     }
     further = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
-    run = capture_script(script, output, **options)
-    further.record(script, run.identity, options)
+    with o.script_aside() if json else nullcontext():
+        run = capture_script(script, output, **options)
+        further.record(script, run.identity, options)
     # one of several processes speaks, of its own part: the others may still be writing
     if run.rank != 0:
         return 0
@@ -110,7 +150,7 @@ def command(
     if json:
         o.print_json(_as_json(summary))
     else:
-        print_captured(summary, o.console(False))
+        print_captured(summary, o.console())
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.errors import RunError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 Advance = Callable[[int, int], None]
 
 #: The exit code where nothing fails, and not every value could be judged.
-UNDECIDED = 3
+UNDECIDED = 4
 
 #: What ``--json`` prints of ``Comparison.to_dict``.
 JSON_KEYS = (
@@ -51,36 +52,47 @@ def command(
     ] = None,
     cosine: Annotated[
         float | None,
-        typer.Option(
-            "--cosine", "-c", min=-1, max=1, help="Fail values below this cosine."
+        kinds.option(
+            "--cosine",
+            parse=kinds.number(-1, 1),
+            help="Fail values below this cosine.",
+            metavar="NUMBER",
         ),
     ] = None,
-    rows: Annotated[
-        int, typer.Option("--rows", "-l", min=1, help="Rows to list.")
-    ] = 10,
+    rows: o.Rows = 10,
     html: Annotated[
         str | None, typer.Option("--html", help="Write a report to this file or URL.")
     ] = None,
     engine: Annotated[
         str,
-        typer.Option("--engine", help="local, ray, ray://host:port or ray:host:port."),
+        kinds.option(
+            "--engine",
+            parse=kinds.engine,
+            help="local, ray, ray://host:port or ray:host:port.",
+            metavar="ENGINE",
+        ),
     ] = "local",
     modules: o.ModuleMap = None,
     limit: Annotated[
-        list[str] | None,
-        typer.Option(
+        list[kinds.Bound] | None,
+        kinds.option(
             "--limit",
+            parse=kinds.bound,
+            metavar="LIMIT",
             help="METRIC=VALUE: a limit instead of what rounding explains. Repeatable.",
         ),
     ] = None,
     margin: Annotated[
         float,
-        typer.Option(
-            "--margin", min=0, help="Allow this many times what rounding explains."
+        kinds.option(
+            "--margin",
+            parse=kinds.number(0),
+            help="Allow this many times what rounding explains.",
+            metavar="NUMBER",
         ),
     ] = 1.0,
-    rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
+    rank: o.Rank = None,
+    step: o.Step = None,
     stats: Annotated[
         bool,
         typer.Option(
@@ -98,7 +110,7 @@ def command(
     """Compare two runs: find where they part, name the operator at fault, and say what to try.
 
     The exit code is 0 when the runs agree, 1 when a value fails, 2 for bad input or
-    damaged files, 3 when nothing fails and statistics cannot decide that they agree.
+    damaged files, 4 when nothing fails and statistics cannot decide that they agree.
     Give the folder that --save wrote in place of the two runs to judge that comparison
     again, without the runs.
     """
@@ -126,7 +138,7 @@ def command(
                 step=step,
                 progress=progress,
             )
-    limits = _limits(limit or [])
+    limits = {bound.metric: bound.value for bound in limit or ()}
     if cosine is not None:
         limits["cosine"] = cosine
     comparison = comparison.judge(margin=margin, **limits)
@@ -145,7 +157,7 @@ def command(
 def _print(comparison: Comparison, rows: int, written: dict[str, str | None]) -> None:
     from roundoff.report import print_comparison
 
-    console = o.console(False)
+    console = o.console()
     print_comparison(comparison.summary(rows), console, rows)
     for kind, place in written.items():
         if place is not None:
@@ -177,26 +189,6 @@ def _saved(path: str, unused: Mapping[str, object]) -> Comparison:
             do="give the two runs to compare them differently",
         )
     return Comparison.load(path)
-
-
-def _limits(options: list[str]) -> dict[str, float]:
-    """``METRIC=VALUE`` options; ``judge`` checks the metrics.
-
-    Raises ``RunError`` for what is no number.
-    """
-    limits = {}
-    for option in options:
-        name, _, value = option.partition("=")
-        try:
-            limits[name.strip()] = float(value)
-        except ValueError:
-            raise RunError(
-                "a limit needs a metric and a number",
-                where="--limit",
-                expected="METRIC=VALUE, such as max_abs=1e-3",
-                got=repr(option),
-            ) from None
-    return limits
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def command(
     metric_drop: o.MetricDrop = None,
     cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
-    pin: o.Pin = None,
+    pin: o.Pins = None,
     allow: o.Allow = None,
     of: o.Part = None,
     probes: o.Probes = None,
@@ -36,11 +37,13 @@ def command(
     seed: o.Seed = 0,
     candidate: Annotated[
         str | None,
-        typer.Option(
+        kinds.option(
             "--candidate",
             "-c",
+            parse=kinds.candidate,
             help="What differs: bf16, fp16, compile, cuda (any device), channels_last, "
             "threads=N, mkldnn=off, float64, or another workload file.",
+            metavar="CANDIDATE",
         ),
     ] = None,
     steps: Annotated[
@@ -56,8 +59,11 @@ def command(
     ] = 0,
     backend: Annotated[
         str | None,
-        typer.Option(
-            "--backend", help="Backend of the candidate compile, such as aot_eager."
+        kinds.option(
+            "--backend",
+            parse=kinds.backend,
+            help="Backend of the candidate compile, such as aot_eager.",
+            metavar="BACKEND",
         ),
     ] = None,
     output: Annotated[
@@ -66,7 +72,22 @@ def command(
             "--output", "-o", help="Folder for the report, budget, plan and summary."
         ),
     ] = Path("out"),
-    top: o.Top = 20,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto/--no-pareto",
+            help="Also solve for ten other targets, to show what accuracy costs.",
+        ),
+    ] = True,
+    checks: Annotated[
+        int,
+        typer.Option(
+            "--checks",
+            min=0,
+            help="Sites to round alone, to check their predictions.",
+        ),
+    ] = 16,
+    rows: o.Rows = 20,
     json: o.Json = False,
 ) -> int:
     """Say which operators' rounding costs the output most, write the cheapest plan that
@@ -84,7 +105,6 @@ def command(
     from roundoff.errors import RunError
     from roundoff.files import check_folder
     from roundoff.verbs.diagnose import Sampling, diagnose_workload
-    from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
     if candidate is None and (noise or backend is not None or steps != 1):
         raise RunError(
@@ -93,20 +113,23 @@ def command(
             do="say what the workload is compared with, such as --candidate bf16",
         )
     folder = check_folder(output)
-    names = o.split(formats)
-    goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, names)
+    goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, formats)
     sampling = Sampling(
         of=of,
         probes=probes,
         precision=precision,
-        memory=o.size_in_bytes(memory),
+        memory=memory,
         seed=seed,
+        pareto=pareto,
+        checks=checks,
     )
     loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:
-            diagnosis = diagnose_workload(loaded, names, goal, sampling, progress)
-        return _finish(diagnosis, folder, json, top)
+            diagnosis = diagnose_workload(loaded, formats, goal, sampling, progress)
+        return _finish(diagnosis, folder, json, rows)
+    from roundoff.verbs.diagnose_candidate import diagnose_candidate
+
     with o.progress(json) as progress:
         compared = diagnose_candidate(
             loaded,
@@ -119,10 +142,10 @@ def command(
             backend=backend,
             progress=progress,
         )
-    return _finish_candidate(compared, folder, json, top)
+    return _finish_candidate(compared, folder, json, rows)
 
 
-def _finish(diagnosis: Diagnosis, folder: Path, json: bool, top: int) -> int:
+def _finish(diagnosis: Diagnosis, folder: Path, json: bool, rows: int) -> int:
     """Write and print a diagnosis; return the exit code."""
     from roundoff.report import print_summary, write_html
 
@@ -131,15 +154,15 @@ def _finish(diagnosis: Diagnosis, folder: Path, json: bool, top: int) -> int:
     write_html(diagnosis.summary, folder / "report.html")
     _write_summary(diagnosis.summary, folder, json)
     if not json:
-        console = o.console(False)
-        print_summary(diagnosis.summary, console, top=top)
+        console = o.console()
+        print_summary(diagnosis.summary, console, top=rows)
         written = "report.html, budget.parquet, plan.toml, summary.json"
         console.print(f"Written to {folder}: {written}", markup=False)
     return 0 if diagnosis.verification.met else 1
 
 
 def _finish_candidate(
-    compared: CandidateDiagnosis, folder: Path, json: bool, top: int
+    compared: CandidateDiagnosis, folder: Path, json: bool, rows: int
 ) -> int:
     """Write and print the diagnosis of a candidate; return the exit code."""
     from roundoff.report import print_candidate, write_html
@@ -154,8 +177,8 @@ def _finish_candidate(
         written += ["plan.html", "budget.parquet", "plan.toml"]
     _write_summary(compared.summary, folder, json)
     if not json:
-        console = o.console(False)
-        print_candidate(compared.summary, console, top)
+        console = o.console()
+        print_candidate(compared.summary, console, rows)
         console.print(f"Written to {folder}: {', '.join(written)}", markup=False)
     return 0 if compared.agrees else 1
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 
@@ -22,22 +23,29 @@ def command(
     ],
     phase: Annotated[
         str | None,
-        typer.Option("--phase", help="Default: the first that has the site."),
+        kinds.option(
+            "--phase",
+            parse=kinds.phase,
+            help="Default: the first that has the site.",
+            metavar="PHASE",
+        ),
     ] = None,
     place: Annotated[
         int | None,
-        typer.Option("--place", help="Which output of the site. Default: its first."),
+        typer.Option(
+            "--place", min=0, help="Which output of the site. Default: its first."
+        ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", help="Default: the first of both runs.")
+        int | None,
+        typer.Option("--rank", min=0, help="Default: the first of both runs."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", help="Default: the first of both runs.")
+        int | None,
+        typer.Option("--step", min=0, help="Default: the first of both runs."),
     ] = None,
     modules: o.ModuleMap = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, help="Elements of each list.")
-    ] = 10,
+    rows: o.Rows = 10,
     json: o.Json = False,
 ) -> int:
     """Show one site of two runs: arguments, statistics, metrics, histogram of the
@@ -57,11 +65,11 @@ def command(
         place=place,
         rank=rank,
         step=step,
-        limit=limit,
+        rows=rows,
         modules=None if modules is None else read_modules(modules),
     )
     if json:
         o.print_json(difference)
     else:
-        print_diff(difference, o.console(False))
+        print_diff(difference, o.console())
     return 0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import math
+import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from roundoff.errors import PatternError, PlanError
+from roundoff.cli import kinds
+from roundoff.cli.talk import talk
+from roundoff.errors import PlanError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from roundoff.budget import Goal, Progress
@@ -27,65 +31,88 @@ Script = Annotated[
     ),
 ]
 ModuleMap = Annotated[
-    str | None,
-    typer.Option(
+    Path | None,
+    kinds.option(
         "--map",
+        parse=kinds.module_map,
         help='TOML file: lines "module.of.reference" = "module.of.candidate".',
+        metavar="FILE",
     ),
 ]
 Formats = Annotated[
-    str,
-    typer.Option(
-        "--formats", "-f", help="Number formats to measure, separated by commas."
+    kinds.Names,
+    kinds.option(
+        "--formats",
+        "-f",
+        parse=kinds.formats,
+        help="Number formats to measure, separated by commas.",
+        metavar="FORMATS",
     ),
 ]
 Target = Annotated[
     str | None,
-    typer.Option(
+    kinds.option(
         "--target",
         "-t",
-        help="Least SQNR of every output, such as 40dB, or of each: cls=40dB,price=30dB.",
+        parse=kinds.target,
+        help="Least SQNR of every output, such as 40dB; of each: cls=40dB,price=30dB; "
+        "or most the metric may lose: 0.5%.",
+        metavar="TARGET",
     ),
 ]
 MetricDrop = Annotated[
     str | None,
-    typer.Option(
-        "--metric-drop", help="Most the metric may lose, such as 0.5% (of 1) or 0.005."
+    kinds.option(
+        "--metric-drop",
+        parse=kinds.drop,
+        help="Most the metric may lose, such as 0.5% (of 1) or 0.005.",
+        metavar="DROP",
     ),
 ]
 Cost = Annotated[
     str,
-    typer.Option(
+    kinds.option(
         "--cost",
+        parse=kinds.cost,
         help="What to save: bytes moved, storage, bitops, seconds, or operators in fp32.",
+        metavar="COST",
     ),
 ]
 CostTable = Annotated[
-    str | None,
-    typer.Option(
+    Path | None,
+    kinds.option(
         "--cost-table",
+        parse=kinds.input_file,
         help="Seconds per operation (TOML); measured here when left out.",
+        metavar="FILE",
     ),
 ]
-Pin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin", help="PATTERN=FORMAT: these sites run in this format. Repeatable."
+Pins = Annotated[
+    list[kinds.Pin] | None,
+    kinds.option(
+        "--pin",
+        parse=kinds.pin,
+        help="PATTERN=FORMAT: these sites run in this format. Repeatable.",
+        metavar="PIN",
     ),
 ]
 Allow = Annotated[
-    list[str] | None,
-    typer.Option(
+    list[kinds.Allowed] | None,
+    kinds.option(
         "--allow",
+        parse=kinds.allowed,
         help="PATTERN=FORMAT,FORMAT: these sites may use these formats. Repeatable.",
+        metavar="ALLOWED",
     ),
 ]
 Part = Annotated[
     str | None,
-    typer.Option(
+    kinds.option(
         "--of",
+        parse=kinds.pattern,
         help="Measure a part of the output by name, a site, or 'loss'. Default: every output "
         "but numbers beside larger tensors.",
+        metavar="NAME",
     ),
 ]
 Probes = Annotated[
@@ -97,16 +124,21 @@ Probes = Annotated[
     ),
 ]
 Precision = Annotated[
-    str | None,
-    typer.Option(
+    float | None,
+    kinds.option(
         "--precision",
+        parse=kinds.decibels,
         help="Standard error of a site's SQNR at which measuring may end. Default: 0.6dB.",
+        metavar="DB",
     ),
 ]
 Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", help="What probe gradients may take, such as 512MB. Default: 128MB."
+    int | None,
+    kinds.option(
+        "--memory",
+        parse=kinds.size,
+        help="What probe gradients may take, such as 512MB. Default: 128MB.",
+        metavar="SIZE",
     ),
 ]
 Trials = Annotated[
@@ -117,78 +149,65 @@ Trials = Annotated[
         help="Most rows to measure by running the model with that operator rounded.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the probe vectors.")]
+Seed = Annotated[
+    int,
+    kinds.option(
+        "--seed",
+        parse=kinds.seed,
+        help="Seed of the probe vectors.",
+        metavar="INTEGER",
+    ),
+]
+PlanOutput = Annotated[
+    Path,
+    kinds.option(
+        "--output",
+        "-o",
+        parse=kinds.plan_file,
+        help="The plan to write (.toml or .json).",
+        metavar="FILE",
+    ),
+]
+Rank = Annotated[
+    int | None, typer.Option("--rank", min=0, help="Only this rank: a process.")
+]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Only this step.")]
+Phase = Annotated[
+    str | None,
+    kinds.option(
+        "--phase",
+        parse=kinds.phase,
+        help="Only forward, backward, optimizer or collective.",
+        metavar="PHASE",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else.")
 ]
-Top = Annotated[
-    int, typer.Option("--top", min=1, help="Rows of the ranked table to print.")
+Rows = Annotated[
+    int, typer.Option("--rows", "-l", min=1, help="Rows of each table to print.")
 ]
 
-DEFAULT_FORMATS = "bf16,fp16,fp8_e4m3fn,int8"
+DEFAULT_FORMATS = kinds.Names(("bf16", "fp16", "fp8_e4m3fn", "int8"))
 
 
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+def pins(options: Sequence[kinds.Pin] | None) -> dict[str, str]:
+    """Return the format of each pattern."""
+    return {option.pattern: option.format for option in options or ()}
 
 
-def size_in_bytes(text: str | None) -> int | None:
-    """Return ``512MB``, ``2GiB`` or ``100000`` as a number of bytes (1 MB is 2**20).
-
-    Raises ``PlanError`` for anything else.
-
-    >>> size_in_bytes("1.5 KB")
-    1536
-    """
-    if text is None:
-        return None
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise PlanError(
-            "not a size",
-            where="--memory",
-            expected="a number with KB, MB or GB, such as 512MB",
-            got=repr(text),
-        )
-    power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
-    return int(float(match[1]) * 1024**power)
-
-
-def split(formats: str) -> list[str]:
-    """Return names separated by commas."""
-    return [name.strip() for name in formats.split(",") if name.strip()]
-
-
-def pairs(options: list[str] | None, name: str) -> dict[str, str]:
-    """Return ``PATTERN=FORMAT`` options as a dictionary.
-
-    Raises ``PatternError`` where a part is missing.
-    """
-    formats = {}
-    for option in options or []:
-        pattern, _, value = option.rpartition("=")
-        if not pattern or not value:
-            raise PatternError(
-                "a pattern and a format are needed",
-                where=f"--{name}",
-                expected="PATTERN=FORMAT, such as '*/softmax=fp32'",
-                got=repr(option),
-            )
-        formats[pattern] = value
-    return formats
-
-
-def allowed(options: list[str] | None) -> dict[str, list[str]]:
-    """Return ``PATTERN=FORMAT,FORMAT`` options as a dictionary of lists."""
-    return {pattern: split(value) for pattern, value in pairs(options, "allow").items()}
+def allowed(options: Sequence[kinds.Allowed] | None) -> dict[str, list[str]]:
+    """Return the formats of each pattern."""
+    return {option.pattern: list(option.formats) for option in options or ()}
 
 
 def goal(
     target: str | None,
     metric_drop: str | None,
     cost: str,
-    table: str | None,
-    pin: list[str] | None,
-    allow: list[str] | None,
+    table: Path | None,
+    pin: Sequence[kinds.Pin] | None,
+    allow: Sequence[kinds.Allowed] | None,
     formats: Sequence[str],
 ) -> Goal:
     """Return what a plan is chosen for, from the options of that name.
@@ -197,17 +216,17 @@ def goal(
     """
     from roundoff.budget import Goal
 
-    return Goal(
+    aims = Goal(
         target=target,
         metric_drop=metric_drop,
         cost=cost,
-        cost_table=cost_table(cost, table, formats),
-        pin=pairs(pin, "pin"),
+        pin=pins(pin),
         allow=allowed(allow),
     )
+    return replace(aims, cost_table=cost_table(cost, table, formats))
 
 
-def cost_table(cost: str, path: str | None, formats: Sequence[str]) -> Any:
+def cost_table(cost: str, path: Path | None, formats: Sequence[str]) -> Any:
     """Return the table of the seconds model; None for the other models.
 
     It is the user's file, or measured on this machine.
@@ -232,20 +251,38 @@ def print_json(data: Any) -> None:
     print(json_text(data))
 
 
-def console(quiet: bool) -> Console:
-    """Return where tables go: standard output, or nowhere when JSON was asked for."""
+#: Columns of what is no terminal: nothing wraps, no column is left out.
+UNBOUNDED = 100_000
+
+
+def console() -> Console:
+    """Return where tables go: standard output, or nowhere with ``--quiet``.
+
+    To a file or a pipe lines are as long as they get.
+    """
     from roundoff.report import HarmlessConsole
 
-    return HarmlessConsole(quiet=quiet, highlight=False)
+    shown = HarmlessConsole(quiet=talk().quiet, highlight=False)
+    if not shown.is_terminal:
+        shown.width = UNBOUNDED
+    return shown
+
+
+#: Seconds between two lines of ``--verbose`` about one stage.
+LINE_SECONDS = 2.0
 
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Progress | None]:
-    """Yield a progress line on standard error, one task for each stage.
+    """Yield what reports progress on standard error: a bar for each stage.
 
-    None when quiet, and where nobody watches.
+    A spinner and a clock move while a stage says nothing. With ``--verbose`` lines take
+    the place of bars. None when quiet, and where nobody watches.
     """
-    if quiet or not sys.stderr.isatty():
+    if talk().verbose:
+        yield _line_by_line()
+        return
+    if quiet or talk().quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
@@ -253,25 +290,83 @@ def progress(quiet: bool) -> Iterator[Progress | None]:
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        SpinnerColumn,
         TextColumn,
         TimeElapsedColumn,
     )
 
     columns = (
+        SpinnerColumn(),
         TextColumn("{task.description:>20}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        tasks: dict[str, Any] = {}
+        tasks = {START: shown.add_task(START, total=None)}
 
         def advance(name: str, done: int, total: int) -> None:
+            if START in tasks:
+                shown.remove_task(tasks.pop(START))
             if name not in tasks:
                 tasks[name] = shown.add_task(name, total=total)
             shown.update(tasks[name], completed=done, total=total)
 
         yield advance
+
+
+#: File descriptors, which what a script starts inherits.
+STANDARD_OUTPUT = 1
+STANDARD_ERROR = 2
+
+#: The task that is shown until a stage reports.
+START = "starting"
+
+
+def _line_by_line() -> Progress:
+    """Return what prints a line for each stage, and one every two seconds within it."""
+    last = {"": -math.inf}
+
+    def advance(name: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - last.get(name, -math.inf) < LINE_SECONDS and done < total:
+            return
+        last[name] = now
+        print(f"roundoff: {name}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return advance
+
+
+@contextmanager
+def script_aside() -> Iterator[TextIO]:
+    """Send what a script prints, and its children, to standard error.
+
+    Yields the standard output, for what roundoff itself prints meanwhile.
+    """
+    output = sys.stdout
+    output.flush()
+    try:
+        kept = os.dup(STANDARD_OUTPUT)
+    except OSError:  # the process has none
+        with redirect_stdout(sys.stderr):
+            yield output
+        return
+    with os.fdopen(kept, "w", encoding="utf-8") as stream:
+        os.dup2(STANDARD_ERROR, STANDARD_OUTPUT)
+        try:
+            with redirect_stdout(sys.stderr):
+                yield stream if _writes_to(output, STANDARD_OUTPUT) else output
+        finally:
+            stream.flush()
+            os.dup2(kept, STANDARD_OUTPUT)
+
+
+def _writes_to(stream: TextIO, number: int) -> bool:
+    """Return True for what writes to a file descriptor: not to something in memory."""
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError):
+        return False
 
 
 def said(path: str | Path | None) -> str:

@@ -9,48 +9,64 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.files import masked
+
+DEFAULT_FORMATS = kinds.Names(("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"))
 
 
 def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
     within: Annotated[
         float,
-        typer.Option(
+        kinds.option(
             "--within",
-            min=0,
+            parse=kinds.number(0),
             help="List sites within this many powers of two of overflow.",
+            metavar="NUMBER",
         ),
     ] = 3.0,
     formats: Annotated[
-        str,
-        typer.Option("--formats", "-f", help="What each of these formats would lose."),
-    ] = "fp16,bf16,fp8_e4m3fn,fp8_e5m2",
+        kinds.Names,
+        kinds.option(
+            "--formats",
+            "-f",
+            parse=kinds.all_unscaled,
+            help="What each of these formats would lose.",
+            metavar="FORMATS",
+        ),
+    ] = DEFAULT_FORMATS,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        kinds.option(
             "--allow",
+            parse=kinds.pattern,
             help="PATTERN: NaN and Inf born at these sites are meant. Repeatable.",
+            metavar="PATTERN",
         ),
     ] = None,
     loss_format: Annotated[
         str,
-        typer.Option(
-            "--loss-format", help="Format of the gradients, for the loss scale."
+        kinds.option(
+            "--loss-format",
+            parse=kinds.unscaled,
+            help="Format of the gradients, for the loss scale.",
+            metavar="FORMAT",
         ),
     ] = "fp16",
     margin: Annotated[
         float,
-        typer.Option(
-            "--margin", min=0, help="Powers of two that the loss scale leaves free."
+        kinds.option(
+            "--margin",
+            parse=kinds.number(0),
+            help="Powers of two that the loss scale leaves free.",
+            metavar="NUMBER",
         ),
     ] = 1.0,
-    rank: Annotated[int | None, typer.Option("--rank", help="Only this rank.")] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Only this step.")] = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, help="Rows of each table.")
-    ] = 20,
+    rank: o.Rank = None,
+    step: o.Step = None,
+    rows: o.Rows = 20,
     json: o.Json = False,
 ) -> int:
     """Say where NaN and Inf were born, what passed them on and what silently removed
@@ -66,7 +82,7 @@ def command(
     answer = roundoff.overflow(
         run,
         within=within,
-        formats=o.split(formats),
+        formats=formats,
         allow=allow or (),
         loss_format=loss_format,
         margin=margin,
@@ -76,5 +92,5 @@ def command(
     if json:
         o.print_json({"run": masked(run), **asdict(answer)})
     else:
-        print_overflow(answer, o.console(False), limit=limit)
+        print_overflow(answer, o.console(), limit=rows)
     return 0 if answer.first is None else 1

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 
@@ -17,19 +18,28 @@ def command(
     metric_drop: o.MetricDrop = None,
     max_cost: Annotated[
         float | None,
-        typer.Option("--max-cost", help="Most the plan may cost (MB, Gbitops or ms)."),
+        kinds.option(
+            "--max-cost",
+            parse=kinds.number(0),
+            help="Most the plan may cost (MB, Gbitops or ms).",
+            metavar="NUMBER",
+        ),
     ] = None,
     formats: Annotated[
-        str | None,
-        typer.Option("--formats", "-f", help="Only these of the measured formats."),
+        kinds.Names | None,
+        kinds.option(
+            "--formats",
+            "-f",
+            parse=kinds.formats,
+            help="Only these of the measured formats.",
+            metavar="FORMATS",
+        ),
     ] = None,
     cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
-    pin: o.Pin = None,
+    pin: o.Pins = None,
     allow: o.Allow = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The plan to write (.toml or .json).")
-    ] = Path("plan.toml"),
+    output: o.PlanOutput = Path("plan.toml"),
     json: o.Json = False,
 ) -> int:
     """Choose a format for each site: the cheapest plan whose predicted SQNR meets the
@@ -39,16 +49,15 @@ def command(
     from roundoff.verbs.diagnose import plan_summary
 
     measured = Budget.load(budget)
-    names = None if formats is None else o.split(formats)
-    seconds_of = names or measured.about.formats
+    seconds_of = formats or measured.about.formats
     goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, seconds_of)
-    chosen = choose(measured, replace(goal, max_cost=max_cost, formats=names))
+    chosen = choose(measured, replace(goal, max_cost=max_cost, formats=formats))
     chosen.save(output)
     summary = plan_summary(measured, chosen)
     if json:
         o.print_json({**plain(summary), "output": str(output)})
     else:
-        console = o.console(False)
+        console = o.console()
         print_plan(summary, console)
         console.print(f"Written to {output}", markup=False)
     return 0

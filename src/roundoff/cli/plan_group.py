@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from roundoff.cli import kinds, plan, talk
 from roundoff.cli import options as o
-from roundoff.cli import plan
-from roundoff.foreign import visible
 
 if TYPE_CHECKING:
     from roundoff.plan import SiteDecision
@@ -26,20 +25,29 @@ ASCEND = ("ascend", "cann")
 
 Tool = Annotated[
     str,
-    typer.Option(
-        "--to", help="plan, or ascend, paddle, tensorflow, apex, transformer_engine."
+    kinds.option(
+        "--to",
+        parse=kinds.tool,
+        help="plan, or ascend, paddle, tensorflow, apex, transformer_engine.",
+        metavar="TOOL",
     ),
 ]
 Source = Annotated[
     str | None,
-    typer.Option(
-        "--from", help="Whose settings the input has; found by its keys when left out."
+    kinds.option(
+        "--from",
+        parse=kinds.source_tool,
+        help="Whose settings the input has; found by its keys when left out.",
+        metavar="TOOL",
     ),
 ]
 Model = Annotated[
     Path | None,
-    typer.Option(
-        "--model", help="A workload file: its model has the layers and classes."
+    kinds.option(
+        "--model",
+        parse=kinds.input_file,
+        help="A workload file: its model has the layers and classes.",
+        metavar="WORKLOAD",
     ),
 ]
 
@@ -76,10 +84,11 @@ app.command(
     cls=FromBudget,
     hidden=True,
     epilog="Also: roundoff plan convert (other tools' operator lists), roundoff plan explain (which rule decides).",
-)(plan.command)
+)(talk.command(plan.command))
 
 
 @app.command("convert")
+@talk.command
 def convert(
     source: Annotated[
         Path,
@@ -93,14 +102,21 @@ def convert(
     model: Model = None,
     base: Annotated[
         Path | None,
-        typer.Option(
+        kinds.option(
             "--base",
+            parse=kinds.input_file,
+            metavar="FILE",
             help="Ascend's installed aic-*-ops-info.json, which its lists edit.",
         ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option("--format", help="bf16 or fp16, where the input does not say it."),
+        kinds.option(
+            "--format",
+            parse=kinds.half,
+            help="bf16 or fp16, where the input does not say it.",
+            metavar="FORMAT",
+        ),
     ] = None,
     partial: Annotated[
         bool,
@@ -149,16 +165,18 @@ def convert(
             }
         )
         return 0
+    console = o.console()
     for line in left_out:
-        print(visible(f"Left out: {line}"))
+        console.print(f"Left out: {line}", markup=False, soft_wrap=True)
     for line in notes:
-        print(visible(f"Note: {line}"))
+        console.print(f"Note: {line}", markup=False, soft_wrap=True)
     use = f"; use: {written.use}" if written.use else ""
-    print(visible(f"Written to {output}{use}"))
+    console.print(f"Written to {output}{use}", markup=False, soft_wrap=True)
     return 0
 
 
 @app.command("explain")
+@talk.command
 def explain(
     source: Annotated[
         Path,
@@ -173,16 +191,20 @@ def explain(
     ],
     workload: Annotated[
         Path | None,
-        typer.Option(
+        kinds.option(
             "--workload",
             "-w",
+            parse=kinds.input_file,
+            metavar="WORKLOAD",
             help="Its model: for rules over classes, and to check the sites.",
         ),
     ] = None,
     device: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--device",
+            parse=kinds.device_type,
+            metavar="DEVICE",
             help="Whose built-in lists decide where no rule does: cpu or cuda.",
         ),
     ] = "cpu",
@@ -226,7 +248,7 @@ def _print_decisions(decisions: Sequence[SiteDecision], *, with_autocast: bool) 
         listed = [row.listed.get(device, "–") for device in devices]
         # Text: a name in brackets is no markup
         table.add_row(*map(Text, (row.site, row.format, row.why, *listed)))
-    o.console(False).print(table)
+    o.console().print(table)
 
 
 def _is_ascend(source: Path, tool: str | None) -> bool:

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
+
+DEFAULT_FORMATS = kinds.Names(("int8",))
 
 
 def command(
@@ -15,41 +18,43 @@ def command(
         Path, typer.Argument(help="A Python file with model() and batches().")
     ],
     formats: Annotated[
-        str,
-        typer.Option(
+        kinds.Names,
+        kinds.option(
             "--formats",
             "-f",
+            parse=kinds.formats,
             help="Formats that may be used, separated by commas; several need a target.",
+            metavar="FORMATS",
         ),
-    ] = "int8",
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "-t",
-            help="0.5%: most the metric may lose; 38dB: least SQNR of every output; "
-            "cls=40dB,price=30dB: of each.",
-        ),
-    ] = None,
+    ] = DEFAULT_FORMATS,
+    target: o.Target = None,
+    metric_drop: o.MetricDrop = None,
     of: Annotated[
         str | None,
-        typer.Option(
+        kinds.option(
             "--of",
+            parse=kinds.pattern,
             help="Judge by a part of the output, by name. Default: every output but numbers "
             "beside larger tensors.",
+            metavar="NAME",
         ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan", help="A plan to follow, in place of formats and target."
+        kinds.option(
+            "--plan",
+            parse=kinds.input_file,
+            help="A plan to follow, in place of formats and target.",
+            metavar="FILE",
         ),
     ] = None,
     weights_only: Annotated[
         str | None,
-        typer.Option(
+        kinds.option(
             "--weights-only",
+            parse=kinds.weight_format,
             help="Quantize weights alone, to int4, int8 or another width.",
+            metavar="FORMAT",
         ),
     ] = None,
     group: Annotated[
@@ -62,17 +67,20 @@ def command(
     ] = None,
     method: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--method",
-            "--weights",
+            parse=kinds.method,
             help="Weights: gptq, nearest, awq, awq+gptq, smoothquant, dmq, ...",
+            metavar="METHOD",
         ),
     ] = "gptq",
     observer: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--observer",
+            parse=kinds.observer,
             help="Ranges of values: adjoint, minmax, mse, percentile, entropy, ifmr, hfmg ...",
+            metavar="OBSERVER",
         ),
     ] = "adjoint",
     symmetric: Annotated[
@@ -86,23 +94,29 @@ def command(
     ] = False,
     granularity: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--granularity",
+            parse=kinds.granularity,
             help="Values that share a scale: tensor, channel, token, group:SIZE.",
+            metavar="SHARED",
         ),
     ] = "tensor",
     weight_granularity: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--weight-granularity",
+            parse=kinds.weight_granularity,
             help="The same for weights; format: as each format has it.",
+            metavar="SHARED",
         ),
     ] = "format",
     kv_cache: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--kv-cache",
+            parse=kinds.cache_format,
             help="Format of attention's keys and values: int8, int4:channel, fp8_e4m3fn ...",
+            metavar="FORMAT",
         ),
     ] = "",
     divide: Annotated[
@@ -114,14 +128,32 @@ def command(
     ] = False,
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", help="PATTERN: these sites stay in fp32. Repeatable."),
+        kinds.option(
+            "--skip",
+            parse=kinds.pattern,
+            help="PATTERN: these sites stay in fp32. Repeatable.",
+            metavar="PATTERN",
+        ),
     ] = None,
-    pin: o.Pin = None,
+    pin: o.Pins = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="An AMCT configuration, .cfg or .json."),
+        kinds.option(
+            "--config",
+            parse=kinds.input_file,
+            help="An AMCT configuration, .cfg or .json.",
+            metavar="FILE",
+        ),
     ] = None,
-    cost: o.Cost = "bitops",
+    cost: Annotated[
+        str,
+        kinds.option(
+            "--cost",
+            parse=kinds.cost_of_codes,
+            help="What to save: bitops, bytes moved, storage, or operators in fp32.",
+            metavar="COST",
+        ),
+    ] = "bitops",
     samples: Annotated[
         int | None,
         typer.Option(
@@ -132,8 +164,11 @@ def command(
     ] = None,
     prune: Annotated[
         str,
-        typer.Option(
-            "--prune", help="First remove weights: 2:4, channel:0.3 or magnitude:0.5."
+        kinds.option(
+            "--prune",
+            parse=kinds.pruning,
+            help="First remove weights: 2:4, channel:0.3 or magnitude:0.5.",
+            metavar="WEIGHTS",
         ),
     ] = "",
     qat: Annotated[
@@ -149,7 +184,13 @@ def command(
         ),
     ] = None,
     lr: Annotated[
-        float, typer.Option("--lr", help="Learning rate of the training (AdamW).")
+        float,
+        kinds.option(
+            "--lr",
+            parse=kinds.above_zero,
+            help="Learning rate of the training (AdamW).",
+            metavar="NUMBER",
+        ),
     ] = 1e-4,
     distill: Annotated[
         bool,
@@ -182,7 +223,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")
     ] = False,
-    top: o.Top = 10,
+    rows: o.Rows = 10,
     json: o.Json = False,
 ) -> int:
     """Quantize a model: choose formats for a target, calibrate, repair, export, and
@@ -198,7 +239,7 @@ def command(
     from roundoff.quantize import Options
     from roundoff.report import print_files, print_quantize
 
-    chosen_formats = asked_formats(o.split(formats), weights_only, group)
+    chosen_formats = asked_formats(formats, weights_only, group)
     options = Options(
         symmetric=symmetric,
         dynamic=dynamic,
@@ -214,9 +255,10 @@ def command(
             output=output,
             formats=chosen_formats,
             target=target,
+            metric_drop=metric_drop,
             of=of,
             skip=skip or (),
-            pin=o.pairs(pin, "pin"),
+            pin=o.pins(pin),
             cost=cost,
             options=options,
             rounding=rounding(observer, method),
@@ -236,7 +278,7 @@ def command(
     if json:
         o.print_json(delivery.summary)
     else:
-        console = o.console(False)
-        print_quantize(delivery.summary, console, top=top)
+        console = o.console()
+        print_quantize(delivery.summary, console, top=rows)
         print_files(delivery.summary, str(output), console)
     return 0 if delivery.met else 1

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from roundoff.cli.talk import talk
 from roundoff.errors import OutputError, RoundoffError, RunError
 from roundoff.foreign import visible
 
@@ -67,12 +68,13 @@ class Repeats:
         for number, repeat in enumerate(self.all, 1):
             unchanged = repeat.noise is None
             manner = "again" if unchanged else f"with noise, seed {repeat.noise},"
-            print(
-                f"roundoff: recording {manner} in {repeat.path} "
-                f"({number} of {len(self.all)})",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not talk().quiet:
+                print(
+                    f"roundoff: recording {manner} in {repeat.path} "
+                    f"({number} of {len(self.all)})",
+                    file=sys.stderr,
+                    flush=True,
+                )
             arguments = {
                 "script": list(script),
                 "path": str(repeat.path),
@@ -145,9 +147,9 @@ def _check_one_process() -> None:
 
 
 def _check_free(path: Path) -> None:
-    from roundoff.record import ABOUT
+    from roundoff.record import ABOUT, has_failed
 
-    if (path / ABOUT).exists():
+    if (path / ABOUT).exists() and not has_failed(path):
         raise OutputError(
             "there is a run here already",
             where=str(path),

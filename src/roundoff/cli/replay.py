@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.files import masked
 
@@ -20,29 +21,40 @@ def command(
     ],
     site: Annotated[
         str | None,
-        typer.Option(
-            "--site", "-s", help="Only sites that match: 'encoder.*/softmax'."
+        kinds.option(
+            "--site",
+            "-s",
+            parse=kinds.pattern,
+            help="Only sites that match: 'encoder.*/softmax'.",
+            metavar="PATTERN",
         ),
     ] = None,
-    phase: Annotated[
-        str | None, typer.Option("--phase", help="Only forward, backward or optimizer.")
-    ] = None,
+    phase: o.Phase = None,
     device: Annotated[
-        str, typer.Option("--device", help="Where to run: cpu, cuda, ...")
+        str,
+        kinds.option(
+            "--device",
+            parse=kinds.device,
+            help="Where to run: cpu, cuda, ...",
+            metavar="DEVICE",
+        ),
     ] = "cpu",
     dtype: Annotated[
         str,
-        typer.Option(
-            "--dtype", help="The format to run in, or 'same' for the recorded one."
+        kinds.option(
+            "--dtype",
+            parse=kinds.dtype,
+            help="The format to run in, or 'same' for the recorded one.",
+            metavar="FORMAT",
         ),
     ] = "fp64",
     rank: Annotated[
-        int, typer.Option("--rank", help="The process of a run of several.")
+        int, typer.Option("--rank", min=0, help="The process of a run of several.")
     ] = 0,
     step: Annotated[
-        int | None, typer.Option("--step", help="One step; all when left out.")
+        int | None, typer.Option("--step", min=0, help="One step; all when left out.")
     ] = None,
-    top: o.Top = 20,
+    rows: o.Rows = 20,
     json: o.Json = False,
 ) -> int:
     """Run recorded operators again on the inputs they had, and show the own error of
@@ -63,5 +75,5 @@ def command(
     if json:
         o.print_json({"run": masked(run), **asdict(replay)})
     else:
-        print_replay(replay, o.console(False), top=top)
+        print_replay(replay, o.console(), top=rows)
     return 0

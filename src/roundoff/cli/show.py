@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.files import masked
 
@@ -19,29 +20,26 @@ def command(
             help="One site or parameter to show in full, or a glob over their names."
         ),
     ] = None,
-    phase: Annotated[
-        str | None,
-        typer.Option(
-            "--phase", help="Only forward, backward, optimizer or collective."
-        ),
-    ] = None,
+    phase: o.Phase = None,
     sort: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--sort",
+            parse=kinds.sort_key,
             help="order, or largest first: nan, inf, max, mean, l2, std, zero, subnormal, size, own.",
+            metavar="KEY",
         ),
     ] = "order",
     rank: Annotated[
-        int | None, typer.Option("--rank", help="Default: the first.")
+        int | None, typer.Option("--rank", min=0, help="Default: the first.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", help="Default: the last.")
+        int | None, typer.Option("--step", min=0, help="Default: the last.")
     ] = None,
     views: Annotated[
         bool, typer.Option("--views", help="List views of tensors too.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 50,
+    rows: o.Rows = 50,
     json: o.Json = False,
 ) -> int:
     """Show one row for each site of a run's step; or one site: statistics, histogram,
@@ -58,6 +56,8 @@ def command(
         o.print_json({"run": masked(run), **asdict(shown)})
         return 0
     if recorded.about.unfinished == shown.step:
-        print(f"Step {shown.step} was not finished: the program failed in it.")
-    print_show(shown, o.console(False), limit=limit)
+        o.console().print(
+            f"Step {shown.step} was not finished: the program failed in it."
+        )
+    print_show(shown, o.console(), limit=rows)
     return 0

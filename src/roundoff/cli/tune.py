@@ -9,14 +9,17 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
+
+DEFAULT_FORMATS = kinds.Names(("bf16",))
 
 
 def command(
     workload: Annotated[
         Path, typer.Argument(help="A Python file with model(), batches() and loss().")
     ],
-    formats: o.Formats = "bf16",
+    formats: o.Formats = DEFAULT_FORMATS,
     loss: Annotated[
         bool,
         typer.Option(
@@ -25,22 +28,29 @@ def command(
     ] = True,
     aim: Annotated[
         str,
-        typer.Option(
+        kinds.option(
             "--aim",
+            parse=kinds.choice(("equal", "more", "cheapest")),
             help="equal: most exact at autocast's cost; more: with --extra on top; cheapest: as exact.",
+            metavar="AIM",
         ),
     ] = "equal",
     extra: Annotated[
         float,
-        typer.Option(
-            "--extra", min=0.0, help="Share that --aim more may cost beyond autocast."
+        kinds.option(
+            "--extra",
+            parse=kinds.number(0),
+            help="Share that --aim more may cost beyond autocast.",
+            metavar="NUMBER",
         ),
     ] = 0.2,
     device: Annotated[
         str | None,
-        typer.Option(
+        kinds.option(
             "--device",
+            parse=kinds.device_type,
             help="Whose autocast lists are the baseline; the model's by default.",
+            metavar="DEVICE",
         ),
     ] = None,
     steps: Annotated[
@@ -57,7 +67,7 @@ def command(
     ] = 4,
     cost: o.Cost = "bytes",
     cost_table: o.CostTable = None,
-    pin: o.Pin = None,
+    pin: o.Pins = None,
     allow: o.Allow = None,
     probes: Annotated[
         int | None,
@@ -66,10 +76,8 @@ def command(
         ),
     ] = None,
     seed: o.Seed = 0,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The plan to write (.toml or .json).")
-    ] = Path("plan.toml"),
-    top: o.Top = 20,
+    output: o.PlanOutput = Path("plan.toml"),
+    rows: o.Rows = 20,
     json: o.Json = False,
 ) -> int:
     """Find which operators must stay in high precision in training, and prove it over
@@ -79,19 +87,21 @@ def command(
     built-in autocast, as --aim asks.
     """
     import roundoff
+    from roundoff.files import check_folder
     from roundoff.report import print_tuning
 
-    names = o.split(formats)
+    loaded = roundoff.Workload.load(workload)
+    check_folder(output.parent)
     with o.progress(json) as progress:
         tuning = roundoff.tune(
-            roundoff.Workload.load(workload),
-            names,
+            loaded,
+            formats,
             loss=loss,
             aim=aim,  # type: ignore[arg-type]
             extra=extra,
             cost=cost,
-            cost_table=o.cost_table(cost, cost_table, names),
-            pin=o.pairs(pin, "pin"),
+            cost_table=o.cost_table(cost, cost_table, formats),
+            pin=o.pins(pin),
             allow=o.allowed(allow),
             device=device,
             steps=steps,
@@ -105,7 +115,7 @@ def command(
     if json:
         o.print_json({**tuning.to_dict(), "output": str(output)})
     else:
-        console = o.console(False)
-        print_tuning(tuning, console, top=top)
+        console = o.console()
+        print_tuning(tuning, console, top=rows)
         console.print(f"Written to {output}", markup=False)
     return 0 if tuning.met else 1

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 
@@ -19,10 +20,12 @@ def command(
     ],
     budget: Annotated[
         Path | None,
-        typer.Option(
+        kinds.option(
             "--budget",
             "-b",
+            parse=kinds.input_file,
             help="The budget of the plan: mends the plan where it misses.",
+            metavar="FILE",
         ),
     ] = None,
     target: o.Target = None,
@@ -34,17 +37,25 @@ def command(
     ] = True,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to write the mended plan."),
+        kinds.option(
+            "--output",
+            "-o",
+            parse=kinds.plan_file,
+            help="Where to write the mended plan.",
+            metavar="FILE",
+        ),
     ] = None,
     json: o.Json = False,
 ) -> int:
     """Run a plan by simulated rounding, measure SQNR of each output and metric, and say
     whether the target is met."""
     import roundoff
-    from roundoff.budget import parse_drop
+    from roundoff.files import check_folder
     from roundoff.report import print_verify
 
     written = roundoff.Plan.load(plan)
+    if output is not None:
+        check_folder(output.parent)
     measured = None if budget is None else roundoff.Budget.load(budget)
     with o.progress(json) as progress:
         proof = roundoff.verify(
@@ -52,7 +63,7 @@ def command(
             written,
             budget=measured,
             target=target,
-            metric_drop=None if metric_drop is None else parse_drop(metric_drop),
+            metric_drop=metric_drop,
             of=of,
             native=native,
             progress=progress,
@@ -62,5 +73,5 @@ def command(
     if json:
         o.print_json(proof.summary())
     else:
-        print_verify(proof.summary(), o.console(False))
+        print_verify(proof.summary(), o.console())
     return 0 if proof.met else 1

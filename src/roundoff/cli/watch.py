@@ -4,9 +4,7 @@ reasons, while it runs.
 
 from __future__ import annotations
 
-import contextlib
 import json as encoding
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundoff.cli import options as o
+from roundoff.cli.talk import talk
 
 if TYPE_CHECKING:
     from roundoff.train import WatchEvent
@@ -72,13 +71,12 @@ def _json_lines() -> Iterator[Callable[[WatchEvent], None]]:
     """Write events to standard output, what the script prints to standard error."""
     from roundoff.report import strict
 
-    output = sys.stdout
+    with o.script_aside() as output:
 
-    def say(event: WatchEvent) -> None:
-        line = encoding.dumps(strict(event.to_dict()), allow_nan=False)
-        print(line, file=output, flush=True)
+        def say(event: WatchEvent) -> None:
+            line = encoding.dumps(strict(event.to_dict()), allow_nan=False)
+            print(line, file=output, flush=True)
 
-    with contextlib.redirect_stdout(sys.stderr):
         yield say
 
 
@@ -86,6 +84,6 @@ def _json_lines() -> Iterator[Callable[[WatchEvent], None]]:
 def _text(lines: int) -> Iterator[Callable[[WatchEvent], None]]:
     from roundoff.report import HarmlessConsole, print_events
 
-    console = HarmlessConsole(stderr=True, highlight=False)
+    console = HarmlessConsole(stderr=True, highlight=False, quiet=talk().quiet)
     with print_events(console, lines) as say:
         yield say

@@ -54,6 +54,7 @@ from .summary import rows_to_show as rows_to_show
 from .summary import summarise as summarise
 from .summary import verdicts_of as verdicts_of
 from .table import FAIL as FAIL
+from .table import LARGER_IS_BETTER as LARGER_IS_BETTER
 from .table import TABLE as TABLE
 from .table import ComparedRow as ComparedRow
 from .table import JudgedRow as JudgedRow

@@ -353,8 +353,9 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     if reference.operator in TRANSPARENT:
         # which one of many views it is shows in what reads it
         return same_shapes and same_names and _alike(reference, candidate)
-    if same_shapes:
-        return True
+    if same_shapes or reference.phase == "optimizer":
+        # an update has the shape of its parameter: another one is of another
+        return same_shapes
     return same_names and reference.inputs_read == candidate.inputs_read
 
 

@@ -519,9 +519,11 @@ class Divergence:
     def _is_read(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return False for what a step leaves, and nothing in it reads.
 
-        What is computed again is there for gradients, which show in themselves.
+        What is computed again is there for gradients, which show in themselves; a
+        buffer that it writes stays.
         """
-        return record in readers or bool(self.candidate[record].recomputed)
+        row = self.candidate[record]
+        return record in readers or (bool(row.recomputed) and not row.name)
 
     def _is_norm(self, record: int) -> bool:
         """Return True for a norm with a counterpart: the order of a sum is not in it."""

@@ -101,7 +101,7 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
             keys[id(copied)] = record
             return copied
 
-        args, kwargs = restore(first.arguments, value)
+        args, kwargs = restore(first.arguments, value, torch.device("cpu"))
         watch = _Watch(keys, max(flow.values) + 1)
         with torch.no_grad(), watch:
             result = decomposed(*args, **kwargs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY
 from roundoff.compare.explain import Sides
+from roundoff.compare.findings import OWN
 from roundoff.compare.loaded_values import GRADIENT
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.step_causes import UPDATE, Cause, listed, with_line
@@ -77,8 +78,13 @@ def update_causes(
     ours = _side(sides.reference.rows, events[0], rename)
     theirs = _side(sides.candidate.rows, events[1], lambda name: name)
     lost = _changed_by_one(ours, theirs)
-    extra = _changed_by_one(theirs, ours)
-    causes = []
+    blamed = _forward_calls_at_fault(compared)
+    extra = [
+        name
+        for name in _changed_by_one(theirs, ours)
+        if theirs.changed[name].call not in blamed
+    ]
+    causes: list[Cause | None] = [_changed_again(sides, rename, rank, step)]
     for names, describe in _reasons(lost, ours, theirs):
         causes.append(_lost(names, describe, (ours, theirs), compared, rank, step))
     if extra and not lost:
@@ -91,6 +97,69 @@ def _changed_by_one(side: _Side, other: _Side) -> list[str]:
     left = [n for n in side.changed if n not in other.changed and n in other.names]
     frozen = [n for n in side.changed if n in other.frozen and n not in left]
     return left + frozen
+
+
+def _forward_calls_at_fault(compared: Sequence[ComparedRow]) -> set[int]:
+    """Return the candidate's forward calls that are named themselves.
+
+    What they change is their doing: a norm in training mode moves its statistics.
+    """
+    return {
+        row.call
+        for row in compared
+        if row.call is not None and row.cause == OWN and row.phase == "forward"
+    }
+
+
+def _changed_again(
+    sides: Sides, rename: Callable[[str], str], rank: int, step: int
+) -> Cause | None:
+    """Return the buffers that a checkpoint changes once more as it computes again.
+
+    Running statistics move twice as far in such a step.
+    """
+    ours = _written_again(sides.reference.rows, rename)
+    theirs = _written_again(sides.candidate.rows, lambda name: name)
+    names = [name for name in {**theirs, **ours} if (name in ours) != (name in theirs)]
+    if not names:
+        return None
+    first = names[0]
+    row = theirs.get(first)
+    twin = ours.get(first)
+    shown = row or twin
+    who = "here, and not in the reference" if row else "in the reference, and not here"
+    write = "" if shown is None else with_line(shown.operator, shown.line)
+    are = "is" if len(names) == 1 else "are"
+    evidence = (
+        f"{listed(names)} {are} changed a second time by {write} as the forward pass is "
+        f"computed again for its gradients {who}: running statistics count a batch twice"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="extra update" if row else "missing update",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase="backward",
+        name=first,
+        names=names,
+        at=0 if row is None else row.call,
+        row=row,
+        twin=twin,
+        error=None,
+        shown_by=[r.record for r in sides.candidate.rows.values() if r.name in theirs],
+    )
+
+
+def _written_again(rows: Rows, rename: Callable[[str], str]) -> dict[str, RecordedRow]:
+    """Return what is written while a forward pass is computed again, by name."""
+    written: dict[str, RecordedRow] = {}
+    for row in rows.values():
+        if not row.recomputed or not row.name or row.name.endswith(GRADIENT):
+            continue
+        if row.is_call:
+            written.setdefault(rename(row.name), row)
+    return written
 
 
 #: Why a value is not changed.
@@ -107,11 +176,17 @@ def _reasons(
     groups: dict[str, list[str]] = {}
     for name in lost:
         groups.setdefault(_reason(name, ours, theirs), []).append(name)
-    # a compiled optimizer is not seen
-    is_seen = any(row.phase == "optimizer" for row in theirs.rows.values())
-    if theirs.optimizer is not None and not is_seen:
+    if theirs.optimizer is not None and not _is_optimizer_seen(theirs):
         groups.pop(_NO_UPDATE, None)
     return [(names, reason) for reason, names in groups.items()]
+
+
+def _is_optimizer_seen(side: _Side) -> bool:
+    """Return False for a compiled optimizer: in no pass does it write a parameter."""
+    if any(row.phase == "optimizer" for row in side.rows.values()):
+        return True
+    updated = [row for name, row in side.changed.items() if name in side.gradients]
+    return any(row.phase == "backward" for row in updated)  # in hooks
 
 
 def _reason(name: str, ours: _Side, theirs: _Side) -> str:

@@ -33,11 +33,14 @@ from .delivery.records import Result as Result
 from .delivery.records import Summary as Summary
 from .delivery.records import TradeoffRow as TradeoffRow
 from .delivery.records import TrialRow as TrialRow
+from .delivery.request import METHODS as METHODS
 from .delivery.request import SAMPLES as SAMPLES
 from .delivery.request import Ask as Ask
 from .delivery.request import asked_formats as asked_formats
 from .delivery.request import check_workload as check_workload
+from .delivery.request import parse_prune as parse_prune
 from .delivery.request import rounding as rounding
+from .delivery.request import weights_only as weights_only
 from .delivery.summary import summarize as summarize
 from .delivery.tradeoff import tradeoff as tradeoff
 from .delivery.training import train_again as train_again

@@ -62,3 +62,4 @@ from .table import MULTIPLYING_KINDS as MULTIPLYING_KINDS
 from .table import base as base
 from .table import facts as facts
 from .table import operators_that as operators_that
+from .uncompiled import uncompiled as uncompiled

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
 
 from roundoff.errors import RunError
 from roundoff.foreign import parse_json
@@ -64,11 +65,12 @@ def describe(
 
 
 def restore(
-    text: str, tensor_of: Callable[[int], Any]
+    text: str, tensor_of: Callable[[int], Any], device: torch.device | None = None
 ) -> tuple[tuple[Any, ...], Keywords]:
     """Return the arguments that ``describe`` has written.
 
-    Raises ``RunError`` for any other text.
+    ``device`` stands for the recorded ones, where the tensors were moved to it. Raises
+    ``RunError`` for any other text.
     """
     try:
         args, kwargs = parse_json(text)
@@ -82,7 +84,13 @@ def restore(
             do="record the run again with this version of roundoff",
         ) from error
     values = tuple(_read(value, tensor_of) for value in args)
-    return values, {key: _read(value, tensor_of) for key, value in kwargs.items()}
+    named = {key: _read(value, tensor_of) for key, value in kwargs.items()}
+    if device is None:
+        return values, named
+    moved: tuple[tuple[Any, ...], Keywords] = tree_map_only(
+        torch.device, lambda _: device, (values, named)
+    )
+    return moved
 
 
 def overload_of(name: str) -> OpOverload:

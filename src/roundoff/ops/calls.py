@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roundoff.ops.operators import Operator, einsum_axes
 from roundoff.ops.position import Place, Position
 from roundoff.ops.table import OperandSpec, operators_that
+from roundoff.ops.uncompiled import uncompiled
 from roundoff.site import Site
 from roundoff.unforeseen import note
 
@@ -468,7 +469,6 @@ def watch(
         The mode, to be entered around each forward pass.
     """
     mode = (kind or CallMode)(model, handler)
-    stance: Any = torch.compiler.set_stance("force_eager")
 
     def enter(path: str, *_: Any) -> None:
         mode.position.enter(path)
@@ -478,7 +478,7 @@ def watch(
 
     handles = []
     try:
-        with stance:
+        with uncompiled():
             for path, module in model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     if not any(map(partial(_is_inside, path), mode.scripted)):

@@ -75,7 +75,7 @@ def run_recorded(
         return tensors[record]
 
     try:
-        func, args, kwargs = _checked(overload, arguments, kept)
+        func, args, kwargs = _checked(overload, arguments, kept, device)
     except Refusal as refusal:
         return refusal.reason
     other = _OTHER.get()
@@ -100,7 +100,7 @@ def run_in_other_process(
 ) -> list[Result] | Reason:
     """Run a call in this process, which is the other one: checked once more."""
     try:
-        func, args, kwargs = _checked(overload, arguments, tensors.__getitem__)
+        func, args, kwargs = _checked(overload, arguments, tensors.__getitem__, device)
     except Refusal as refusal:
         return refusal.reason
     if _is_custom(func):
@@ -130,7 +130,10 @@ def run_checked(
 
 
 def _checked(
-    overload: str, arguments: str, tensor_of: Callable[[int], Tensor]
+    overload: str,
+    arguments: str,
+    tensor_of: Callable[[int], Tensor],
+    device: torch.device | str | None,
 ) -> tuple[OpOverload, tuple[Any, ...], Any]:
     """Return the operator and its arguments. Raises ``Refusal``."""
     try:
@@ -140,7 +143,8 @@ def _checked(
     if not _is_safe(func) and not _is_custom(func):
         _refuse_by_name(func)
     try:
-        args, kwargs = restore(arguments, tensor_of)
+        # recorded tensors are read into the host's memory
+        args, kwargs = restore(arguments, tensor_of, torch.device(device or "cpu"))
     except RunError as error:
         raise Refusal(error.what) from error
     check_arguments(func, args, kwargs)

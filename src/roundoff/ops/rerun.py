@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roundoff.ops.arguments import Keywords
 from roundoff.ops.high_precision import STAND_INS
 from roundoff.ops.refusals import Reason, Refusal, holds, refuse
+from roundoff.preserve import random_states, set_random_states
 
 #: Read by kernels as fp32 whatever the format of the other tensors; step counts and
 #: loss scales are exact in it.
@@ -88,7 +89,7 @@ def run_again(
         return Reason("not an operator with a schema")
     target = _Destination(dtype, None if device is None else torch.device(device))
     with outside_of_modes(func):
-        before = None if _native(func) else _random_state()
+        before = None if _native(func) else random_states()
         try:
             call = _BoundCall(func, args, kwargs)
             refuse(func, {name: value for name, (_, value) in call.bound.items()})
@@ -97,7 +98,7 @@ def run_again(
             return refusal.reason
         except Exception as error:  # noqa: BLE001 - a custom operator may raise anything, and training must go on
             return _failure(error, target)
-        if before is not None and not torch.equal(before, _random_state()):
+        if before is not None and not _are_equal(before, random_states()):
             return Reason("draws random numbers")
         return results
 
@@ -360,9 +361,7 @@ def outside_of_modes(func: OpOverload | None = None) -> Iterator[None]:
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(torch._C._DisableAutocast())
         if func is not None and not _native(func):
-            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            devices = range(torch.cuda.device_count()) if in_use else []
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.callback(set_random_states, random_states())
         yield
 
 
@@ -370,8 +369,10 @@ def _native(func: OpOverload) -> bool:
     return func.namespace in ("aten", "prims")
 
 
-def _random_state() -> Tensor:
-    return torch.get_rng_state()
+def _are_equal(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Compare random states; a device that was first used in between has drawn."""
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in pairs)
 
 
 def _name(value: object) -> str:

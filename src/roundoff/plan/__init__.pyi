@@ -10,6 +10,7 @@ from .knapsack import Choice as Choice
 from .knapsack import Decision as Decision
 from .knapsack import Edge as Edge
 from .lists.convert import READERS as READERS
+from .lists.convert import WRITERS as WRITERS
 from .lists.convert import Lists as Lists
 from .lists.convert import read_lists as read_lists
 from .lists.convert import write_lists as write_lists
@@ -41,6 +42,8 @@ from .variants import AUTOCAST as AUTOCAST
 from .variants import Change as Change
 from .variants import Variant as Variant
 from .variants import channels_last as channels_last
+from .variants import check_backend as check_backend
+from .variants import check_candidate as check_candidate
 from .variants import compile_backend as compile_backend
 from .variants import compiled as compiled
 from .variants import device_of as device_of

@@ -19,6 +19,7 @@ class PlanFigures:
     Attributes:
         target_db: SQNR that was asked for.
         targets_db: SQNR that was asked for of some outputs, by name.
+        metric_drop: most that the metric may lose, where the plan was made for that.
         predicted_db: SQNR that its budget predicts; of several outputs the least.
         outputs_db: SQNR of each of several outputs, by name.
         of: the part of the output, or the site, that was measured; empty for the output.
@@ -36,6 +37,7 @@ class PlanFigures:
 
     target_db: float | None = None
     targets_db: Mapping[str, float] = field(default_factory=dict)
+    metric_drop: float | None = None
     predicted_db: float | None = None
     outputs_db: Mapping[str, float] = field(default_factory=dict)
     of: str = ""

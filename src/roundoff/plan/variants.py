@@ -24,6 +24,8 @@ from roundoff.workload import Workload, describe
 
 #: Formats that torch.autocast computes in.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: Candidates that change how the same program runs.
+PROGRAMS = ("compile", "channels_last", "float64", "fp64")
 EXPECTED = (
     "bf16 or fp16, compile, a device such as cuda, channels_last, threads=N, mkldnn=off, float64, or another "
     "workload file (.py)"
@@ -88,6 +90,7 @@ def variant(
             expected="the candidate compile",
             got=repr(name),
         )
+    check_candidate(name)
     if name.endswith(".py"):
         return _other(workload, candidate, steps)
     if mark:
@@ -108,6 +111,29 @@ def variant(
         fmt = parse_format(name)
     except FormatError:
         return Variant(name, workload, partial(moved, device=find_device(name)))
+    return _autocast(name, workload, fmt.name)
+
+
+def check_candidate(name: str) -> None:
+    """Raise ``WorkloadError`` or ``FormatError`` for what ``variant`` does not know.
+
+    No model is needed; a workload file is only looked for.
+    """
+    setting, mark, value = name.partition("=")
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise WorkloadError("no such file", where="candidate", got=repr(name))
+        return
+    if mark:
+        setting_of(name, setting, value)
+        return
+    if name in PROGRAMS:
+        return
+    try:
+        fmt = parse_format(name)
+    except FormatError:
+        find_device(name)
+        return
     if fmt.name not in AUTOCAST:
         raise FormatError(
             f"torch cannot run a model in {fmt.name}, so there is nothing to record",
@@ -116,7 +142,6 @@ def variant(
             do=f"leave the candidate out: 'roundoff diagnose WORKLOAD --formats {name}' "
             "measures what the format costs by simulation",
         )
-    return _autocast(name, workload, fmt.name)
 
 
 def _autocast(name: str, workload: Workload, fmt: str) -> Variant:
@@ -209,14 +234,8 @@ def compiled(workload: Workload, backend: str) -> Workload:
 
 def compile_backend(workload: Workload, backend: str | None) -> str:
     """The backend of torch.compile, or a ``WorkloadError`` that says why it cannot run here."""
-    backends = torch.compiler.list_backends(exclude_tags=())
-    if backend is not None and backend not in backends:
-        raise WorkloadError(
-            "torch.compile has no such backend",
-            where="backend",
-            expected=", ".join(backends),
-            got=repr(backend),
-        )
+    if backend is not None:
+        check_backend(backend)
     compilers = (os.environ.get("CXX") or "", "g++", "clang++", "c++", "cl")
     on_cpu = device_of(workload.model).type == "cpu"
     needs_compiler = backend in (None, "inductor") and on_cpu
@@ -228,6 +247,18 @@ def compile_backend(workload: Workload, backend: str | None) -> str:
             do="install one, or give --backend aot_eager, which shows the same operators uncompiled",
         )
     return backend or "inductor"
+
+
+def check_backend(backend: str) -> None:
+    """Raise ``WorkloadError`` for a name that is no backend of torch.compile."""
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        raise WorkloadError(
+            "torch.compile has no such backend",
+            where="backend",
+            expected=", ".join(backends),
+            got=repr(backend),
+        )
 
 
 def setting_of(name: str, setting: str, value: str) -> Callable[[], None]:

@@ -1,3 +1,4 @@
+from .attention import CacheFormat as CacheFormat
 from .channels.absorb import absorb_bias_ as absorb_bias_
 from .channels.awq import awq as awq
 from .channels.awq import clip_search as clip_search

@@ -28,6 +28,7 @@ from roundoff.budget import (
     budget,
     deciding,
     drop_to_db,
+    is_drop,
     output_rows,
     parse_drop,
     parse_target,
@@ -221,7 +222,7 @@ class _RequestedQuality:
 
     @classmethod
     def parse(cls, target: TargetText, workload: Workload) -> _RequestedQuality:
-        if not _is_drop(target):
+        if not is_drop(target):
             wanted = parse_target(target)
             is_text = isinstance(target, str | float | int)
             return cls(str(target if is_text else wanted), None, wanted)
@@ -235,15 +236,6 @@ class _RequestedQuality:
                 do="define it, or give a target in dB",
             )
         return cls(text, parse_drop(text), SqnrTarget(None))
-
-
-def _is_drop(target: TargetText) -> bool:
-    """Return True for a percentage, or a number below 1."""
-    if isinstance(target, Mapping):
-        return False
-    if isinstance(target, int | float) and not isinstance(target, bool):
-        return 0 <= float(target) < 1
-    return str(target).strip().endswith("%")
 
 
 class _Judge:

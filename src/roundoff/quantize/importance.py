@@ -61,7 +61,8 @@ class ValueStatistics:
     def finite(self) -> bool:
         """True if errors can be weighed by this: all but ``power`` is finite."""
         parts = (self.channel, self.low, self.high, self.square)
-        return all(bool(part.isfinite().all()) for part in parts)
+        # read at once: each reading waits for a GPU
+        return bool(torch.stack([part.isfinite().all() for part in parts]).all())
 
     def add(self, value: Tensor, gradient: Tensor, axis: int) -> None:
         """Add one batch and its gradient."""
@@ -104,6 +105,8 @@ class _StatisticsTaps(Passing):
     def __init__(self, model: QuantizedModel) -> None:
         #: results of calls whose gradients were made finite, by site
         self.mended: dict[str, _NonFinite] = {}
+        #: site, elements, and how many of them were not finite, which nobody has read yet
+        self._unread: list[tuple[str, int, Tensor]] = []
         self.values: dict[str, ValueStatistics] = {}
         self.results: dict[str, ValueStatistics] = {}
         #: values whose channels are others from batch to batch
@@ -130,6 +133,10 @@ class _StatisticsTaps(Passing):
 
     def _finite(self, site: str, gradient: Tensor) -> Tensor | None:
         """Return a gradient with zeros for NaN and Inf; None where there is none."""
+        if not gradient.is_cpu:
+            bad = ~gradient.isfinite()
+            self._unread.append((site, gradient.numel(), bad.sum()))
+            return gradient.masked_fill(bad, 0.0)
         # one pass; a sum that overflows is looked at again
         if bool(gradient.sum().isfinite()):
             return None
@@ -137,10 +144,24 @@ class _StatisticsTaps(Passing):
         count = int(bad.sum())
         if not count:
             return None
+        self._count(site, count, gradient.numel())
+        return gradient.masked_fill(bad, 0.0)
+
+    def read_counts(self) -> None:
+        """Read what was counted on other devices: once for all gradients of a batch."""
+        if not self._unread:
+            return
+        device = self._unread[0][2].device
+        counts = torch.stack([count.to(device) for _, _, count in self._unread])
+        for (site, of, _), count in zip(self._unread, counts.tolist(), strict=True):
+            if count:
+                self._count(site, count, of)
+        self._unread.clear()
+
+    def _count(self, site: str, count: int, of: int) -> None:
         row = self.mended.setdefault(site, _NonFinite())
         row.count += count
-        row.of += gradient.numel()
-        return gradient.masked_fill(bad, 0.0)
+        row.of += of
 
     def bias(
         self, _site: str, bias: Tensor, _quantizers: Sequence[Quantizer]
@@ -297,6 +318,7 @@ def _importance(
                 if tensors:
                     weights = weights or _weights(tensors)
                     powers += _send_back(tensors, weights, probes, generator)
+                taps.read_counts()
         with torch.no_grad():
             for batch in calibration.batches[gradients:]:
                 workload.run(batch)
@@ -402,6 +424,10 @@ def _finite_part(tensor: Tensor) -> Tensor:
 
 
 def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A sign for each element that is finite, 0 for the others."""
+    """A sign for each element that is finite, 0 for the others.
+
+    Signs are drawn on the CPU, so that every device gets the same.
+    """
     draws = torch.randint(0, 2, tensor.shape, generator=generator)
-    return (draws.to(tensor.dtype) * 2 - 1) * tensor.detach().isfinite()
+    signs = draws.to(tensor.device, tensor.dtype) * 2 - 1
+    return signs * tensor.detach().isfinite()

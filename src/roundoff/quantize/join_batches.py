@@ -37,7 +37,16 @@ def stack(batches: Sequence[Any]) -> Any | None:
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:
-    return all(p is parts[0] or np.array_equal(p, parts[0]) for p in parts)
+    return all(_equal(part, parts[0]) for part in parts)
+
+
+def _equal(part: Any, other: Any) -> bool:
+    """Compare tensors where they are: numpy reads those of the CPU alone."""
+    if part is other:
+        return True
+    if isinstance(part, Tensor) and isinstance(other, Tensor):
+        return part.device == other.device and torch.equal(part, other)
+    return bool(np.array_equal(part, other))
 
 
 def _fit_together(parts: Sequence[Any]) -> bool:

@@ -4,6 +4,7 @@ from .capture_summary import CaptureSummary as CaptureSummary
 from .capture_summary import summarize_capture as summarize_capture
 from .disk.description import CallCoverage as CallCoverage
 from .disk.description import RunDescription as RunDescription
+from .disk.folder import has_failed as has_failed
 from .disk.loading import as_run as as_run
 from .disk.loading import load as load
 from .disk.reader import Run as Run
@@ -17,6 +18,8 @@ from .disk.schema import site_name as site_name
 from .disk.schema import step_name as step_name
 from .disk.siblings import sibling as sibling
 from .disk.siblings import siblings as siblings
+from .disk.sites import PHASES as PHASES
+from .disk.sites import SORT_KEYS as SORT_KEYS
 from .disk.sites import HistogramBin as HistogramBin
 from .disk.sites import ReasonCount as ReasonCount
 from .disk.sites import SiteDetails as SiteDetails
@@ -42,6 +45,7 @@ from .disk.typed_rows import schema_of as schema_of
 from .disk.typed_rows import table_of_rows as table_of_rows
 from .disk.writer import Writer as Writer
 from .environment import environment as environment
+from .graph_capture import in_graph_capture as in_graph_capture
 from .loop_events import FROZEN as FROZEN
 from .loop_events import LoopEvent as LoopEvent
 from .module_paths import Paths as Paths
@@ -59,6 +63,8 @@ from .replay import Replay as Replay
 from .replay import ReplayedOutput as ReplayedOutput
 from .replay import replay_run as replay_run
 from .script import capture_script as capture_script
+from .session import KEEP as KEEP
+from .session import LEVELS as LEVELS
 from .session import Capture as Capture
 from .session import check_noise as check_noise
 from .setting import Setting as Setting
@@ -79,3 +85,4 @@ from .step_boundaries import StepBoundaries as StepBoundaries
 from .step_boundaries import patched as patched
 from .step_boundaries import watch_steps as watch_steps
 from .step_boundaries import whole_step as whole_step
+from .step_numbers import StepNumbers as StepNumbers

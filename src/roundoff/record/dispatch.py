@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from roundoff.errors import warn
 from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
+from roundoff.record.graph_capture import WARNING, in_graph_capture
 from roundoff.record.module_paths import Paths
 from roundoff.record.recorder import Recorder, Source
 from roundoff.record.source_lines import (
@@ -201,6 +203,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call_counts: Counter[str] = Counter()
         self.phase = "forward"
         self._sequence = 0
+        self._has_warned = False
         #: number of a node of the graph -> where the call stands that made it
         self._forward_sources: dict[int, Source] = {}
         _modes.add(self)
@@ -227,6 +230,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
             return self._run_unrecorded(func, args, kwargs)
+        if in_graph_capture():
+            self._warn_of_capture()
+            return func(*args, **kwargs)
         try:
             call = self._before(func, args, kwargs)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
@@ -246,6 +252,11 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
+
+    def _warn_of_capture(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(WARNING)
 
     def _run_unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         # sizes are part of what torch.jit traces

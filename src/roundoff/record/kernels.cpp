@@ -181,7 +181,7 @@ static void masked_sums(const typename T::Element *x, const float *shift,
             F value = load<T>(x + k);
             F size = magnitude(value);
             I finite = size < INF;
-            F y = finite ? (value - *shift) * *scale : F{};
+            F y = finite ? value * *scale - *shift : F{};
             low = least(finite ? value : all(INF), low);
             high = most(finite ? value : all(-INF), high);
             added += y;

@@ -71,6 +71,7 @@ def capture_script(
             do=_saved(run),
         )
     if not ended and not whole:
+        run.writer.fail()
         raise RunError(
             "no step ended in this script, so all of it was recorded as one",
             where=" ".join(words),

@@ -241,10 +241,14 @@ class Capture:
                 sources=imported_sources(self.command) | self._script,
                 unfinished=unfinished,
             )
-        if kind is None and not self.stopped:
+        if kind is not None:
+            self.writer.fail()
+        elif not self.stopped:
             self._check_recorded()
 
     def _check_recorded(self) -> None:
+        if not self.recorded or not self.matched:
+            self.writer.fail()
         if self.sites and not self.matched:
             raise RunError(
                 "no call matches the sites to record",

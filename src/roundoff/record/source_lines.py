@@ -26,6 +26,19 @@ _lines: dict[tuple[Any, int], str] = {}
 _ENGINE = "_engine_run_backward"
 
 
+def _frame(depth: int) -> FrameType | None:
+    """Return the frame ``depth`` above the caller; None where there is none.
+
+    Autograd's engine calls kernels of a GPU on a thread of its own, whose stack begins
+    with what records them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and depth:
+        frame = frame.f_back
+        depth -= 1
+    return frame
+
+
 def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
     """File and line of the innermost frame that is neither torch's nor ours.
 
@@ -35,7 +48,7 @@ def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
     engine has called no code of the user's (a backward kernel, a hook). Frames below
     ``depth`` are not looked at.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame = _frame(depth)
     while frame is not None:
         code = frame.f_code
         if in_engine and code.co_name == _ENGINE:
@@ -72,7 +85,7 @@ def prepares_gradients(depth: int = 2) -> bool:
     However the script has imported the function; frames below ``depth`` are not
     looked at, nor those above the user's.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame = _frame(depth)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith((_OURS, _TORCH, "<")):

@@ -41,6 +41,13 @@ from roundoff.record.statistics_kernel import (
 #: fp32 sums of squares lose precision below this magnitude, and overflow to infinity
 #: above 2**64.
 _TINY = 2.0**-50
+#: fp64 sums of squares may overflow above this magnitude: such elements are made smaller
+#: by a power of two before they are added.
+_HUGE = 2.0**480
+_SHRINK = 2.0**-600
+#: Elements that are read at once on other devices: fp64 copies of them take 32 MiB each,
+#: and few calls read a large tensor.
+_DEVICE_CHUNK = 2**22
 
 
 class TensorStatistics(NamedTuple):
@@ -69,12 +76,12 @@ class Statistics:
     number it was added with."""
 
     def __init__(self) -> None:
-        self._slabs: dict[torch.device, Slab] = {}
-        #: the samples of each block of a device, in the order in which they stand there
-        self._samples: dict[tuple[torch.device, int], list[SampleEntry]] = {}
+        self._slabs: dict[_Queue, Slab] = {}
+        #: the samples of each block of a slab, in the order in which they stand there
+        self._samples: dict[tuple[_Queue, int], list[SampleEntry]] = {}
         self._rows: dict[int, TensorStatistics] = {}
         #: sums on other devices, fetched once after the step
-        self._unfetched: list[tuple[int, Tensor]] = []
+        self._unfetched: dict[_Queue, list[tuple[int, Tensor]]] = {}
 
     def add(self, number: int, tensor: Tensor) -> None:
         """Read ``tensor`` (plain, strided) now; it may change or go afterwards."""
@@ -86,33 +93,35 @@ class Statistics:
             tensor = tensor.abs()
         pieces = pieces_of(tensor)
         is_small = count <= SAMPLE
-        device = tensor.device
+        queue = _queue_of(tensor.device)
         dtype = tensor.dtype
-        slab = self._slabs.get(device)
+        slab = self._slabs.get(queue)
         if slab is None:
-            slab = self._slabs[device] = Slab(device)
+            slab = self._slabs[queue] = Slab(queue.device)
         if not is_small:
-            self._measure(number, pieces, device)
+            self._measure(number, pieces, queue)
         # taken last: the pass before has brought the memory near
         every = 1 if is_small else -(-count // SAMPLE)
         block, start, size = slab.keep(pieces, every)
         tiny = torch.finfo(dtype).tiny if dtype.is_floating_point else 0.0
         entry = SampleEntry(number, start, size, is_small, tiny)
-        self._samples.setdefault((device, block), []).append(entry)
+        self._samples.setdefault((queue, block), []).append(entry)
 
     def finish(
         self,
     ) -> tuple[dict[int, TensorStatistics], dict[int, ExponentHistogram]]:
         """Return statistics and histograms of exponents, by number."""
-        for number, sums in self._unfetched:
-            self._rows[number] = _combined([sums.tolist()])
+        for queue in self._slabs:
+            queue.wait()
+        for unfetched in self._unfetched.values():
+            self._rows.update(_fetched(unfetched))
         histograms: dict[int, ExponentHistogram] = {}
         blocks = {
-            device: [block.cpu().numpy() for block in slab.blocks]
-            for device, slab in self._slabs.items()
+            queue: [block.cpu().numpy() for block in slab.blocks]
+            for queue, slab in self._slabs.items()
         }
-        for (device, block), entries in self._samples.items():
-            stored = blocks[device][block]
+        for (queue, block), entries in self._samples.items():
+            stored = blocks[queue][block]
             end = entries[-1].start + entries[-1].size
             values = stored[entries[0].start : end]
             histograms.update(histograms_of(values, entries))
@@ -122,14 +131,54 @@ class Statistics:
                 self._rows.update(_small_rows(np.concatenate(parts), whole))
         return self._rows, histograms
 
-    def _measure(
-        self, number: int, pieces: Sequence[Tensor], device: torch.device
-    ) -> None:
-        if device.type == "cpu":
+    def _measure(self, number: int, pieces: Sequence[Tensor], queue: _Queue) -> None:
+        if queue.device.type == "cpu":
             self._rows[number] = measure(pieces)
             return
-        flat = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
-        self._unfetched.append((number, torch.stack(_exact(flat))))
+        # fp64 copies of the whole would take 16 times its memory
+        chunks = [
+            chunk for piece in pieces for chunk in torch.split(piece, _DEVICE_CHUNK)
+        ]
+        sums = torch.stack([torch.stack(_exact(chunk)) for chunk in chunks])
+        self._unfetched.setdefault(queue, []).append((number, sums))
+
+
+class _Queue(NamedTuple):
+    """Where work is done in order: a device, and the stream of it that is current.
+
+    Memory of a stream belongs to it: what one stream has freed may be given to its next
+    caller while kernels of it still run, so that another stream would write under them.
+    Hence each stream has a slab of its own, and who reads a slab waits for its stream.
+    """
+
+    device: torch.device
+    stream: Any = None
+
+    def wait(self) -> None:
+        """Wait until all that was put in the queue is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def _queue_of(device: torch.device) -> _Queue:
+    """Return the queue in which an operator on that device would stand now."""
+    if device.type == "cpu":
+        return _Queue(device)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return _Queue(device)
+    return _Queue(device, torch.accelerator.current_stream(device))
+
+
+def _fetched(unfetched: list[tuple[int, Tensor]]) -> dict[int, TensorStatistics]:
+    """Return the statistics of the tensors of one device, read in one copy."""
+    parts = torch.cat([sums for _, sums in unfetched]).tolist()
+    rows = {}
+    start = 0
+    for number, sums in unfetched:
+        rows[number] = _combined(parts[start : start + len(sums)])
+        start += len(sums)
+    return rows
 
 
 def _small_rows(
@@ -147,15 +196,18 @@ def _small_rows(
     is_zero = values == 0
     with np.errstate(over="ignore", invalid="ignore"):
         y = np.where(is_finite, values, 0.0)
+        is_huge = np.maximum.reduceat(np.abs(y), starts) > _HUGE
+        factor = np.where(is_huge, _SHRINK, 1.0)
+        y = y * np.repeat(factor, sizes)
         n = added(is_finite.astype(np.int64))
         mean = added(y) / np.maximum(n, 1)
         spread = np.where(is_finite, y - np.repeat(mean, sizes), 0.0) ** 2
         columns = [
             np.minimum.reduceat(np.where(is_finite, values, np.inf), starts).tolist(),
             np.maximum.reduceat(np.where(is_finite, values, -np.inf), starts).tolist(),
-            mean.tolist(),
-            np.sqrt(added(y * y)).tolist(),
-            np.sqrt(added(spread) / np.maximum(n, 1)).tolist(),
+            (mean / factor).tolist(),
+            (np.sqrt(added(y * y)) / factor).tolist(),
+            (np.sqrt(added(spread) / np.maximum(n, 1)) / factor).tolist(),
         ]
     marks = (
         np.isnan(values),
@@ -346,15 +398,17 @@ def _masked(pieces: Sequence[Tensor]) -> TensorStatistics:
     if not finite:
         return TensorStatistics(*_NO_VALUES, *counts)
     largest = max(abs(low), abs(high))
-    scale = 2.0 ** -max(-126, math.frexp(largest)[1]) if largest else 1.0
+    # neither it nor what it is multiplied with is subnormal: some CPUs flush these
+    exponent = min(126, max(-126, math.frexp(largest)[1]))
+    scale = 2.0**-exponent if largest else 1.0
     _, _, total, squares, *_ = run(0.0, scale)
-    mean = total / finite / scale
-    _, _, off, spread, *_ = run(mean, scale)
+    shift = float(np.float32(total / finite))
+    _, _, off, spread, *_ = run(shift, scale)
     variance = max(0.0, spread / finite - (off / finite) ** 2)
     return TensorStatistics(
         low,
         high,
-        mean + off / finite / scale,
+        (shift + off / finite) / scale,
         math.sqrt(squares) / scale,
         math.sqrt(variance) / scale,
         *counts,
@@ -362,13 +416,19 @@ def _masked(pieces: Sequence[Tensor]) -> TensorStatistics:
 
 
 def _exact(flat: Tensor) -> list[Tensor]:
-    """Eleven fp64 sums on the tensor's device: nothing waits for it."""
+    """Twelve fp64 numbers on the tensor's device: nothing waits for them.
+
+    The last is what the elements were multiplied with before they were added.
+    """
     tiny = torch.finfo(flat.dtype).tiny if flat.is_floating_point() else 0.0
     is_fp8 = flat.element_size() == 1 and flat.is_floating_point()
     wide = flat.to(torch.float32) if is_fp8 else flat
     wide = wide.to(torch.float64)
     is_finite = wide.isfinite()
     y = torch.where(is_finite, wide, 0.0)
+    is_huge = y.abs().amax() > _HUGE
+    factor = torch.where(is_huge, y.new_full((), _SHRINK), 1.0)
+    y *= factor
     n = is_finite.sum()
     mean = y.sum() / n.clamp(min=1)
     spread = torch.where(is_finite, y - mean, 0.0).square().sum()
@@ -385,6 +445,7 @@ def _exact(flat: Tensor) -> list[Tensor]:
         (wide == -math.inf).sum().double(),
         is_zero.sum().double(),
         ((wide.abs() < tiny) & ~is_zero).sum().double(),
+        factor,
     ]
 
 
@@ -404,13 +465,14 @@ def _integer_sums(flat: Tensor) -> list[float]:
     squares = (wide * wide).sum()
     spread = (off * off).sum()
     extremes = [numbers.min(), numbers.max()]
-    return [*extremes, mean, squares, spread, len(wide), 0, 0, 0, zeros, 0]
+    return [*extremes, mean, squares, spread, len(wide), 0, 0, 0, zeros, 0, 1]
 
 
 def _combined(parts: list[list[Any]]) -> TensorStatistics:
     """Return chunks put together (Chan, Golub and LeVeque, COMPSTAT 1982, eq. 2.1 for
-    mean and spread).
+    mean and spread). All are added with the factor of the smallest.
     """
+    factor = min(part[-1] for part in parts)
     low = math.inf
     high = -math.inf
     squares = 0.0
@@ -418,20 +480,27 @@ def _combined(parts: list[list[Any]]) -> TensorStatistics:
     spread = 0.0
     count = 0.0
     counts = [0.0] * 5
-    for least, most, chunk_mean, chunk_squares, chunk_spread, n, *marks in parts:
+    for least, most, chunk_mean, chunk_squares, chunk_spread, n, *marks, used in parts:
         counts = [a + b for a, b in zip(counts, marks, strict=True)]
         if not n:
             continue
         low = min(low, least)
         high = max(high, most)
-        squares += chunk_squares
-        shift = chunk_mean - mean
-        spread += chunk_spread + shift * shift * count * n / (count + n)
+        more = factor / used
+        squares += chunk_squares * more * more
+        shift = chunk_mean * more - mean
+        spread += chunk_spread * more * more
+        spread += shift * shift * count * n / (count + n)
         count += n
         mean += shift * n / count
     marked = [int(c) for c in counts]
     if not count:
         return TensorStatistics(*_NO_VALUES, *marked)
     return TensorStatistics(
-        low, high, mean, math.sqrt(squares), math.sqrt(spread / count), *marked
+        low,
+        high,
+        mean / factor,
+        math.sqrt(squares) / factor,
+        math.sqrt(spread / count) / factor,
+        *marked,
     )

@@ -81,15 +81,16 @@ def counts(x: Tensor) -> Tensor:
 
 def masked_sums(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return
-    ``[min, max, sum of (x - shift) scale, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``,
+    ``[min, max, sum of x scale - shift, sum of its squares, finite, NaN, +Inf, -Inf, zeros, subnormals]``,
     all but the counts over the finite elements of ``x``, shape ``(rows, n)``; where
-    ``sums`` overflows or loses its digits.
+    ``sums`` overflows or loses its digits. The scale comes first: the difference of two
+    of the largest numbers is no number.
     """
     smallest = torch.finfo(x.dtype).tiny
     wide = x.to(torch.float32)
     size = wide.abs()
     finite = size < math.inf
-    y = torch.where(finite, (wide - shift) * scale, 0.0)
+    y = torch.where(finite, wide * scale - shift, 0.0)
     marks = (
         finite,
         wide != wide,

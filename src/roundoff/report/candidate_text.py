@@ -58,7 +58,7 @@ def print_candidate(
     Where nothing is at fault the sites that cost most follow.
     """
     comparison = summary.comparison.summary
-    print_comparison(comparison, console, top, option="--top")
+    print_comparison(comparison, console, top)
     rows = [row for row in summary.rounding if row.share is not None]
     if rows and not comparison.culprits:
         console.print(

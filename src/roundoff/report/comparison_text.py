@@ -53,12 +53,10 @@ def print_comparison(
     summary: ComparisonSummary,
     console: Console,
     limit: int = 20,
-    option: str = "-l",
 ) -> None:
     """Print the comparison with at most ``limit`` culprits and rows.
 
-    ``option`` is the option of the command that lists more. A column for which the
-    console is too narrow is left out, and a line says so.
+    A column for which the console is too narrow is left out, and a line says so.
     ``own error`` is the relative error that the operator made itself, ``times`` the
     same in units of what rounding explains.
     """
@@ -69,9 +67,9 @@ def print_comparison(
     style = f"bold {_colour(summary)}"
     _print(console, Text.assemble((verdict, style), " ", " ".join(sentences)))
     if summary.culprits:
-        _print_culprits(summary.culprits, console, limit, option)
+        _print_culprits(summary.culprits, console, limit)
     if summary.rows:
-        _print_rows(summary, console, limit, option)
+        _print_rows(summary, console, limit)
     _print_reasons(summary.coverage, console)
 
 
@@ -81,9 +79,7 @@ def _colour(summary: ComparisonSummary) -> str:
     return "yellow" if summary.culprits else "green"
 
 
-def _print_culprits(
-    culprits: Sequence[Culprit], console: Console, limit: int, option: str
-) -> None:
+def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -> None:
     shown = culprits[:limit]
     _heading(console, "Operators that made an error of their own, likeliest first")
     print_fitting(_culprit_columns(shown), console, _CULPRIT_COLUMNS)
@@ -93,7 +89,7 @@ def _print_culprits(
             _say(console, f"{place}: {detail}", style="dim")
     left = len(culprits) - len(shown)
     if left > 0:
-        _say_more(console, f"{left:,} more of them", f"{option} {len(culprits)}")
+        _say_more(console, f"{left:,} more of them", len(culprits))
 
 
 def _culprit_columns(culprits: Sequence[Culprit]) -> Columns:
@@ -137,9 +133,7 @@ def _detail(culprit: Culprit) -> str:
     return " ".join(parts)
 
 
-def _print_rows(
-    summary: ComparisonSummary, console: Console, limit: int, option: str
-) -> None:
+def _print_rows(summary: ComparisonSummary, console: Console, limit: int) -> None:
     rows = summary.rows[:limit]
     counts = ", ".join(
         f"{summary.verdicts[verdict]:,} {verdict}"
@@ -152,7 +146,7 @@ def _print_rows(
     every = max(summary.rows_total, len(summary.rows))
     left = every - len(rows)
     if left > 0:
-        _say_more(console, count(left, "more value"), f"{option} {every}")
+        _say_more(console, count(left, "more value"), every)
 
 
 #: The columns of compared values, and how a row fills each.
@@ -210,8 +204,8 @@ def _print_reasons(coverage: ComparisonCoverage, console: Console) -> None:
         _say(console, f"{reason.count:,}: {reason.reason}")
 
 
-def _say_more(console: Console, hidden: str, option: str) -> None:
-    _say(console, f"{hidden} below: {option}.", style="dim")
+def _say_more(console: Console, hidden: str, every: int) -> None:
+    _say(console, f"{hidden} below: --rows {every}.", style="dim")
 
 
 def label(value: Labelled) -> str:

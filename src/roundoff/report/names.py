@@ -6,6 +6,29 @@ import re
 from collections.abc import Collection, Iterator
 
 GAP = "…"
+#: Where a name may be broken: behind these.
+BREAKS = re.compile(r"(?<=[./_#])")
+
+
+def wrap(name: str, width: int) -> str:
+    """Break a name into lines of at most ``width`` characters, behind a dot or slash if
+    it can be.
+
+    Nothing is left out: joined, the lines are the name.
+
+    >>> wrap("encoder.layer.0.output.dense/linear", 16).splitlines()
+    ['encoder.layer.0.', 'output.dense/', 'linear']
+    """
+    lines = [""]
+    for part in BREAKS.split(name):
+        if len(lines[-1]) + len(part) > width and lines[-1]:
+            lines.append("")
+        while len(part) > width:
+            lines[-1] = part[:width]
+            lines.append("")
+            part = part[width:]
+        lines[-1] += part
+    return "\n".join(lines).rstrip("\n")
 
 
 def elide(name: str, width: int, others: Collection[str] = ()) -> str:

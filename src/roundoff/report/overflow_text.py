@@ -174,7 +174,7 @@ def _print_events(
     hidden = len(events) - len(shown)
     if hidden:
         more = count(hidden, "more event")
-        text = f"{more}; births and deaths are shown first: --limit {len(events)}."
+        text = f"{more}; births and deaths are shown first: --rows {len(events)}."
         say(console, text, style="dim")
 
 
@@ -213,7 +213,7 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
     print_fitting(columns, console, ("limit", "phase", "line", "largest"))
     hidden = len(rows) - len(shown)
     if hidden:
-        more = f"{count(hidden, 'more row')}: --limit {len(rows)}."
+        more = f"{count(hidden, 'more row')}: --rows {len(rows)}."
         say(console, more, style="dim")
 
 

@@ -1,5 +1,5 @@
 """A run in the terminal: every site of a step, or one in full. Numbers keep their
-width; names are cut in the middle."""
+width; names wrap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
-from roundoff.report.names import elide
+from roundoff.report.names import wrap
 from roundoff.report.terminal import (
     SITE_LEAST,
     heading,
@@ -78,7 +78,7 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
             say(console, f"! {row.site}: {row.reason}", style="yellow")
     hidden = len(table.rows) - len(rows)
     if hidden:
-        more = f"{count(hidden, 'more row')} below: --limit {len(table.rows)}."
+        more = f"{count(hidden, 'more row')} below: --rows {len(table.rows)}."
         say(console, more, style="dim")
 
 
@@ -346,8 +346,8 @@ def print_fitting(
     spare: Sequence[str],
     styles: Sequence[str] | None = None,
 ) -> None:
-    """Print a table with a column ``site``, which is cut in the middle, without those
-    of ``spare`` that it has no room for."""
+    """Print a table with a column ``site``, in which names wrap, without those of
+    ``spare`` that it has no room for."""
     left_out = []
     for name in spare:
         if console.width - table_width({**columns, "site": []}, 1) >= SITE_LEAST:
@@ -355,8 +355,7 @@ def print_fitting(
         if columns.pop(name, None) is not None:
             left_out.append(name)
     room = max(console.width - table_width({**columns, "site": []}, 1), 3)
-    names = set(columns["site"])
-    columns["site"] = [elide(name, room, names) for name in columns["site"]]
+    columns["site"] = [wrap(name, room) for name in columns["site"]]
     print_table(console, columns, styles=styles)
     if left_out:
         text = f"Left out at {console.width} columns: {', '.join(left_out)}."

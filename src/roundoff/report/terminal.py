@@ -52,7 +52,8 @@ def table_width(columns: Columns, gap: int) -> int:
 
 
 def _cell_width(heading: str, cells: Sequence[str]) -> int:
-    return max(map(cell_len, [heading, *cells]))
+    lines = [line for cell in cells for line in cell.split("\n")]
+    return max(map(cell_len, [heading, *lines]))
 
 
 def print_table(

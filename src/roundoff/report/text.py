@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -28,7 +28,7 @@ from roundoff.report.diagnosis import (
     VerifiedRound,
 )
 from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
-from roundoff.report.names import elide
+from roundoff.report.names import wrap
 from roundoff.report.output_columns import named
 from roundoff.report.output_table import print_outputs
 from roundoff.report.terminal import (
@@ -121,8 +121,7 @@ def print_ranking(
         say(console, "No site was measured in any format.")
         return
     shown = rows[:top]
-    sites = {row.site for row in rows}
-    left_out = _print_rows(shown, sites, console, is_planned=is_planned)
+    left_out = _print_rows(shown, console, is_planned=is_planned)
     for row in shown:
         if row.needs_note:
             note = f"! {row.rank}: {row.site} in {row.format}: {row.note}"
@@ -141,12 +140,11 @@ def print_ranking(
 
 def _print_rows(
     rows: Sequence[RankingRow],
-    sites: Collection[str],
     console: Console,
     *,
     is_planned: bool,
 ) -> list[str]:
-    """Print ranked rows, the site column as wide as the numbers leave it.
+    """Print ranked rows; names wrap in the columns that the numbers leave them.
 
     Returns what had to be left out.
     """
@@ -181,7 +179,7 @@ def _print_rows(
                 del columns[name]
             left_out.append(label)
     room = max(_room_for_sites(columns, console), 3)
-    columns["site"] = [elide(name, room, sites) for name in columns["site"]]
+    columns["site"] = [wrap(name, room) for name in columns["site"]]
     styles = ["bold" if is_planned and row.format == row.chosen else "" for row in rows]
     print_table(console, columns, styles=styles)
     return left_out

@@ -30,7 +30,7 @@ from roundoff.train.fp32_parameters import (
     fp32_parameters,
     run_on_weights,
 )
-from roundoff.train.scaling.delayed_read import DelayedRead
+from roundoff.train.scaling.delayed_read import DelayedRead, moved
 
 METHODS = ("stochastic", "kahan", "nearest")
 #: The key of the count of rounded steps in ``optimizer.param_groups``.
@@ -303,7 +303,7 @@ class Updates:
         by_group: list[list[Tensor]] = [[] for _ in range(groups)]
         with torch.no_grad():
             for step in steps:
-                counts = step.counts().to(device, non_blocking=True)
+                counts = moved(step.counts(), device)
                 by_group[step.group].append(counts)
             none = torch.zeros(2, dtype=torch.int64, device=device)
             sums = [torch.stack([none, *counts]).sum(0) for counts in by_group]

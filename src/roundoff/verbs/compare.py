@@ -139,35 +139,35 @@ class Comparison:
         table = judged(self.table.drop("verdict", strict=False), limits, margin)
         return Comparison(table, replace(self.about, limits=limits, margin=margin))
 
-    def summary(self, limit: int | None = None) -> ComparisonSummary:
+    def summary(self, rows: int | None = None) -> ComparisonSummary:
         """The comparison without its table.
 
         Args:
-            limit: how many culprits, and rows to look at: those that fail, then the
+            rows: how many culprits, and rows to look at: those that fail, then the
                 largest contributions. None for all culprits and no rows.
         """
-        summary = summarise(self.table, self.about, self._named, self.coverage, limit)
-        if limit is None:
+        summary = summarise(self.table, self.about, self._named, self.coverage, rows)
+        if rows is None:
             return summary
-        return replace(summary, rows=rows_to_show(self.table, limit))
+        return replace(summary, rows=rows_to_show(self.table, rows))
 
-    def to_dict(self, limit: int = 20) -> dict[str, Any]:
+    def to_dict(self, rows: int = 20) -> dict[str, Any]:
         """The comparison as plain data, with the culprits and rows of ``summary``."""
-        return {"answer": self.answer, **plain(self.summary(limit))}
+        return {"answer": self.answer, **plain(self.summary(rows))}
 
     @cached_property
     def answer(self) -> str:
         """The first paragraph of the report."""
         return " ".join(answer_comparison(self.summary()))
 
-    def report(self, path: str | Path, *, limit: int = 2000) -> None:
+    def report(self, path: str | Path, *, rows: int = 2000) -> None:
         """Write one self-contained HTML page to a path or URL.
 
         It shows the culprits and rows of ``summary``. Raises ``OutputError`` when it
         cannot be written.
         """
         points = chart_points(self.table, self.divergence)
-        write_comparison(replace(self.summary(limit), points=points), path)
+        write_comparison(replace(self.summary(rows), points=points), path)
 
     def save(self, path: str | Path) -> None:
         """Write ``comparison.parquet`` and ``comparison.json`` into a folder or URL.

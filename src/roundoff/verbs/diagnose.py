@@ -50,15 +50,17 @@ DEFAULT_TARGET = "40dB"
 #: Points of the curve of cost against SQNR, and how far it goes beyond the target and
 #: the cheapest plan, in dB.
 PARETO_POINTS = 10
+#: Programs that are solved for a point of it, at most.
+PARETO_ROUNDS = 3
 BEYOND_TARGET_DB = 15.0
 PARETO_RANGE_DB = 30.0
-#: Sites that are rounded alone.
-SCATTER_SITES = 48
+#: Sites that are rounded alone, each in a forward pass of the first batch.
+CHECKED_SITES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the budget of a diagnosis is measured.
+    """How a diagnosis is measured, and what it tries beyond the plan.
 
     Attributes:
         of: a part of the output, by name; None for all of it (see ``roundoff.budget``).
@@ -66,6 +68,8 @@ class Sampling:
         precision: standard error of a site's SQNR in dB at which measuring may end.
         memory: bytes that probe gradients may take.
         seed: of the sign vectors.
+        pareto: also solve for other targets, to show what accuracy costs.
+        checks: sites to round alone, to check their predictions; 0 for none.
     """
 
     of: str | None = None
@@ -73,6 +77,8 @@ class Sampling:
     precision: float | str | None = None
     memory: int | None = None
     seed: int = 0
+    pareto: bool = True
+    checks: int = CHECKED_SITES
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ def diagnose(
     precision: float | str | None = None,
     memory: int | None = None,
     seed: int = 0,
+    pareto: bool = True,
+    checks: int = CHECKED_SITES,
     progress: Progress | None = None,
     candidate: str | Path | None = None,
     **recording: Any,
@@ -149,6 +157,8 @@ def diagnose(
         precision: where measuring may end, and
         memory: how much it may take, as in ``roundoff.budget``.
         seed: of the sign vectors.
+        pareto: also solve for ten other targets, to show what accuracy costs.
+        checks: how many sites to round alone, to check their predictions.
         progress: called as work goes on.
         candidate: ``bf16`` or ``fp16``, ``compile`` with its ``backend``, a device,
             ``channels_last``, ``threads=N``, ``mkldnn=off``, ``float64``, or another
@@ -167,7 +177,13 @@ def diagnose(
         allow=allow or {},
     )
     sampling = Sampling(
-        of=of, probes=probes, precision=precision, memory=memory, seed=seed
+        of=of,
+        probes=probes,
+        precision=precision,
+        memory=memory,
+        seed=seed,
+        pareto=pareto,
+        checks=checks,
     )
     if candidate is not None:
         from roundoff.verbs.diagnose_candidate import diagnose_candidate
@@ -210,7 +226,9 @@ def diagnose_workload(
         )
     with _timed(seconds, "plan"):
         plan = choose(measured, goal)
-        curve = pareto(Problem(measured, goal), plan)
+        curve: list[TradeoffPoint] = []
+        if sampling.pareto:
+            curve = tradeoff(Problem(measured, goal), plan, progress)
     with _timed(seconds, "verify"):
         drop = goal.metric_drop
         proof = verify(
@@ -221,7 +239,7 @@ def diagnose_workload(
             goal=goal,
             progress=progress,
         )
-        points = scatter(workload, measured, proof.plan, sampling.of, progress)
+        points = scatter(workload, measured, proof.plan, sampling, progress)
     about = measured.about
     verification = proof.summary()
     summary = DiagnosisSummary(
@@ -270,10 +288,13 @@ def _formats(measured: Budget, plan: Plan) -> dict[str, str]:
     return plan.formats(site.site for site in measured.sites)
 
 
-def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
-    """Return the cheapest plans at evenly spaced targets.
+def tradeoff(
+    problem: Problem, plan: Plan, progress: Progress | None = None
+) -> list[TradeoffPoint]:
+    """Return the cheapest plans at evenly spaced targets, each reported when it is there.
 
-    From everything in its cheapest format to almost exact.
+    From everything in its cheapest format to almost exact. A plan that meets the next
+    target too is the cheapest for it as well, so nothing is solved for that.
     """
     lowest_formats, _ = problem.lowest()
     lowest_db = problem.budget.predict(lowest_formats).db
@@ -282,15 +303,19 @@ def pareto(problem: Problem, plan: Plan) -> list[TradeoffPoint]:
     low = max(lowest_db, 0.0) if math.isfinite(lowest_db) else 0.0
     high = max(asked + BEYOND_TARGET_DB, low + PARETO_RANGE_DB)
     full = problem.cost_of({})
-    points = []
+    points: list[TradeoffPoint] = []
+    predicted = -math.inf
     for index in range(PARETO_POINTS):
         target_db = low + (high - low) * index / (PARETO_POINTS - 1)
-        try:
-            chosen = problem.cheapest(target_db)
-        except InfeasibleError:
-            break
-        predicted = problem.budget.predict(chosen).db
-        if math.isfinite(predicted):
+        if predicted < target_db:
+            try:
+                chosen = problem.cheapest(target_db, PARETO_ROUNDS)
+            except InfeasibleError:
+                break
+            predicted = problem.budget.predict(chosen).db
+        if progress is not None:
+            progress("cost of each target", index + 1, PARETO_POINTS)
+        if target_db <= predicted < math.inf:
             cost = problem.cost_of(chosen)
             point = TradeoffPoint(
                 target_db=target_db,
@@ -306,23 +331,27 @@ def scatter(
     workload: Workload,
     measured: Budget,
     plan: Plan,
-    part: str | None,
+    sampling: Sampling,
     progress: Progress | None = None,
 ) -> list[ScatterPoint]:
-    """Round each of up to 48 sites alone on the first batch: predicted and measured.
+    """Round each of ``sampling.checks`` sites alone on the first batch, predicted and
+    measured.
 
     The sites are spread over the ranking. The format is the plan's for that site, or
     the first one measured where the plan leaves the site alone.
     """
+    if not sampling.checks:
+        return []
+    part = sampling.of
     costs = _as_planned(measured, plan)
-    step = max(1, math.ceil(len(costs) / SCATTER_SITES))
+    step = max(1, math.ceil(len(costs) / sampling.checks))
     picked = costs[::step]
     first = slice(0, 1)
     reference = run_batches(workload, target=part, batches=first).targets
     points = []
     for index, cost in enumerate(picked):
         if progress is not None:
-            progress("one site at a time", index, len(picked))
+            progress("one site at a time", index + 1, len(picked))
         alone = {cost.site: cost.format}
         predicted = measured.predict(alone, batch=0).db
         rounded = run_batches(workload, alone, target=part, batches=first).targets

@@ -378,7 +378,7 @@ def _with_shares(
     comparison: Comparison, ranking: Sequence[RankingRow]
 ) -> AnsweredComparison:
     """Return a comparison as ``to_dict`` has it, its culprits with their share."""
-    summary = comparison.summary(limit=20)
+    summary = comparison.summary(rows=20)
     divergence = summary.divergence
     if divergence is not None:
         divergence = _with_share(divergence, ranking)

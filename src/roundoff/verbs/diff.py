@@ -37,7 +37,7 @@ def diff(
     rank: int | None = None,
     step: int | None = None,
     place: int | None = None,
-    limit: int = 10,
+    rows: int = 10,
     modules: Mapping[str, str] | None = None,
 ) -> ValueDifference:
     """Compare one value of two recorded runs.
@@ -55,7 +55,7 @@ def diff(
         rank: the first that both runs have when None.
         step: the first that both runs have when None.
         place: which output of the site; its first when None.
-        limit: how many elements of each list.
+        rows: how many elements of each list.
         modules: as of ``compare``.
 
     Raises ``RunError`` when neither run has the site; the message has the nearest
@@ -93,7 +93,7 @@ def diff(
         search.sides,
         search.pairs,
         (twin, row),
-        limit=limit,
+        limit=rows,
         without_tensors=without_tensors(ours, theirs),
     )
 

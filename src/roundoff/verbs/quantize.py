@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from roundoff.budget import Progress
+from roundoff.budget import Progress, TargetText, parse_aim
 from roundoff.errors import QuantizationError
 from roundoff.export import (
     SAMPLES,
@@ -112,7 +112,8 @@ def quantize(
     *,
     output: str | Path,
     formats: Sequence[str] = ("int8",),
-    target: str | Mapping[str, float | str] | None = None,
+    target: TargetText | None = None,
+    metric_drop: float | str | None = None,
     of: str | None = None,
     skip: Iterable[str] = (),
     pin: Mapping[str, str] | None = None,
@@ -158,8 +159,8 @@ def quantize(
         batches: calibration data; by default the workload's.
         output: folder for all files; new or empty.
         **arguments: without ``output`` those of ``roundoff.quantize.quantize``. With it:
-            ``formats``, ``target``, ``of``, ``skip``, ``pin``, ``cost``, ``options``,
-            ``rounding``, ``samples``, ``prune``, ``qat``, ``epochs``, ``lr``,
+            ``formats``, ``target``, ``metric_drop``, ``of``, ``skip``, ``pin``, ``cost``,
+            ``options``, ``rounding``, ``samples``, ``prune``, ``qat``, ``epochs``, ``lr``,
             ``distill`` and ``tradeoff``, the fields of ``roundoff.export.Ask``;
             ``config``, an AMCT file (``.cfg``, ``.json``) in the place of a plan;
             ``onnx=False``, to export and prove no file;
@@ -237,13 +238,19 @@ def _ask(
     plan: Plan | str | Path | None,
     *,
     formats: Sequence[str] = ("int8",),
+    target: TargetText | None = None,
+    metric_drop: float | str | None = None,
     skip: Iterable[str] = (),
     pin: Mapping[str, str] | None = None,
     options: Options | None = None,
     rounding: Rounding | None = None,
     **asked: Any,
 ) -> Ask:
+    aim = parse_aim(target, metric_drop)
+    if aim.metric_drop is not None and target is None:
+        target = f"{aim.metric_drop * 100:.15g}%"
     return Ask(
+        target=target,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         formats=tuple(formats),
         skip=tuple(skip),

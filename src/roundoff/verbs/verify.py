@@ -17,15 +17,17 @@ from roundoff.budget import (
     TargetText,
     all_met,
     deciding,
+    is_drop,
     metric_at,
     output_rows,
+    parse_drop,
     parse_target,
     reached_db,
     rescaled,
     rows_aside,
 )
 from roundoff.budget import budget as measure
-from roundoff.errors import InfeasibleError
+from roundoff.errors import InfeasibleError, PlanError
 from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.verbs.blame import blamed
@@ -100,7 +102,7 @@ def verify(
     *,
     budget: Budget | None = None,
     target: TargetText | None = None,
-    metric_drop: float | None = None,
+    metric_drop: float | str | None = None,
     of: str | None = None,
     goal: Goal | None = None,
     native: bool = True,
@@ -123,8 +125,9 @@ def verify(
         plan: the plan.
         budget: that the plan comes from.
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
-            plan's own by default.
-        metric_drop: most that the measured metric may lose.
+            plan's own by default. ``"0.5%"`` is a ``metric_drop``.
+        metric_drop: most that the measured metric may lose: ``0.005``, ``"0.5%"`` of 1.
+            Without it and ``target`` the one that the plan was made for.
         of: a part of the output by name, a site or ``"loss"``; what the budget or else the
             plan was made for by default.
         goal: costs, pins and formats of a plan that is solved again.
@@ -133,13 +136,21 @@ def verify(
         progress: called as work goes on.
 
     Raises:
-        PlanError: the plan's sites are not this model's, or the target names no output.
+        PlanError: the plan's sites are not this model's, the target names no output, or
+            the workload has no metric that a drop could be measured of.
         WorkloadError: there is no such part.
     """
+    if is_drop(target) and metric_drop is None:
+        metric_drop = str(target)
+        target = None
+    drop = None if metric_drop is None else parse_drop(metric_drop)
+    if drop is None and target is None:
+        drop = plan.figures.metric_drop
+    _check_metric(workload, drop)
     wanted = _target_of(plan) if target is None else parse_target(target)
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
     part = _part(plan, budget) if of is None else of
-    verifier = _Verifier(judged, budget, wanted, metric_drop, part, goal, progress)
+    verifier = _Verifier(judged, budget, wanted, drop, part, goal, progress)
     if target is not None:
         parse_target(target).check(verifier.output_names)
     candidate: _Candidate | None = verifier.first(plan)
@@ -503,6 +514,17 @@ class _Verifier:
             )[1],
             native_db=native_db,
             native_note=note,
+        )
+
+
+def _check_metric(workload: Workload, drop: float | None) -> None:
+    if drop is not None and workload.metric is None:
+        raise PlanError(
+            "the drop of a metric cannot be measured: the workload has none",
+            where="metric_drop",
+            expected="metric(outputs, batches) in the workload",
+            got=f"a drop of {drop:g} at most",
+            do="define metric, or ask for dB: target=40",
         )
 
 

@@ -635,7 +635,7 @@ def test_no_such_tensor_says_which_there_are():
 @pytest.mark.parametrize("name", NAMES)
 def test_show(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["show", str(DUMPS / name), "--limit", "500"]) == 0
+    assert main(["show", str(DUMPS / name), "--rows", "500"]) == 0
     said = capsys.readouterr().out
     assert (
         "4 tensors with NaN or Inf"

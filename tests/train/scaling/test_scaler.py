@@ -82,6 +82,40 @@ def test_scales_and_weights_are_those_of_torch(plan, clip, interval, make):
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("reads", ["nothing", "gradients", "norm"])
+def test_scales_that_are_no_powers_of_two(optimizer, fused, reads):
+    """Kernels of fused optimizers divide; torch multiplies with the reciprocal elsewhere.
+
+    So the last bit depends on whether the program unscales before the step, as it does
+    where it reads gradients or clips them.
+    """
+    theirs, ours = Planted(), Planted()
+    constants = {"init_scale": 777.7, "growth_factor": 1.7, "growth_interval": 2}
+    reference = torch.amp.GradScaler("cpu", **constants)
+    scaler = ro.LossScaler(**constants)
+    one, other = (optimizer(m.parameters(), 0.01, fused=fused) for m in (theirs, ours))
+    for number in range(6):
+        one.zero_grad()
+        other.zero_grad()
+        (x,) = micro_batches(number, 1)
+        reference.scale(theirs(x).square().mean()).backward()
+        scaler.backward(ours(x).square().mean())
+        clip = 0.1 if reads == "norm" else None
+        if reads != "nothing":
+            reference.unscale_(one)
+        if reads == "gradients":
+            scaler.unscale(other)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+        reference.step(one)
+        reference.update()
+        scaler.step(other, clip=clip)
+        assert scaler.get_scale() == reference.get_scale()
+        assert same(bits(theirs), bits(ours))
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     pattern=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundoff.budget import Progress
+from roundoff.budget import Progress, TargetText
 from roundoff.export.delivery.records import TrialRow
 from roundoff.export.delivery.request import Ask
 from roundoff.formats import parse_format
@@ -60,7 +60,7 @@ def choose(start: Workload, ask: Ask, progress: Progress | None = None) -> Chose
 def _search(
     start: Workload,
     ask: Ask,
-    target: str | Mapping[str, float | str],
+    target: TargetText,
     progress: Progress | None,
 ) -> Chosen:
     reached = reach(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from roundoff.budget import SqnrTarget, parse_target
+from roundoff.budget import SqnrTarget, TargetText, is_drop, parse_drop, parse_target
 from roundoff.errors import FormatError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS, Plan
@@ -28,9 +28,6 @@ METHODS = {
     "dmq": ("dmq", "nearest"),
     "dmq+gptq": ("dmq", "gptq"),
 }
-_GOAL = re.compile(
-    r"\s*(?P<number>\d+(?:\.\d*)?)\s*(?P<unit>%|dB)\s*", flags=re.IGNORECASE
-)
 _N_OF_M = re.compile(r"(?P<n>\d+):(?P<m>\d+)")
 _SHARE = re.compile(r"(?P<kind>channel|magnitude):(?P<share>\d*\.?\d+)")
 
@@ -92,7 +89,7 @@ class Ask:
     """
 
     formats: tuple[str, ...] = ("int8",)
-    target: str | Mapping[str, float | str] | None = None
+    target: TargetText | None = None
     of: str | None = None
     plan: Plan | None = None
     skip: tuple[str, ...] = ()
@@ -201,32 +198,20 @@ def check_workload(workload: Workload, ask: Ask) -> None:
         )
 
 
-def parse_goal(target: str | Mapping[str, float | str]) -> QualityTarget:
-    """Parse a target.
+def parse_goal(target: TargetText) -> QualityTarget:
+    """Parse a target; decibels may stand without their unit, as in ``roundoff.plan``.
 
-    >>> parse_goal("0.5%")[:3], parse_goal("38 dB").value
-    (('drop', 0.005, '0.5%'), 38.0)
+    >>> parse_goal("0.5%")[:3], parse_goal("38 dB").value, parse_goal("38").text
+    (('drop', 0.005, '0.5%'), 38.0, '38dB')
     >>> parse_goal("cls=40dB,price=30dB").sqnr.of_output("price")
     30.0
     """
-    if isinstance(target, Mapping) or "=" in target:
-        sqnr = parse_target(target)
-        text = target if isinstance(target, str) else str(sqnr)
-        return QualityTarget("db", sqnr.db, text, sqnr)
-    text = target
-    match = _GOAL.fullmatch(text)
-    if match is None:
-        raise QuantizationError(
-            "not a target",
-            where="--target",
-            got=repr(text),
-            expected="a drop of the metric such as 0.5% (of 1), or decibels such as 38dB, "
-            "for each output cls=40dB,price=30dB",
-        )
-    number = float(match["number"])
-    if match["unit"] == "%":
-        return QualityTarget("drop", number / 100, text)
-    return QualityTarget("db", number, text, SqnrTarget(number))
+    if is_drop(target):
+        return QualityTarget("drop", parse_drop(str(target)), str(target))
+    sqnr = parse_target(target)
+    has_unit = isinstance(target, str) and "db" in target.lower()
+    text = str(target) if has_unit else str(sqnr)
+    return QualityTarget("db", sqnr.db, text, sqnr)
 
 
 def parse_prune(text: str) -> Prune:

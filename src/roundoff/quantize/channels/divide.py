@@ -73,7 +73,9 @@ def divide_(calibration: Calibration, weights: Importance) -> Gain:
         if noise is None:
             continue
         sizes = [inputs.rows.shape[-1]]
-        logs, first, last = descend(noise, sizes, steps=STEPS, rate=0.05)
+        logs, first, last = descend(
+            noise, sizes, steps=STEPS, rate=0.05, device=inputs.rows.device
+        )
         if math.isnan(first):
             continue
         if last < first:

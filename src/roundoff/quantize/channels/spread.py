@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from roundoff.formats import PerTensor
+from roundoff.plan import device_of
 from roundoff.quantize.calibration import Calibration
 from roundoff.quantize.channels.follow import follow_channels
 from roundoff.quantize.channels.groups import Binding, ChannelGroup, groups_of
@@ -61,6 +62,7 @@ def descend(
     steps: int,
     rate: float,
     bounds: Sequence[tuple[Tensor, Tensor]] = (),
+    device: torch.device | None = None,
 ) -> tuple[list[Tensor], float, float]:
     """Minimise ``log noise`` over the logarithms of channel factors.
 
@@ -72,7 +74,8 @@ def descend(
         sizes: of the logs, which start at 0.
         steps: of Adam.
         rate: of the first step.
-        bounds: the lowest and highest logs.
+        bounds: the lowest and highest logs, on the same device.
+        device: where the noise is computed, and the logs lie.
 
     Returns:
         The best logs, and the noise before and after. NaN for both where there is no
@@ -83,7 +86,7 @@ def descend(
     >>> round(float(logs[0]), 2), before > after
     (0.5, True)
     """
-    logs = [torch.zeros(size, requires_grad=True) for size in sizes]
+    logs = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     best = [log.detach().clone() for log in logs]
     with torch.enable_grad():
         first = noise(logs)
@@ -136,7 +139,8 @@ def spread_(
         [group.size for group in groups],
         steps=steps,
         rate=0.06,
-        bounds=_bounds(calibration.graph, weights, groups),
+        bounds=_bounds(calibration.graph, weights, groups, device_of(model)),
+        device=device_of(model),
     )
     if math.isnan(before):
         return _no_gain("no channel that can be rescaled costs the output anything")
@@ -163,8 +167,8 @@ def _noise_without(
         return after
     places = {id(rescaling) for rescaling in left}
     logs = [
-        torch.zeros(r.group.size) if id(r) in places else r.factors.log().float()
-        for r in rescalings
+        torch.zeros_like(log) if id(r) in places else log
+        for r, log in ((r, r.factors.log().float()) for r in rescalings)
     ]
     return float(noise(logs))
 
@@ -209,7 +213,7 @@ class _Side:
 
     def log_scales(self, logs: Sequence[Tensor]) -> Tensor:
         """log s for each channel, 0 where no group is."""
-        scales = torch.zeros(self.length)
+        scales = logs[0].new_zeros(self.length)
         for part in self.parts:
             repeated = logs[part.group].repeat_interleave(part.index.shape[1])
             scales = scales.index_put((part.index.flatten(),), repeated)
@@ -384,27 +388,30 @@ def _largest_by_channel(
 
 
 def _bounds(
-    graph: Graph, weights: Importance, groups: Sequence[ChannelGroup]
+    graph: Graph,
+    weights: Importance,
+    groups: Sequence[ChannelGroup],
+    device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """The lowest and highest log s of each group.
+    """The lowest and highest log s of each group, on a device.
 
     Only clips bound them: no channel may come to pass a bound that it did not pass.
     """
     makers = _parts_by_name([group.producers for group in groups])
     bounds = []
     for i, group in enumerate(groups):
-        low = torch.full((group.size,), -math.inf)
-        high = torch.full((group.size,), math.inf)
+        low = torch.full((group.size,), -math.inf, device=device)
+        high = torch.full((group.size,), math.inf, device=device)
         for operator in group.operators:
             if operator.law != "clipped" or operator.bounds is None:
                 continue
             parts = _origin(graph, operator.site, makers)
             index = next((part.index for part in parts if part.group == i), None)
             lowest = _lowest_under_clip(weights, operator, index)
-            high = torch.minimum(high, torch.zeros(group.size))
+            high = high.clamp(max=0.0)
             if lowest is None:
-                low = torch.zeros(group.size)
-                high = torch.zeros(group.size)
+                low = torch.zeros_like(low)
+                high = torch.zeros_like(high)
             else:
                 low = torch.maximum(low, lowest)
         bounds.append((low, high))

@@ -83,6 +83,7 @@ def divergences(counts: Tensor, levels: int) -> dict[int, float]:
     ``j * i // levels`` to ``(j + 1) * i // levels``. Inf where Q has no mass for the
     last bin of P.
     """
+    counts = counts.cpu()  # a few thousand: on a GPU each step would cost a launch
     used = counts.nonzero()
     if not len(used):
         return {}

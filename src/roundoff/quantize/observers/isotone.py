@@ -100,7 +100,8 @@ class Isotone(HistogramObserver):
             high = torch.maximum(-low, high)
             low = -high
         q = range_qparams(low[:, None], high[:, None], fmt, self.dtype)
-        flat = self.pairs.flatten().expand(len(factors), -1)
+        pairs = self.pairs.to(histogram.low.device)
+        flat = pairs.flatten().expand(len(factors), -1)
         first, second = (
             fake_quantize(flat, QParams(q.scale, q.zero_point), fmt)
             .reshape(len(factors), -1, 2)

@@ -210,7 +210,7 @@ def patches(
         groups: of the channels.
         output_padding: of transposed convolutions.
         share: in (0, 1].
-        generator: of the positions, on x's device.
+        generator: of the positions, on any device; torch's own on x's device without.
 
     Example:
         >>> x, weight = torch.randn(2, 4, 6, 6), torch.randn(8, 2, 3, 3)
@@ -362,10 +362,14 @@ def _with_zeros_between(x: Tensor, strides: Sequence[int]) -> Tensor:
 def _draw(
     count: int, share: float, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """A draw of ``share`` of ``count`` positions, in order."""
+    """A draw of ``share`` of ``count`` positions, in order.
+
+    It is drawn where the generator is, so that a seed gives the same on every device.
+    """
     kept = max(1, round(share * count))
-    drawn = torch.randperm(count, generator=generator, device=device)[:kept]
-    return drawn.sort().values
+    place = device if generator is None else generator.device
+    drawn = torch.randperm(count, generator=generator, device=place)[:kept]
+    return drawn.sort().values.to(device)
 
 
 def _per_axis(value: int | Sequence[int], dimensions: int) -> list[int]:

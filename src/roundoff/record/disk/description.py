@@ -32,6 +32,7 @@ class CallCoverage:
     calls: int | None = None
     operators: dict[str, int] | None = None
     stopped: str | None = None
+    failed: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class RunDescription:
         coverage: what was seen; written when the recording ends.
         unfinished: the step in which the program failed.
         stopped: why the recording stopped.
+        failed: the program or its recording failed, so the run may be replaced.
         tool: which wrote the run, where it is not roundoff.
     """
 
@@ -84,6 +86,7 @@ class RunDescription:
     coverage: CallCoverage | None = None
     unfinished: int | None = None
     stopped: str | None = None
+    failed: bool | None = None
     tool: str | None = None
 
     @staticmethod

@@ -39,7 +39,8 @@ def claim(
     change nothing.
 
     A run that is there already is refused, unless it has the same identity (then this
-    rank joins it, and its steps so far stay) or ``overwrite`` is true: then rank 0
+    rank joins it, and its steps so far stay), its recording failed, or ``overwrite`` is
+    true: then rank 0
     deletes ``run.json`` and the folders of ranks from ``ranks`` on, and each rank its
     own folder, so that ranks that start at different times don't delete each other's.
     Only files with the names that a writer gives them are deleted.
@@ -69,6 +70,7 @@ def _claim(
             do="choose another place with -o",
         )
     path.mkdir(parents=True, exist_ok=True)
+    overwrite = overwrite or has_failed(path)
     joins = _may_join(path, rank, identity, overwrite=overwrite)
     doomed = _doomed_folders(path, rank, ranks) if overwrite else []
     rank_folder = path / rank_name(rank)
@@ -107,6 +109,15 @@ def _may_join(path: Path, rank: int, identity: str | None, *, overwrite: bool) -
     if is_taken and not overwrite:
         raise _taken(path)
     return present is not None and not is_taken
+
+
+def has_failed(path: Path) -> bool:
+    """Return True where the run in the folder says that its recording failed or stopped.
+
+    Such a run may be replaced without being asked.
+    """
+    present = _read_about(path) or {}
+    return present.get("failed") is True or bool(present.get("stopped"))
 
 
 def _doomed_folders(path: Path, rank: int, ranks: int) -> list[Path]:

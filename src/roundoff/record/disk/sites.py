@@ -27,6 +27,8 @@ SORTS: dict[str, pl.Expr] = {
     "own": (pl.col("own_l2") / pl.col("l2")).fill_nan(None),
 }
 ORDER = "order"
+#: What the sites of a step may be sorted by.
+SORT_KEYS = (ORDER, *SORTS)
 PHASES = ("forward", "backward", "optimizer", "collective")
 
 #: What a missing value of these columns stands for.
@@ -260,7 +262,7 @@ def describe_sites(
     steps = sorted(set(pairs.filter(pl.col("rank") == rank)["step"]))
     step = _choose("step", step, steps, steps[-1])
     _check_name("phase", phase, PHASES)
-    _check_name("sort key", sort, (ORDER, *SORTS))
+    _check_name("sort key", sort, SORT_KEYS)
     this_step = (pl.col("rank") == rank) & (pl.col("step") == step)
     all_rows = lazy.filter(this_step).sort("record").collect()
     rows = all_rows if phase is None else all_rows.filter(pl.col("phase") == phase)

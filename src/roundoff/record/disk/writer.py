@@ -147,6 +147,15 @@ class Writer:
         self._guarded(lambda: self._close(about))
         self._closed = True
 
+    def fail(self) -> None:
+        """Say in ``run.json`` of a closed run that its recording failed.
+
+        The next run into the folder may replace it.
+        """
+        self.about["failed"] = True
+        if self.rank == 0 and not self.stopped:
+            self._write_about()
+
     def __enter__(self) -> Writer:
         return self
 

@@ -7,6 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundoff.record import in_graph_capture
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on another device; the host waits only for what comes to the host.
+
+    Kernels of a GPU that follow stand behind the copy. Those of the CPU do not: they
+    would read the memory before anything has arrived there.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
 
 class DelayedRead:
     """A copy of a 0-d integer tensor of a CUDA device that is under way to the host."""
@@ -18,8 +29,11 @@ class DelayedRead:
     def send(self, value: Tensor) -> None:
         """Start a copy, behind what the device has still to do.
 
-        Nothing is sent as long as the last copy is under way.
+        Nothing is sent as long as the last copy is under way, and into no CUDA graph,
+        where an event of before may not be asked.
         """
+        if in_graph_capture():
+            return
         if self._host is None:
             self._host = torch.zeros((), dtype=value.dtype, pin_memory=True)
         if self._event is not None and not self._event.query():

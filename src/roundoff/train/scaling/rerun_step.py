@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from roundoff.preserve import random_states, set_random_states
 from roundoff.train.scaling.backward_graph import OUTPUT
 from roundoff.train.scaling.step_gradients import write_count
 from roundoff.unforeseen import OurPart
@@ -327,23 +328,17 @@ def _versions(modules: Modules, args: Any, kwargs: Any) -> _Versions:
 
 
 def _random_states() -> dict[str, Any]:
-    states = {
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
-        "cpu": torch.get_rng_state(),
+        "torch": random_states(),
     }
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        states["cuda"] = cuda.get_rng_state_all()
-    return states
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    set_random_states(states["torch"])
 
 
 def _autocast_states() -> dict[str, tuple[bool, torch.dtype, bool]]:

@@ -32,6 +32,7 @@ from roundoff.train.scaling.step_gradients import (
     GradientVersions,
     StepGradients,
     check_loss,
+    divides_by_scale,
     first_few,
     largest_of,
     takes_found_inf,
@@ -286,7 +287,11 @@ class LossScaler:
                 "skip steps that would have been good (LossScaler(enabled=False) passes through)",
             )
         state = self._on(gradients.values()[0].device)
-        return gradients, gradients.unscale_(state.scale, self.saturation)
+        # with torch's scaler, who reads or clips gradients has unscaled them before
+        is_step = where == "LossScaler.step" and clip is None
+        fused = filter(divides_by_scale, optimizers) if is_step else ()
+        divided = set(map(id, _parameters(fused)))
+        return gradients, gradients.unscale_(state.scale, self.saturation, divided)
 
     def _no_backward(self, where: str) -> ScalerError:
         what = "nothing was run backward by this scaler"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from roundoff.errors import ScalerError
 from roundoff.formats import BlockFormat, parse_format
+from roundoff.train.scaling.delayed_read import moved
 
 #: Gradients, the smallest, whose sum is kept.
 _SUMMED = 4
@@ -98,8 +99,15 @@ class StepGradients:
 
     def values(self) -> list[Tensor]:
         """Return the tensors to work on; of a sparse gradient its stored values."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return [g._values() if g.is_sparse else g for g in gradients]
+        return [value for _, value in self._with_values()]
+
+    def _with_values(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give each parameter with the tensor to work on."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                is_sparse = gradient.is_sparse
+                yield parameter, gradient._values() if is_sparse else gradient
 
     @property
     def sparse(self) -> bool:
@@ -110,8 +118,15 @@ class StepGradients:
         """Return the dtypes of parameters and gradients."""
         return {p.dtype for p in self.parameters} | {g.dtype for g in self.values()}
 
-    def unscale_(self, scale: Tensor, saturation: float | None) -> Tensor:
+    def unscale_(
+        self, scale: Tensor, saturation: float | None, divided: Container[int] = ()
+    ) -> Tensor:
         """Divide all gradients in place by the scale.
+
+        As torch's scaler does it, so that all bits agree: gradients are multiplied with
+        the reciprocal, but those of the parameters with an id in ``divided`` divided,
+        as the kernels of fused optimizers do. A scale that is a power of two makes no
+        difference.
 
         Return 1 where one was NaN, Inf or at least ``saturation`` before, else 0: 0-d
         float32 on the device of the scale.
@@ -120,19 +135,23 @@ class StepGradients:
         # imprecise on some devices
         wide = scale if scale.device.type == "mps" else scale.double()
         inverse = wide.reciprocal().float()
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for value in self.values():
-            alike.setdefault((value.device, value.dtype), []).append(value)
+        alike: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+        for parameter, value in self._with_values():
+            key = value.device, value.dtype, id(parameter) in divided
+            alike.setdefault(key, []).append(value)
         overflow = torch.zeros((), dtype=torch.float32, device=scale.device)
         with torch.no_grad():
-            for (device, _), values in alike.items():
+            for (device, _, divides), values in alike.items():
                 on_device = _any_saturated(values, saturation, device)
+                factor = torch.ones_like(inverse) if divides else inverse
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    values, on_device, inverse.to(device, non_blocking=True)
+                    values, on_device, moved(factor, device)
                 )
+                if divides:
+                    torch._foreach_div_(values, moved(scale, device))
                 # not the sum: a fused optimizer skips where this equals 1
-                moved = on_device.to(scale.device, non_blocking=True)
-                overflow = torch.maximum(overflow, moved)
+                on_scale = moved(on_device, scale.device)
+                overflow = torch.maximum(overflow, on_scale)
         return overflow
 
 
@@ -216,6 +235,11 @@ class GradientVersions:
         return with_gradient
 
 
+def divides_by_scale(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's kernel divides by torch's scale itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Return True if the optimizer itself leaves weights and state alone where its
     ``found_inf`` is 1.
@@ -223,7 +247,7 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     Then nobody has to ask the device. Not SGD with momentum: torch's fused kernel then
     leaves a momentum buffer that was never written.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not divides_by_scale(optimizer):
         return False
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return False

@@ -17,6 +17,7 @@ from roundoff.record import (
     LARGEST,
     ROW,
     compiled,
+    in_graph_capture,
     in_memory_order,
     measure,
     pieces_of,
@@ -52,7 +53,8 @@ def summarize_tensor(tensor: Tensor) -> TensorSummary | Tensor | None:
     """Read what a row says of a tensor.
 
     On the CPU these are numbers, elsewhere ``[least, most, sum, norm]`` that nobody has
-    waited for, None where there are no values to read (meta tensors).
+    waited for, None where there are no values to read (meta tensors, and what a CUDA
+    graph being captured will compute later).
     """
     with torch._C.DisableTorchFunction():  # modes of the program don't see us
         # nearly all take this short way, since none of the rest is in the processor's
@@ -74,6 +76,8 @@ def summarize_tensor(tensor: Tensor) -> TensorSummary | Tensor | None:
             return EMPTY
         if value.device.type == "cpu":
             return _read(value)
+        if in_graph_capture():
+            return None
         if value.dtype not in _REDUCED:
             value = value.to(torch.float32)
         return torch.stack(reduced(value))

@@ -1,0 +1,32 @@
+"""The devices of these tests: the CPU, a GPU where there is one, or a pretended device.
+
+The pretended device belongs to a process of its own: `PRETEND=1 pytest tests/devices`,
+which `tests/test_devices.py` runs.
+"""
+
+import os
+
+import pytest
+
+PRETENDS = os.environ.get("PRETEND") == "1"
+
+
+def _devices() -> list[str]:
+    import torch
+
+    if PRETENDS:
+        from .pretended import install
+
+        return [str(install())]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "cuda" in getattr(getattr(item, "callspec", None), "params", {}).values():
+            item.add_marker(pytest.mark.gpu)

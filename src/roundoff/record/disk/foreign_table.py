@@ -16,6 +16,11 @@ from roundoff.record.disk.schema import OPS, parse_rank, parse_step
 _ALWAYS = ("record", "call", "phase", "module", "operator", "index", "place")
 #: torch's limit.
 _MOST_AXES = 64
+#: A writer has all of these for a tensor, or none.
+_TOGETHER = (
+    ("min", "max", "mean", "l2", "std"),
+    ("nan", "posinf", "neginf", "zero", "subnormal"),
+)
 _LISTS = ("shape", "stride", "inputs", "exponents")
 
 
@@ -48,6 +53,13 @@ def _fault(table: pl.DataFrame, place: tuple[int | None, int | None]) -> str | N
         fault = _fault_in_lists(table, name)
         if fault is not None:
             return fault
+    for names in _TOGETHER:
+        present = [name for name in names if name in table.columns]
+        masks = [table[name].is_null() for name in present]
+        if present and (
+            len(present) < len(names) or any((m != masks[0]).any() for m in masks)
+        ):
+            return f"one of {', '.join(names)} without the others"
     return _fault_in_sizes(table)
 
 

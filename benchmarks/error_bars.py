@@ -20,6 +20,8 @@ import roundoff as ro
 
 FORMATS = ("bf16", "int8")
 TRUTH = 600
+#: Seeds and probes of the truth with --quick.
+QUICK = (2, 40)
 
 
 class Block(nn.Module):
@@ -102,19 +104,19 @@ CASES = {
 
 def main() -> None:
     args = options(__doc__)
-    seeds = 3 if args.quick else 30
+    seeds, probes = QUICK if args.quick else (30, TRUTH)
     rows = []
     for name, (model, data) in CASES.items():
         torch.manual_seed(0)
         workload = ro.Workload(model(), data(), name=name)
-        truth = _rows(ro.budget(workload, FORMATS, probes=TRUTH))
+        truth = _rows(ro.budget(workload, FORMATS, probes=probes))
         runs = []
         for seed in range(1, seeds + 1):
             runs.append(ro.budget(workload, FORMATS, seed=seed))
             progress(f"{name}: seed {seed} of {seeds}")
         rows.append(_row(name, truth, runs))
     table(
-        f"Error bars of {seeds} seeds against {TRUTH} probes",
+        f"Error bars of {seeds} seeds against {probes} probes",
         (
             "model",
             "probes, batches",

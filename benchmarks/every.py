@@ -70,9 +70,10 @@ def runnable() -> list[Path]:
 
 def run_quickly(script: Path) -> Outcome:
     began = time.monotonic()
+    has_quick = "quick" in script.read_text(encoding="utf-8")
     try:
         done = subprocess.run(
-            [sys.executable, str(script), "--quick"],
+            [sys.executable, str(script), *(["--quick"] if has_quick else [])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -120,7 +120,12 @@ def main() -> None:
     parser.add_argument("--only", choices=list(NETS), nargs="+", default=list(NETS))
     parser.add_argument("--rounds", type=int, default=60, help="runs of each file")
     parser.add_argument("--minmax", action="store_true", help="plain rounding: quick")
+    parser.add_argument(
+        "--quick", action="store_true", help="one network, three runs: does it run?"
+    )
     args = parser.parse_args()
+    if args.quick:
+        args.only, args.rounds = args.only[:1], 3
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     rows, ratios = [], []

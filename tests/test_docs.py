@@ -3,12 +3,15 @@
 import importlib
 import re
 import shlex
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import roundoff
+from roundoff.cli import options
 from roundoff.cli.app import main
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -135,3 +138,65 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
             "[('0/linear', 'int8'), ('1/relu', 'fp32'), ('2/linear', 'int8')]"
             in capsys.readouterr().out
         )
+
+
+#: Pages of verbs, whose commands run in a folder with the files of the tutorial.
+PAGES = "tutorial budget diagnose diff overflow plan replay show tune verify".split()
+BLOCK = re.compile(r'```(python|console)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
+
+
+def blocks_of(page):
+    return BLOCK.findall((DOCS / f"{page}.md").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:fp16 on")
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_of_verbs(page, tmp_path, monkeypatch, capfd, with_compiler):
+    """Files are written, commands run and print what the page shows, Python runs, in order."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(options, "console", lambda: Console(width=100, highlight=False))
+    for _, title, text in [*blocks_of("tutorial"), *blocks_of(page)]:
+        if title:
+            (tmp_path / title).write_text(text)
+            monkeypatch.delitem(sys.modules, Path(title).stem, raising=False)
+    names: dict[str, object] = {}
+    for kind, title, text in blocks_of(page):
+        if kind == "console":
+            check_console(text, capfd)
+        elif not title:
+            exec(text, names)
+    for name in ("net", "fit"):
+        sys.modules.pop(name, None)
+
+
+def check_console(text, capfd):
+    """Run the lines that begin with $; the lines below each are among what it prints."""
+    commands = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    for command in commands:
+        line, _, shown = command.partition("\n")
+        # 1: a verb that found what the page is about
+        assert main(shlex.split(line)[1:]) in (0, 1), capfd.readouterr().err
+        printed = shape(capfd.readouterr().out)
+        missing = [
+            row
+            for row in shown.splitlines()
+            if row.strip() and row != "..." and shape(row) not in printed
+        ]
+        assert missing == []
+
+
+def test_every_verb_has_a_page():
+    index = (DOCS / "index.md").read_text()
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    for verb in main_verbs():
+        page = (DOCS / f"{verb}.md").read_text()
+        assert f"roundoff {verb}" in page
+        assert f"{verb}.md" in navigation
+        assert f"({verb}.md)" in index
+
+
+def main_verbs():
+    return re.findall(
+        r"^## roundoff (\w+) ", (DOCS / "cli.md").read_text(), re.MULTILINE
+    )

@@ -47,14 +47,16 @@ COMMANDS = {
     "tune": "net.py",
     "quantize": "net.py",
     "capture": "-o run",
-    "show": "run",
-    "overflow": "run",
+    "show": "a",
+    "overflow": "a",
     "compare": "a b",
     "diff": "a b site",
-    "replay": "run",
+    "replay": "a",
     "watch": "",
     "bench": "net.py",
 }
+#: Folders in which no run is.
+RUNS = ("a", "b")
 #: What follows the options: a script has to stand last.
 SCRIPTS = {"capture": "-- net.py", "watch": "-- net.py"}
 
@@ -188,6 +190,8 @@ def bad_values() -> list[tuple[str, str, str]]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.py").write_text(WORKLOAD)
+    for name in RUNS:
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -214,7 +218,7 @@ def test_a_bad_value_is_refused_before_any_work(verb, name, value, folder, capsy
     assert name in captured.err
     assert "Traceback" not in captured.err
     assert "did not foresee" not in captured.err
-    assert {p.name for p in folder.iterdir()} == {"net.py"}
+    assert {p.name for p in folder.iterdir()} == {"net.py", *RUNS}
 
 
 def test_one_name_has_one_meaning():

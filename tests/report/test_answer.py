@@ -9,7 +9,7 @@ import pytest
 from roundoff.report import DiagnosisSummary, RankingRow, ScatterPoint
 from roundoff.report.answer import (
     agreement,
-    answer,
+    answer_diagnosis,
     totals,
     totals_sentence,
     worst_sentences,
@@ -73,14 +73,16 @@ def test_nothing_but_exact_sites():
 def test_a_plan_that_changes_nothing(summary):
     summary["plan"]["sites"] = {"fp32": 60, "int8": 0}
     assert (
-        answer(DiagnosisSummary.from_dict(summary))[1]
+        answer_diagnosis(DiagnosisSummary.from_dict(summary))[1]
         == "It leaves all 60 sites in fp32, at 31.42 MB."
     )
 
 
 def test_a_target_in_decibels_needs_no_explanation(summary):
     summary["target"] |= {"asked": "30dB"}
-    assert answer(DiagnosisSummary.from_dict(summary))[0].endswith("30.0 dB asked.")
+    assert answer_diagnosis(DiagnosisSummary.from_dict(summary))[0].endswith(
+        "30.0 dB asked."
+    )
 
 
 def test_agreement():

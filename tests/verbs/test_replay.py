@@ -46,6 +46,20 @@ def recorded_model(tmp_path):
     return make
 
 
+def test_a_kernel_that_makes_zero_is_held_against_its_gradient(tmp_path):
+    """The rows of a softmax have the sum 1, whatever it reads: its gradient is zero but for rounding."""
+    scores = torch.randn(8, 32, requires_grad=True)
+    with roundoff.capture(tmp_path / "run", keep="tensors") as run:
+        weights = scores.softmax(-1)
+        (weights * 3.0).sum().backward()
+        run.step()
+    result = replay(tmp_path / "run")
+    [row] = [r for r in result.rows if r.site == "/_softmax_backward_data"]
+    assert row.sqnr_db < 60
+    # each element is of 32 products, each off by a rounding of the gradient's size
+    assert row.terms_db > -20 * math.log10(32 * 2.0**-24)
+
+
 def test_a_gradient_that_is_zero_is_held_against_its_terms(tmp_path, capsys):
     torch.manual_seed(0)
     # what follows does not see a constant: the first bias has no gradient

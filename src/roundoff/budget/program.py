@@ -68,6 +68,11 @@ class Step:
         """True where values of tensors went to Python."""
         return not self.results and not self.mutates
 
+    @property
+    def inputs(self) -> set[int]:
+        """The ids of the tensors among its arguments."""
+        return set(map(id, _tensors((self.args, self.kwargs))))
+
     def link(self, made: set[int]) -> None:
         """Find the arguments that earlier steps made, and add the results to ``made``."""
         self.places = tuple(
@@ -203,6 +208,7 @@ class Program:
             self._created |= step.writes - step.mutates
             self._last_write.update(dict.fromkeys(step.mutates, place))
         self._is_useful = self._useful()
+        self._last_used = self._last_uses()
 
     @property
     def calls(self) -> Calls:
@@ -267,7 +273,19 @@ class Program:
             else:
                 result = change(step, args, kwargs)
             step.keep(result, changed)
+            for tensor in self._last_used[place]:
+                changed.pop(tensor, None)
         return {name: changed.get(id(t), t) for name, t in self.targets.items()}
+
+    def _last_uses(self) -> list[set[int]]:
+        """Return for each step the ids of the tensors that no later one, and no target, is."""
+        needed = set(map(id, self.targets.values()))
+        last_uses = []
+        for step in reversed(self.steps):
+            used = step.inputs | set(map(id, step.results))
+            last_uses.append(used - needed)
+            needed |= used
+        return last_uses[::-1]
 
     def _useful(self) -> list[bool]:
         """Return for each step if the targets, or what Python does, follow from it."""

@@ -37,6 +37,9 @@ from roundoff.errors import PlanError
 from roundoff.files import atomic_path
 from roundoff.foreign import fault_of, parse_json
 from roundoff.formats import parse_format
+from roundoff.notebook import decibels as shown_db
+from roundoff.notebook import share
+from roundoff.notebook import table as html_table
 from roundoff.record import column, fault_of_table, schema_of
 
 if TYPE_CHECKING:
@@ -184,6 +187,32 @@ class Budget:
     terms: pl.DataFrame
     sites: tuple[MeasuredSite, ...]
     about: Measurement
+
+    def __repr__(self) -> str:
+        about = self.about
+        worst = next((c for c in self.costs if c.sqnr_db is not None), None)
+        said = ""
+        if worst is not None:
+            said = (
+                f"; most noise: {worst.site} in {worst.format}, {worst.sqnr_db:.1f} dB"
+            )
+        formats = ", ".join(about.formats)
+        return (
+            f"<Budget of {about.workload}: {len(self.sites)} sites in {formats}{said}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (c.site, c.format, shown_db(c.sqnr_db), share(c.share), c.note)
+            for c in self.costs
+        ]
+        about = self.about
+        return html_table(
+            f"Budget of {about.workload}",
+            [f"{len(self.sites)} sites, {about.samples} samples"],
+            ("site", "format", "SQNR", "share of the noise", ""),
+            rows,
+        )
 
     @cached_property
     def outputs(self) -> tuple[MeasuredOutput, ...]:

@@ -43,12 +43,14 @@ def command(
     reference: Annotated[
         str,
         typer.Argument(
+            parser=kinds.run,
             help="The run to trust, its folder or URL; or a saved comparison.",
             metavar="REF",
         ),
     ],
     candidate: Annotated[
-        str | None, typer.Argument(help="The run to judge.", metavar="CAND")
+        str | None,
+        typer.Argument(parser=kinds.run, help="The run to judge.", metavar="CAND"),
     ] = None,
     cosine: Annotated[
         float | None,

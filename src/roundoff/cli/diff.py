@@ -12,9 +12,17 @@ from roundoff.cli import options as o
 
 def command(
     reference: Annotated[
-        str, typer.Argument(help="The run to trust: its folder or URL.", metavar="REF")
+        str,
+        typer.Argument(
+            parser=kinds.run,
+            help="The run to trust: its folder or URL.",
+            metavar="REF",
+        ),
     ],
-    candidate: Annotated[str, typer.Argument(help="The run to judge.", metavar="CAND")],
+    candidate: Annotated[
+        str,
+        typer.Argument(parser=kinds.run, help="The run to judge.", metavar="CAND"),
+    ],
     site: Annotated[
         str,
         typer.Argument(

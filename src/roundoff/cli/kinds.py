@@ -347,6 +347,14 @@ def bound(text: str) -> Bound:
     return Bound(name.strip(), limit)
 
 
+def run(text: str) -> str:
+    """Return the place of a run: a folder that is there, or a URL."""
+    from roundoff.record import check_place
+
+    check_place(text)
+    return text
+
+
 def engine(text: str) -> str:
     """Return where tasks run: ``local``, ``ray`` or the address of a cluster."""
     from roundoff.engine import check_engine

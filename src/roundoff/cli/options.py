@@ -30,6 +30,12 @@ Script = Annotated[
         metavar="-- SCRIPT [ARGS]...",
     ),
 ]
+Run = Annotated[
+    str,
+    typer.Argument(
+        parser=kinds.run, help="The folder of a run, or its URL.", metavar="RUN"
+    ),
+]
 ModuleMap = Annotated[
     Path | None,
     kinds.option(

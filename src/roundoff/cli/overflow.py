@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.files import masked
@@ -17,7 +15,7 @@ DEFAULT_FORMATS = kinds.Names(("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"))
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
+    run: o.Run,
     within: Annotated[
         float,
         kinds.option(

@@ -17,7 +17,11 @@ from roundoff.files import masked
 def command(
     run: Annotated[
         str,
-        typer.Argument(help="A run recorded with --keep tensors: its folder or URL."),
+        typer.Argument(
+            parser=kinds.run,
+            help="A run recorded with --keep tensors: its folder or URL.",
+            metavar="RUN",
+        ),
     ],
     site: Annotated[
         str | None,

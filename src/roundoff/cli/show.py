@@ -13,7 +13,7 @@ from roundoff.files import masked
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
+    run: o.Run,
     site: Annotated[
         str | None,
         typer.Argument(

@@ -36,9 +36,11 @@ GAIN_EXPLAINED = 2.0
 #: Of operators with equal inputs only their own rounding is left: this part of the
 #: tolerance.
 EQUAL_INPUTS = 0.25
-#: A value that is this far off tells nothing any more about what is computed from it.
+#: A value that is this far off tells nothing any more about what is computed from it:
+#: three times what a region may be off (``REGION_LIMIT``).
 NOISE = 0.3
-#: An error up to this many times that of an earlier step is carried over from it.
+#: An error up to this many times that of an earlier step is carried over from it: an
+#: update adds the error of a gradient to that of the value, and a moment that of two.
 CARRIED = 4.0
 #: A value that is this many times nearer to its own counterpart than to what the
 #: reference reads is the wrong value, not a wrong one.

@@ -18,7 +18,8 @@ from roundoff.record import LoopEvent
 BACKWARD_PASSES = "backward"
 #: Settings that choose how an optimizer computes, or are not used by it.
 _HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
-#: Settings that differ by this share differ by the rounding of a number.
+#: Settings that differ by this share differ by rounding: a number kept in fp32 is 2**-24
+#: off, and one that a schedule made of it in 16 steps 2**-20.
 _SAME_NUMBER = 1e-6
 _NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "max_norm": "limit"}
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")

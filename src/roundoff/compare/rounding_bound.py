@@ -28,11 +28,13 @@ MARGIN = 16.0
 #: A run works in a format where this share of its matrix products and convolutions has
 #: it.
 SHARE = 0.2
-#: A compiled region may be any number of operators deep: this many times one rounding,
-#: and at most a tenth.
+#: A compiled region may be any number of operators deep: the roundings of 2**12 of them,
+#: independent, add up to 2**6 times one, with ``MARGIN`` this many times. At most a
+#: tenth: the factor 1 / 0.9 of a dropout must not pass.
 REGION = 1024.0
 REGION_LIMIT = 0.1
-#: Differences of products, by which a backward kernel may amplify.
+#: A backward kernel may amplify by so much: that of a norm takes two means from the
+#: gradient, each no larger than it, and divides by the spread.
 BACKWARD_GAIN = 4.0
 
 #: Operators by what an error goes through.

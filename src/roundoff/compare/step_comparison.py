@@ -50,7 +50,8 @@ from roundoff.ops import facts, operators_that
 UNWRITTEN = "memory that nothing was written to yet"
 #: Their two operands may be exchanged.
 COMMUTATIVE = frozenset(("add", "mul"))
-#: A tolerance is at least this many times the noise floor.
+#: A tolerance is at least this many times the noise floor: of few repeats the largest
+#: difference may be one standard deviation, three hold 99.7 % of others.
 ABOVE_NOISE = 3.0
 
 #: The metrics that are columns of the same name; ``equal`` is ``share_equal`` there.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from roundoff.errors import FormatError, PlanError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
 from roundoff.foreign import parse_json, parse_toml, read_text
 from roundoff.formats import parse_format
+from roundoff.notebook import decibels
+from roundoff.notebook import table as html_table
 from roundoff.plan.figures import PlanFigures
 from roundoff.site import first_match, matches
 
@@ -79,6 +82,24 @@ class Plan:
                 raise PlanError(
                     f"a rule asks for an unknown format: {error}", where="plan"
                 ) from error
+
+    def __repr__(self) -> str:
+        counts = Counter(rule.format for rule in self.rules for _ in rule.sites)
+        named = ", ".join(f"{count} in {name}" for name, count in counts.items())
+        return f"<Plan: {named or 'nothing'}; others {self.autocast or self.default}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(site, rule.format) for rule in self.rules for site in rule.sites]
+        base = self.autocast and f"autocast's lists for {self.autocast}"
+        return html_table(
+            "Plan",
+            [
+                f"{decibels(self.figures.predicted_db)} predicted.",
+                f"Sites without a rule run in {base or self.default}.",
+            ],
+            ("sites", "format"),
+            rows,
+        )
 
     @property
     def figures(self) -> PlanFigures:

@@ -7,6 +7,7 @@ from .disk.description import RunDescription as RunDescription
 from .disk.folder import has_failed as has_failed
 from .disk.loading import as_run as as_run
 from .disk.loading import load as load
+from .disk.place import check_place as check_place
 from .disk.reader import Run as Run
 from .disk.schema import ABOUT as ABOUT
 from .disk.schema import CHECKSUMS as CHECKSUMS

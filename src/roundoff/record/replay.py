@@ -33,7 +33,8 @@ class ReplayedOutput:
 
     ``terms_db`` is the same against what was added up, 20 log10(l2 of the sums of the
     terms' magnitudes / own_l2), where terms cancelled so far that ``sqnr_db`` says
-    nothing of the operator: a gradient that is zero in exact arithmetic. Else None.
+    nothing of the operator: a gradient that is zero in exact arithmetic. Of a backward
+    kernel, against as many elements of the gradient that it read. Else None.
     """
 
     rank: int = column(pl.Int32)
@@ -175,7 +176,8 @@ def _replay_step(
         if any(map(_may_have_cancelled, outputs, replayed)):
             terms = _call_again(outputs[0], tensor_of, dtype, device, magnitudes=True)
             replayed = [_against_terms(row, terms) for row in replayed]
-        yield from replayed
+        for row, result in zip(outputs, replayed, strict=True):
+            yield _against_gradient(row, result, tensor_of)
 
 
 def _call_again(
@@ -208,7 +210,12 @@ def _magnitude(tensor: Tensor) -> Tensor:
 
 def _may_have_cancelled(row: TensorRecord, replayed: ReplayedOutput) -> bool:
     """Return True for a sum that is further off than one of equal signs would be."""
-    if replayed.sqnr_db is None or base(row.operator) not in _SUMS:
+    return base(row.operator) in _SUMS and _is_far_off(row, replayed)
+
+
+def _is_far_off(row: TensorRecord, replayed: ReplayedOutput) -> bool:
+    """Return True for an error far above the rounding of the result."""
+    if replayed.sqnr_db is None:
         return False
     dtype = getattr(torch, row.dtype or "", None)
     if dtype is None or not dtype.is_floating_point:
@@ -230,6 +237,30 @@ def _against_terms(row: ReplayedOutput, terms: list[Any] | Reason) -> ReplayedOu
     if terms_db < (row.sqnr_db or 0.0) + _CANCELLED_DB:
         return row
     return replace(row, terms_db=terms_db)
+
+
+def _against_gradient(
+    row: TensorRecord, replayed: ReplayedOutput, tensor_of: Callable[[int], Tensor]
+) -> ReplayedOutput:
+    """Return the row of a backward kernel with its error against the gradient it read.
+
+    It is linear in that, its first input, of which as many elements as it made are
+    taken. Where the exact result is about zero, the error against it says nothing.
+    """
+    is_sum = base(row.operator) in _SUMS
+    if row.phase != "backward" or is_sum or not _is_far_off(row, replayed):
+        return replayed
+    read = list(row.inputs or ())
+    try:
+        result = tensor_of(row.record)
+        gradient = tensor_of(read[0]) if read else None
+    except _NotStored:
+        return replayed
+    if gradient is None or not gradient.is_floating_point() or not gradient.numel():
+        return replayed
+    spread = gradient.double().square().mean().sqrt()
+    places: list[Any] = [None] * row.place
+    return _against_terms(replayed, [*places, spread.expand(result.numel())])
 
 
 def _replayed(

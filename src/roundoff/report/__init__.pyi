@@ -1,3 +1,4 @@
+from .answer import answer_diagnosis as answer_diagnosis
 from .bench_html import write_bench as write_bench
 from .bench_text import as_text as as_text
 from .bench_text import print_bench as print_bench

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from roundoff.budget import deciding
 from roundoff.report.diagnosis import (
     AskedTarget,
+    Coverage,
     DiagnosisSummary,
     PlanSummary,
     RankingRow,
@@ -85,7 +86,7 @@ def _drop(target: AskedTarget, metric_name: str | None) -> str:
     return f" for a drop of {metric_name or 'the metric'} by at most {target.asked}"
 
 
-def answer(summary: DiagnosisSummary) -> list[str]:
+def answer_diagnosis(summary: DiagnosisSummary) -> list[str]:
     """Return the answer as sentences.
 
     The verdict, what the plan does and costs, the metric, the sites that cost most.
@@ -197,6 +198,16 @@ def totals_sentence(formats: Sequence[FormatTotal]) -> str:
     """Say what each format costs when every site is in it."""
     costs = [f"{total.format} {total.text}" for total in formats if total.rows]
     return f"With every site in one format: {', '.join(costs)}."
+
+
+def every_call(coverage: Coverage) -> str:
+    """Say that no call was left out; of sites without a path that is not all."""
+    if coverage.no_path:
+        return (
+            f"Every call became a site; {count(len(coverage.no_path), 'site')} of them "
+            "without a path to the output."
+        )
+    return "Every call became a site that runs in some format."
 
 
 def totals_sentences(summary: DiagnosisSummary) -> list[str]:

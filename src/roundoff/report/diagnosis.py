@@ -160,12 +160,14 @@ class PlanCost:
 class PlanSummary:
     """A plan in numbers: sites in each format, rules, target, prediction and cost.
 
-    ``outputs`` has the prediction of each output, where there are several, ``shared``
-    why sites stay in fp32 that alone could leave it.
+    ``formats`` has the format of each site, in the order of the first calls, ``outputs``
+    the prediction of each output, where there are several, ``shared`` why sites stay in
+    fp32 that alone could leave it.
     """
 
     sites: Mapping[str, int]
     rules: int
+    formats: Mapping[str, str] = field(default_factory=dict, metadata=_IF_ANY)
     target_db: float | None = None
     predicted_db: float | None = None
     outputs: tuple[OutputRow, ...] = field(default=(), metadata=_IF_ANY)

@@ -6,7 +6,7 @@ Only here are numbers rounded for reading.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
@@ -75,16 +75,40 @@ def percent(fraction: float | None) -> str:
     return f"{fraction:.1%}"
 
 
+#: Units of costs, each a thousand of the one before; the factor is that of the first.
+_SCALES: Mapping[str, tuple[float, Sequence[str]]] = {
+    "MB": (1e6, ("B", "kB", "MB", "GB", "TB")),
+    "Gbitops": (1e9, ("bitops", "kbitops", "Mbitops", "Gbitops", "Tbitops", "Pbitops")),
+    "ms": (1e6, ("ns", "µs", "ms", "s")),
+}
+
+
 def amount(value: float | None, unit: str = "") -> str:
-    """A cost, to four digits or the whole number, with its unit.
+    """A cost, to four digits or the whole number, in a unit that suits its size.
 
     >>> amount(12.3456, "MB"), amount(1234567.8, "Gbitops"), amount(0.000123)
-    ('12.35 MB', '1,234,568 Gbitops', '0.000123')
+    ('12.35 MB', '1.235 Pbitops', '0.000123')
+    >>> amount(0.00228, "MB"), amount(0, "ms"), amount(3, "MB of parameters")
+    ('2.28 kB', '0 ms', '3 MB of parameters')
     """
     if value is None or not math.isfinite(value):
         return NONE
+    first, of, rest = unit.partition(" of ")
+    if first in _SCALES and value:
+        value, first = _scaled(value, *_SCALES[first])
+    unit = f"{first}{of}{rest}"
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".rstrip()
+
+
+def _scaled(value: float, factor: float, units: Sequence[str]) -> tuple[float, str]:
+    """Return the value in the largest of the units that leaves at least 1 of it."""
+    value *= factor
+    place = 0
+    while abs(value) >= 1000 and place + 1 < len(units):
+        value /= 1000
+        place += 1
+    return value, units[place]
 
 
 def metric(value: float | None) -> str:

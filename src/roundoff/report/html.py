@@ -29,7 +29,7 @@ def write_html(summary: DiagnosisSummary, path: str | os.PathLike[str]) -> None:
 
 def page(summary: DiagnosisSummary) -> Page:
     """Return the page of a summary."""
-    sentences = answer.answer(summary)
+    sentences = answer.answer_diagnosis(summary)
     mark: Mark = "met" if summary.result.met else "missed"
     totals = answer.totals(summary.formats, summary.ranking)
     return Page(
@@ -46,6 +46,7 @@ def page(summary: DiagnosisSummary) -> Page:
             "bars": _bars(summary, totals),
             "scatter": charts.scatter(summary.scatter, summary.formats),
             "pareto": charts.pareto(summary),
+            "every_call": answer.every_call(summary.coverage),
             "outputs": output_columns(summary.result.outputs),
             "together": [
                 *(totals_sentences(summary) if summary.totals else ()),

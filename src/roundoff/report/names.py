@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 GAP = "…"
 #: Where a name may be broken: behind these.
-BREAKS = re.compile(r"(?<=[./_#])")
+BREAKS = re.compile(r"(?<=[./_# ])")
 
 
 def wrap(name: str, width: int) -> str:

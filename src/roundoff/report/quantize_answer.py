@@ -229,7 +229,10 @@ def size(number: int | None) -> str:
         return NONE
     if number < 1000:
         return f"{number} B"
-    return f"{number / 1e6:.2f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
+    for least, unit in ((1e9, "GB"), (1e6, "MB")):
+        if number >= least:
+            return f"{number / least:.2f} {unit}"
+    return f"{number / 1e3:.0f} kB"
 
 
 def weakest(summary: Summary, top: int = 10) -> list[QuantizedSiteRow]:

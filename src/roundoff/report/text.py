@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +13,8 @@ from roundoff.report import figures
 from roundoff.report.answer import (
     REFERENCE,
     agreement,
-    answer,
+    answer_diagnosis,
+    every_call,
     predicted_metric,
     totals_sentences,
 )
@@ -43,8 +44,9 @@ from roundoff.report.terminal import (
 
 #: From this many columns on, headings are spelled out.
 WIDE = 110
-#: Sites named in a list.
+#: Sites named in a list, and for each format of a plan.
 EXAMPLES = 10
+PLANNED = 24
 
 
 def print_summary(
@@ -83,7 +85,7 @@ def print_summary(
 
 
 def _print_answer(summary: DiagnosisSummary, console: Console) -> None:
-    verdict, *sentences = answer(summary)
+    verdict, *sentences = answer_diagnosis(summary)
     style = "bold "
     if summary.has_sites:
         style += "green" if summary.result.met else "red"
@@ -238,6 +240,7 @@ def _print_plan(plan: PlanSummary, console: Console) -> None:
             "share": [percent(ratio(number, sites)) for number in used.values()],
         },
     )
+    _print_sites(plan.formats, console)
     for site, reason in list(plan.shared.items())[:EXAMPLES]:
         say(console, f"! {site} {reason}", style="yellow")
     more = len(plan.shared) - EXAMPLES
@@ -258,6 +261,21 @@ def _print_plan(plan: PlanSummary, console: Console) -> None:
             f"of {REFERENCE}": [percent(ratio(v, cost.fp32)) for v in costs.values()],
         },
     )
+
+
+def _print_sites(formats: Mapping[str, str], console: Console) -> None:
+    """Print which sites run in each format, the first of them by name."""
+    by_format: dict[str, list[str]] = {}
+    for site, fmt in formats.items():
+        by_format.setdefault(fmt, []).append(site)
+    if not by_format:
+        return
+    console.print()
+    for fmt, sites in by_format.items():
+        named = ", ".join(sites[:PLANNED])
+        more = len(sites) - PLANNED
+        rest = f" and {more:,} more (plan.toml has all)" if more > 0 else ""
+        say(console, f"{fmt}: {named}{rest}")
 
 
 def print_verify(verification: VerificationSummary, console: Console) -> None:
@@ -347,7 +365,7 @@ def _print_coverage(coverage: Coverage, console: Console) -> None:
     if coverage.excluded:
         _print_left_out(coverage.excluded, console)
     else:
-        say(console, "Every call became a site that runs in some format.")
+        say(console, every_call(coverage))
     lost = coverage.no_path
     if lost:
         number = count(len(lost), "site")

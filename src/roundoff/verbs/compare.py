@@ -53,6 +53,7 @@ from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
 from roundoff.foreign import parse_json
+from roundoff.notebook import table as html_table
 from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
 
@@ -73,6 +74,36 @@ class Comparison:
 
     table: pl.DataFrame
     about: About
+
+    def __repr__(self) -> str:
+        about = self.about
+        return (
+            f"<Comparison of {about.reference} and {about.candidate}: {self._verdict}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(culprit.site or culprit.reference_site),
+                str(culprit.phase),
+                culprit.line or "",
+                culprit.looks_like or "",
+            )
+            for culprit in self._named
+        ]
+        about = self.about
+        return html_table(
+            f"{about.reference} against {about.candidate}",
+            [self.answer],
+            ("operator", "phase", "line", "looks like"),
+            rows,
+        )
+
+    @property
+    def _verdict(self) -> str:
+        """What was decided, in a few words."""
+        counts = [f"{n:,} {name}" for name, n in self.verdicts.items() if n]
+        return ", ".join(counts) or "no values"
 
     @cached_property
     def _named(self) -> list[Culprit]:
@@ -199,7 +230,7 @@ class Comparison:
                 expected=f"{ABOUT_FILE} and {TABLE_FILE}",
                 do="roundoff compare REFERENCE CANDIDATE --save DIR makes one",
             ) from error
-        except Exception as error:  # noqa: BLE001 - json, polars and the library of a protocol raise many kinds
+        except Exception as error:  # noqa: BLE001 - json's, polars', a protocol's
             raise RunError(
                 "the saved comparison cannot be read",
                 where=where,

@@ -26,6 +26,8 @@ from roundoff.budget import (
     parse_target,
 )
 from roundoff.errors import InfeasibleError, RunError
+from roundoff.notebook import decibels, share
+from roundoff.notebook import table as html_table
 from roundoff.plan import Plan, PlanFigures, run_batches, worst_noise
 from roundoff.report import (
     AskedTarget,
@@ -38,6 +40,7 @@ from roundoff.report import (
     RankingRow,
     ScatterPoint,
     TradeoffPoint,
+    answer_diagnosis,
 )
 from roundoff.verbs.verify import Verification, verify
 from roundoff.workload import Workload
@@ -89,6 +92,33 @@ class Diagnosis:
     plan: Plan
     verification: Verification
     summary: DiagnosisSummary
+
+    def __repr__(self) -> str:
+        met = "met" if self.verification.met else "missed"
+        result = self.summary.result
+        return (
+            f"<Diagnosis of {self.summary.workload}: target {met}, "
+            f"{decibels(result.measured_db)} measured>"
+        )
+
+    def _repr_html_(self) -> str:
+        formats = self.summary.plan.formats
+        ranking = [
+            (
+                row.site,
+                row.format,
+                decibels(row.sqnr_db),
+                share(row.share),
+                row.chosen,
+            )
+            for row in self.summary.ranking
+        ]
+        return html_table(
+            f"{self.summary.workload}: {len(formats)} sites",
+            answer_diagnosis(self.summary),
+            ("site", "format", "SQNR", "share of the noise", "in the plan"),
+            ranking,
+        )
 
 
 @overload
@@ -394,6 +424,7 @@ def plan_summary(measured: Budget, plan: Plan) -> PlanSummary:
     return PlanSummary(
         sites=dict(counts.most_common()),
         rules=len(plan.rules),
+        formats={s.site: formats.get(s.site, "fp32") for s in measured.sites},
         target_db=figures.target_db,
         predicted_db=figures.predicted_db,
         outputs=_predicted(figures),

@@ -330,3 +330,21 @@ def test_an_empty_run_is_an_error(tmp_path):
     Writer(tmp_path, about={}).close()
     with pytest.raises(RunError, match="the run is empty"):
         load(tmp_path)
+
+
+def test_a_run_that_another_rank_begins_while_this_one_looks(tmp_path, monkeypatch):
+    """``run.json`` is not there at the first look, and is at the second."""
+    from roundoff.record.disk import folder
+
+    read = folder._read_about
+    looks = []
+
+    def late(path):
+        looks.append(path)
+        if len(looks) == 3:  # of this rank: has it failed, is it there, is it there now
+            (path / "run.json").write_text('{"schema": 1, "id": "a"}')
+        return read(path)
+
+    monkeypatch.setattr(folder, "_read_about", late)
+    folder.claim(tmp_path, 1, "a", 2, overwrite=False)
+    assert (tmp_path / "rank1").is_dir()

@@ -10,6 +10,7 @@ from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
 from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
@@ -29,6 +30,8 @@ class PortionsMemory:
 
     #: Names of parameters whose gradients are rounding alone.
     noisy: set[str] = field(default_factory=set)
+    #: How far the reference's values may be rounded by now, by name.
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
@@ -126,8 +129,9 @@ def compare_portions(
         rename: from a module of the reference to its name in the candidate.
         memory: what the steps before left; it is changed.
     """
-    step = StepPieces(reference, candidates, rename, memory.noisy)
+    step = StepPieces(reference, candidates, rename, memory.noisy, memory.rounding)
     step.find()
+    memory.rounding |= left_behind(reference.rows, step.rounding)
     result = blame(step)
     return [_row(result, piece) for piece in step.pieces.values()]
 

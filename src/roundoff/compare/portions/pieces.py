@@ -12,9 +12,13 @@ from torch import Tensor
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.divergence import UNWRITTEN, is_workspace
 from roundoff.compare.explain import RecordedStep
+from roundoff.compare.portions.accumulated_rounding import (
+    accumulated_rounding,
+    explained,
+)
 from roundoff.compare.portions.location import Location, locate, multiple
 from roundoff.compare.recorded_rows import RecordedRow, last_named
-from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, condition, unit
+from roundoff.compare.rounding_bound import condition, unit
 
 #: Values of the reference that a piece is looked for in, at most.
 MOST_TWINS = 48
@@ -68,6 +72,8 @@ class StepPieces:
         candidates: by rank, with their tensors.
         rename: from a module of the reference to its name in the candidate.
         noisy: names whose values are rounding alone; added to, for later steps.
+        before: how far the steps before have rounded the reference's values, by name.
+        rounding: the same of its values in this step, by record.
         pieces: the candidate's values by rank and record, once ``find`` has run.
         covered: by record of the reference, which of its elements pieces have.
     """
@@ -76,10 +82,15 @@ class StepPieces:
     candidates: Mapping[int, RecordedStep]
     rename: Callable[[str], str]
     noisy: set[str] = field(default_factory=set)
+    before: Mapping[str, float] = field(default_factory=dict)
+    rounding: dict[int, float] = field(init=False)
     pieces: dict[Place, Piece] = field(default_factory=dict)
     covered: dict[int, Tensor] = field(default_factory=dict)
     _by_module: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
     _factors: Counter[float] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rounding = accumulated_rounding(self.reference.rows, self.before)
 
     def find(self) -> None:
         """Find every value of the candidate in the reference."""
@@ -101,7 +112,7 @@ class StepPieces:
         while hands_on(maker) and maker.inputs[0] in rows:
             maker = rows[maker.inputs[0]]
         inputs = [rows[record] for record in maker.inputs if record in rows]
-        rounding = min(REGION * unit(twin.dtype), REGION_LIMIT)
+        rounding = explained(self.rounding[twin.record], twin.dtype)
         return rounding * condition(maker, inputs)
 
     def _find_piece(self, rank: int, step: RecordedStep, row: RecordedRow) -> None:

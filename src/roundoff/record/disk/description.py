@@ -13,6 +13,7 @@ import xxhash
 from roundoff.errors import RunError
 from roundoff.foreign import fault_of
 from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
+from roundoff.record.disk.place import no_run_at
 from roundoff.record.disk.schema import ABOUT, SCHEMA
 from roundoff.record.setting import Setting, settings_of
 
@@ -121,12 +122,7 @@ def read_description(path: Path) -> RunDescription:
     """
     file = path / ABOUT
     if not file.is_file():
-        raise RunError(
-            "no run here" if path.is_dir() else "no such folder",
-            where=str(path),
-            expected=f"a folder with {ABOUT} in it",
-            do="give the folder that was named when the run was recorded",
-        )
+        raise no_run_at(path)
     content = read_checked(file, read_json, file)
     _check_schema(file, content)
     _check_checksum(file, content)

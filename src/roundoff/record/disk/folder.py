@@ -102,6 +102,9 @@ def _may_join(path: Path, rank: int, identity: str | None, *, overwrite: bool) -
     present = _read_about(path)
     if present is None:
         _refuse_foreign(path)
+        # another rank may have begun the run in between
+        present = _read_about(path)
+    if present is None:
         # a run that was killed while it began, or is beginning, has the folder alone
         is_taken = (path / rank_name(rank)).exists()
     else:
@@ -165,7 +168,8 @@ def _read_about(path: Path) -> dict[str, Any] | None:
 def _refuse_foreign(path: Path) -> None:
     """Refuse a folder without run.json in which not all is what other ranks have left."""
     for file in sorted(path.iterdir()):
-        if parse_rank(file.name) is None and not _TEMPORARY.fullmatch(file.name):
+        is_ours = file.name == ABOUT or parse_rank(file.name) is not None
+        if not is_ours and not _TEMPORARY.fullmatch(file.name):
             raise OutputError(
                 "the folder is not empty and holds no run, so nothing is written or "
                 "deleted here",

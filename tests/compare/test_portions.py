@@ -112,3 +112,13 @@ def test_a_stretch_of_a_flat_buffer(start, error, held):
 def test_no_stretch_of_what_is_longer_or_zero():
     assert not holds_stretch(torch.ones(3), torch.ones(4), 1e-6)
     assert not holds_stretch(torch.zeros(9), torch.zeros(3), 1e-6)
+
+
+def test_a_stretch_that_begins_with_zeros_is_looked_for_by_its_largest_element():
+    """Every place of an empty buffer fits a zero: none of 100,000 is looked at."""
+    wanted = torch.zeros(1000)
+    wanted[-1] = 1.0
+    buffer = torch.zeros(100_000)
+    assert not holds_stretch(buffer, wanted, 1e-6)
+    buffer[50_000] = 1.0
+    assert holds_stretch(buffer, wanted, 1e-6)

@@ -122,10 +122,10 @@ def test_diagnose_beside_another_variant(tiny):
         {"keep": "sample", "noise": 0},
     ],
 )
-def test_capture_and_compare(work, tmp_path, options):
-    reference = recorded(tmp_path / "a", work, **options)
-    work.model.last.weight.data[0, 0] += 1
-    candidate = recorded(tmp_path / "b", work, **options)
+def test_capture_and_compare(tiny, tmp_path, options):
+    reference = recorded(tmp_path / "a", tiny, **options)
+    tiny.model[0].weight.data[0, 0] += 1
+    candidate = recorded(tmp_path / "b", tiny, **options)
     compared = ro.compare(reference=reference, candidate=candidate)
     assert compared.table.height
     ro.overflow(reference)
@@ -164,14 +164,15 @@ def test_tune(tiny):
     ro.tune(tiny, ["bf16"], steps=2, runs=3, batches=2, probes=4, device="cpu")
 
 
-@pytest.mark.parametrize("formats", [("int8",), ("int4", "int8")])
-def test_quantize_delivers(tiny, tmp_path, formats):
+@pytest.mark.parametrize(("formats", "onnx"), [(("int8",), True), (("int4",), False)])
+def test_quantize_delivers(tiny, tmp_path, formats, onnx):
     made = ro.quantize(
         tiny,
         output=tmp_path / "out",
         formats=formats,
-        target="10dB",
+        target="1dB",
         checkpoint=True,
+        onnx=onnx,
         tradeoff=False,
     )
     assert made.summary.formats

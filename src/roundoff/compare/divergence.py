@@ -495,9 +495,14 @@ class Divergence:
         if finding.cause != OWN or finding.faulty is not None:
             return False
         record = finding.record
-        guessed = record not in self.exact or record in self.guessed
+        by_use = record not in self.exact  # the operands may be exchanged
+        if not self.measures.can_replay:
+            # equal statistics of what comes after may be those of other values
+            is_backward = self.candidate[record].phase == "backward"
+            return by_use or (is_backward and finding.read is not None)
         other_shape = self.candidate[record].shape != self.twin(record).shape
-        return guessed or other_shape or finding.read is not None
+        is_guess = by_use or record in self.guessed or other_shape
+        return is_guess or finding.read is not None
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart.

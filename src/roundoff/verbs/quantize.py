@@ -275,7 +275,7 @@ def make(
     check_workload(workload, ask)
     sqnr = None if ask.goal is None else ask.goal.sqnr
     workload = workload.judging(ask.of, () if sqnr is None else sqnr.patterns)
-    log = _Log(notes=list(ask.notes))
+    log = _Log(notes=list(ask.notes), progress=progress)
     with log.timed("judge"):
         judge = Judge(workload, sqnr)
     whole = calibration(
@@ -313,19 +313,29 @@ def make(
 
 @dataclass
 class _Log:
-    """What was done so far: steps, remarks for the reader, seconds by stage."""
+    """What was done so far: steps, remarks for the reader, seconds by stage.
+
+    ``progress`` hears when a stage begins and ends.
+    """
 
     steps: list[PipelineStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    progress: Progress | None = None
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._report(stage, 0)
         with going_on(stage):
             yield
+        self._report(stage, 1)
         taken = time.perf_counter() - start
         self.seconds[stage] = self.seconds.get(stage, 0.0) + taken
+
+    def _report(self, stage: str, done: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, 1)
 
 
 def _prune(

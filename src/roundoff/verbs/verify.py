@@ -140,19 +140,14 @@ def verify(
             the workload has no metric that a drop could be measured of.
         WorkloadError: there is no such part.
     """
-    if is_drop(target) and metric_drop is None:
-        metric_drop = str(target)
-        target = None
-    drop = None if metric_drop is None else parse_drop(metric_drop)
-    if drop is None and target is None:
-        drop = plan.figures.metric_drop
+    asked, drop = _asked(plan, target, metric_drop)
     _check_metric(workload, drop)
-    wanted = _target_of(plan) if target is None else parse_target(target)
+    wanted = _target_of(plan) if asked is None else asked
     judged = workload.judging(apart=() if wanted is None else wanted.patterns)
     part = _part(plan, budget) if of is None else of
     verifier = _Verifier(judged, budget, wanted, drop, part, goal, progress)
-    if target is not None:
-        parse_target(target).check(verifier.output_names)
+    if asked is not None:
+        asked.check(verifier.output_names)
     candidate: _Candidate | None = verifier.first(plan)
     for number in range(1, rounds + 1):
         if candidate is None:
@@ -526,6 +521,22 @@ def _check_metric(workload: Workload, drop: float | None) -> None:
             got=f"a drop of {drop:g} at most",
             do="define metric, or ask for dB: target=40",
         )
+
+
+def _asked(
+    plan: Plan, target: TargetText | None, metric_drop: float | str | None
+) -> tuple[SqnrTarget | None, float | None]:
+    """Return the SQNR and the drop of the metric that were asked for.
+
+    A target that is a percentage is a drop, unless there is another. Where nothing was
+    asked the drop is the one that the plan was made for.
+    """
+    if is_drop(target) and metric_drop is None:
+        return None, parse_drop(str(target))
+    drop = None if metric_drop is None else parse_drop(metric_drop)
+    if target is None:
+        return None, plan.figures.metric_drop if drop is None else drop
+    return parse_target(target), drop
 
 
 def _target_of(plan: Plan) -> SqnrTarget | None:

@@ -244,7 +244,10 @@ def holds_stretch(buffer: Tensor, wanted: Tensor, tolerance: float) -> bool:
     size = float(values.norm())
     if not size or not math.isfinite(size) or len(memory) < len(values):
         return False
-    gaps = (memory[: len(memory) - len(values) + 1] - values[0]).abs()
+    # by the largest element: zeros stand in many places
+    largest = int(values.abs().argmax())
+    last = len(memory) - len(values)
+    gaps = (memory[largest : largest + last + 1] - values[largest]).abs()
     # one element is no further off than all of them together may be
     for start in (gaps <= tolerance * size).nonzero().flatten().tolist():
         stretch = memory[start : start + len(values)]

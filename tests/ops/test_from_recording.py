@@ -121,6 +121,12 @@ CALLS = [
     ("aten.add.Tensor", [record(0), record(0)], [X.T]),
     ("aten.native_layer_norm.default", [record(0), [4], None, None, 1e-5], [X]),
     ("aten.t.default", [record(0)], [X]),
+    ("aten.sum.dim_IntList", [record(0), [0], False], [X]),
+    (
+        "aten._softmax_backward_data.default",
+        [record(0), record(0), -1, {"dtype": "float32"}],
+        [X],
+    ),
     ("aten.abs.default", [record(0)], [X.to(torch.complex64)]),
     ("aten.cat.default", [[record(0), record(1)]], [X, torch.zeros(0)]),
 ]

@@ -74,7 +74,8 @@ _NUMBERS = (int, float, complex)
 #: What JSON has for each type of a schema.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "Tensor": (Tensor, *_NUMBERS),  # a number stands for a tensor of it
-    "int": (int,),
+    # schemas call formats, layouts and orders of memory so too
+    "int": (int, torch.dtype, torch.layout, torch.memory_format),
     "float": (int, float),
     "bool": (bool, int),
     "number": _NUMBERS,

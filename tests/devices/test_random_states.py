@@ -44,3 +44,13 @@ def test_recorded_arguments_go_where_their_tensors_are():
     here = torch.device("cpu")
     assert restore(text, int, here) == (([3],), {"device": here})
     assert restore(text, int) == (([3],), {"device": torch.device("cuda", 1)})
+
+
+def test_a_batch_is_run_again_with_the_same_draws(device):
+    from roundoff.budget.run import _restorer
+
+    torch.rand(1, device=device)
+    restore_state = _restorer(nn.Linear(2, 1).to(device))
+    expected = draws(device)
+    restore_state()
+    assert all(map(torch.equal, draws(device), expected))

@@ -44,6 +44,7 @@ from roundoff.ops import (
     round_operand,
     round_output,
 )
+from roundoff.preserve import random_states, set_random_states
 
 #: Where an edge lies in its call: the leaf of an operand, or the place of an output
 #: among the outputs.
@@ -149,7 +150,7 @@ class Edges:
             edges.operands[operand.leaf] = leaves[operand.leaf]
         # what attention and recurrent layers drop
         is_random = call.kind in ("attention", "rnn")
-        drawn = torch.get_rng_state() if is_random else None
+        drawn = random_states() if is_random else None
         if len(call.operands) == 1:
             exact = leaves[call.operands[0].leaf].detach()
             edges.bend = self.kinks.derivative(call, exact)
@@ -255,7 +256,7 @@ class Edges:
             error.project(self.terms, adjoint)
 
     def _forward_errors(
-        self, edges: CallEdges, info: SiteInfo, drawn: Tensor | None
+        self, edges: CallEdges, info: SiteInfo, drawn: tuple[Tensor, ...] | None
     ) -> None:
         """Keep the errors of operands, one by one, and of the output that follows.
 
@@ -278,7 +279,7 @@ class Edges:
             if not rule.output:
                 continue
             if drawn is not None:
-                torch.set_rng_state(drawn)  # its dropout falls as it did
+                set_random_states(drawn)  # its dropout falls as it did
             with torch.no_grad():
                 outputs = float_tensors(call.again(leaves))
             key = TermKey(edges.name, fmt.name, "output", -1, ())
@@ -462,10 +463,10 @@ def _written_sites(call: Call) -> tuple[str, ...]:
 @contextmanager
 def _random_state_kept(needed: bool) -> Iterator[None]:
     """Bring the random state back after the block, where this is needed."""
-    state = torch.get_rng_state() if needed else None
+    state = random_states() if needed else None
     yield
     if state is not None:
-        torch.set_rng_state(state)
+        set_random_states(state)
 
 
 def rerunnable(call: Call) -> list[Any]:

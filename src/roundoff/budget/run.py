@@ -28,6 +28,7 @@ from roundoff.formats import Format
 from roundoff.ops import CallMode
 from roundoff.packages import installed_version
 from roundoff.plan import check_finite, detached, named_targets
+from roundoff.preserve import random_states, set_random_states
 from roundoff.record import environment
 from roundoff.workload import Workload
 
@@ -335,11 +336,11 @@ def _columns(
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
     """Return what brings random state and buffers back to what they are now."""
-    random_state = torch.get_rng_state()
+    random_state = random_states()
     saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
     def restore() -> None:
-        torch.set_rng_state(random_state)
+        set_random_states(random_state)
         forget_graph(model)
         with torch.no_grad():
             for buffer, values in saved:

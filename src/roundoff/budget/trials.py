@@ -60,7 +60,7 @@ from roundoff.ops import (
     watch,
 )
 from roundoff.plan import Plain, named_targets, run_batches
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, random_states
 from roundoff.workload import Workload
 
 #: A site and a format.
@@ -163,7 +163,8 @@ def _fingerprint(model: nn.Module) -> list[Any]:
         {name: id(value) for name, value in vars(module).items() if name != "training"}
         for module in model.modules()
     ]
-    return [torch.get_rng_state().tolist(), buffers, attributes]
+    states = [state.tolist() for state in random_states()]
+    return [states, buffers, attributes]
 
 
 class _QuickMode(TorchFunctionMode):

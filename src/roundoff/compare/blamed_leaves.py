@@ -49,11 +49,15 @@ class Blamed:
         value: the candidate's parameter, or the value in the wrong layout.
         reference: what it should be.
         evidence: in words.
+        other: what a parameter would have to hold, where that was tried.
+        is_operator: True for an operator that computes something else.
     """
 
     value: Value
     reference: Value | None
     evidence: str
+    other: Tensor | None = None
+    is_operator: bool = False
 
 
 def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Value]:
@@ -140,7 +144,7 @@ def _proven(
             return False
         return any(_agrees_with(sides, key, leaf.key, other) for key in named)
 
-    return _tried(sides, ours, theirs, agrees)
+    return tried_leaves(sides, ours, theirs, agrees)
 
 
 def _next_values(sides: Sides, key: int) -> list[int]:
@@ -160,7 +164,7 @@ def _next_values(sides: Sides, key: int) -> list[int]:
     return chosen
 
 
-def _tried(
+def tried_leaves(
     sides: Sides,
     ours: Sequence[Value],
     theirs: Sequence[Value],
@@ -178,7 +182,7 @@ def _tried(
             for other in _layouts(content, held):
                 if not torch.equal(other, held) and agrees(leaf, other):
                     words = _in_words(leaf, wanted, content, held)
-                    return Blamed(leaf, wanted, words)
+                    return Blamed(leaf, wanted, words, other)
     return None
 
 
@@ -308,6 +312,30 @@ def _between(flow: Flow, leaf: int, key: int) -> set[int]:
         if record in needed:
             needed.update(i for i in rows[record].inputs if leads.get(i, False))
     return {record for record in needed if record != leaf and leads.get(record, False)}
+
+
+def blamed_values(sides: Sides, part: Part) -> Blamed | None:
+    """Return the parameter to blame where the programs compute the same.
+
+    The first that the first wrong value reads and nothing right does.
+    """
+    flow = sides.candidate
+    named = [] if part.candidate is None else [part.candidate]
+    near = [
+        leaf
+        for head in (*named, *part.heads)
+        for leaf in leaves_near(flow, [head.key], sides.twins)
+    ]
+    region = sorted(part.region, key=lambda key: flow.values[key].order)
+    further = [leaf for key in region for leaf in flow.parameters_read(key)]
+    for leaf in (*near, *further):
+        if not leaf.says_nothing and not _is_right_elsewhere(sides, leaf):
+            words = (
+                f"the programs compute the same from here on; {leaf.row.name} holds "
+                "other values, or the same in another order"
+            )
+            return Blamed(leaf, part.reference, words)
+    return None
 
 
 # -- by content ----------------------------------------------------------------------
@@ -578,7 +606,7 @@ def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
             return False
         return same_layout(expected, result)
 
-    proven = None if wrong.inner else _tried(sides, ours, theirs, agrees)
+    proven = None if wrong.inner else tried_leaves(sides, ours, theirs, agrees)
     if proven is not None:
         return proven
     words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"

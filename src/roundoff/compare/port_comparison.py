@@ -28,15 +28,27 @@ from roundoff.compare.blamed_leaves import (
     blamed_layout,
     blamed_leaf,
     blamed_step,
+    blamed_values,
 )
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.repair_trials import (
+    SEVERAL,
+    Region,
+    Repair,
+    Trials,
+    best_repair,
+    leaf_on_trial,
+    trials_of,
+)
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted
+from roundoff.compare.value_sketch import Sketch
 
 #: Two programs of which less than this share of the calls have a counterpart of the same
 #: module and operator are by different hands.
@@ -47,8 +59,15 @@ NO_GRADIENT = 1e-2
 CLOSER = (1, 4, 16, 64)
 #: An output of this many elements says more than the loss.
 WIDE = 8
+#: A result that was put right is this many times nearer than before.
+CLEARLY = 8.0
 #: Updates of parameters agree up to this.
 UPDATE = 1e-3
+
+#: More values than this share that agree in a recording, and not when run again on
+#: made-up values: these say nothing.
+MOST_UNCONFIRMED = 0.1
+IN_PROGRAM = "on the same values the two programs differ from here on"
 
 _FORWARD = "forward"
 _BACKWARD = "backward"
@@ -152,13 +171,138 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = (
-                blamed_leaf(sides, part)
-                or blamed_layout(sides, part)
-                or blamed_step(sides, part)
-            )
+            blamed = _blamed(sides, part, (ours, theirs))
         return [Difference(part, blamed)]
     return []
+
+
+def _blamed(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Blamed | None:
+    """Return the parameter, the layout or the operator at fault; None for no other.
+
+    What is tried and makes the results agree goes before what is only likely.
+    """
+    if sides.candidate.step.tensors is None:
+        blamed = _blamed_on_made_up_values(sides, part)
+        return blamed or blamed_leaf(sides, part) or blamed_step(sides, part)
+    blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
+    trials = trials_of(sides, _ends(sides, *results))
+    if blamed is not None and blamed.other is not None:
+        leaves = {blamed.value.key: blamed.other}
+        if trials.outcome({}, leaves)[0]:
+            return blamed
+    return _tried(sides, part, trials, blamed) or blamed_step(sides, part)
+
+
+def _tried(
+    sides: Sides, part: Part, trials: Trials, likely: Blamed | None
+) -> Blamed | None:
+    """Return what makes all results agree, else what is likely, else what helps most."""
+    region = Region(part.region, part.expected)
+    repair = best_repair(
+        sides, trials, region, lambda: leaf_on_trial(sides, trials, region)
+    )
+    if isinstance(repair, Blamed):
+        return repair
+    if repair is not None and repair.ends:
+        return _as_blamed(sides, part, repair)
+    if likely is not None:
+        return likely
+    several = max(SEVERAL, repair.gained if repair else 0)
+    blamed = leaf_on_trial(sides, trials, region, several=several)
+    if blamed is None and repair is not None:
+        return _as_blamed(sides, part, repair)
+    return blamed
+
+
+def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
+    """Return what makes the programs differ on made-up values.
+
+    Where they do not, it is a parameter: of those that the first wrong value is made of.
+    None where the made-up values do not agree where the recorded ones do.
+    """
+    made_up = on_made_up_values(sides)
+    if made_up is None or part.candidate is None:
+        return None
+    made_up.match()
+    if not _confirms(sides, made_up, part):
+        return None
+    differences = _first_difference(made_up, (_outputs, _buffers))
+    if not differences:
+        return blamed_values(sides, part)
+    [difference] = differences
+    if difference.blamed is not None:
+        return difference.blamed
+    value = difference.part.candidate
+    if value is None:
+        return None
+    return Blamed(value, difference.part.reference, IN_PROGRAM, is_operator=True)
+
+
+def _confirms(sides: Sides, made_up: Sides, part: Part) -> bool:
+    """Return True where made-up values agree up to the place where two programs part."""
+    end = min((head.order for head in part.heads), default=(0, 0))
+    before = [
+        value
+        for value in sides.candidate.values.values()
+        if value.key in sides.twins
+        and value.order < end
+        and value.computes
+        and value.is_number
+        and not value.says_nothing
+        and value.row.phase == _FORWARD
+    ]
+    wrong = [value for value in before if value.key not in made_up.twins]
+    return len(wrong) <= MOST_UNCONFIRMED * len(before)
+
+
+def _as_blamed(sides: Sides, part: Part, repair: Repair) -> Blamed:
+    [first, *_] = repair.call.rows
+    value = sides.candidate.values[first.record]
+    words = f"{repair.words} it gives what the reference has"
+    return Blamed(value, part.reference, words, is_operator=True)
+
+
+def _ends(
+    sides: Sides, results: Sequence[int], other_results: Sequence[int]
+) -> dict[int, list[tuple[Sketch, float]]]:
+    """Return what the results of the candidate's forward pass should be.
+
+    Each with how far it may be off: what rounding explains, and clearly less than now.
+    """
+    pairs = [
+        (sides.reference.values[key], sides.candidate.values[other])
+        for key in results
+        for other in other_results
+    ]
+    ours = _last(sides.reference)
+    theirs = _last(sides.candidate)
+    if ours is not None and theirs is not None:
+        pairs.append((ours, theirs))
+        end = _wide(sides.reference, ours)
+        other_end = _wide(sides.candidate, theirs)
+        # what a loss is made of may be another value of its formula
+        if end.key not in sides.agreeing and other_end.key not in sides.twins:
+            pairs.append((end, other_end))
+    ends: dict[int, list[tuple[Sketch, float]]] = {}
+    for end, other_end in pairs:
+        wanted = _wanted_end(sides, end, other_end)
+        if wanted is not None:
+            ends.setdefault(other_end.key, []).append(wanted)
+    return ends
+
+
+def _wanted_end(
+    sides: Sides, end: Value, other_end: Value
+) -> tuple[Sketch, float] | None:
+    """Return what a result should be, and how near; None where it is."""
+    if end.sketch is None or other_end.sketch is None:
+        return None
+    apart = end.sketch.distance(other_end.sketch)
+    if apart <= sides.limit / CLEARLY:
+        return None
+    return end.sketch, min(sides.usual, apart / CLEARLY)
 
 
 # -- results -------------------------------------------------------------------------
@@ -522,6 +666,8 @@ def _description(difference: Difference) -> tuple[str, str]:
     if difference.blamed is not None:
         is_call = difference.blamed.value.is_call
         label = "wrong axis or layout" if is_call else "other values"
+        if difference.blamed.is_operator:
+            label = "other operator"
         return label, difference.blamed.evidence
     part = difference.part
     wanted = part.reference

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.inner_values import open_calls
@@ -55,6 +55,7 @@ class Sides:
         twins: for each candidate key the nearest reference key that agrees, and how far
             it is.
         agreeing: the reference keys that agree with some candidate's.
+        usual: the limit that it was made with.
     """
 
     reference: Flow
@@ -64,6 +65,10 @@ class Sides:
     agreeing: dict[int, tuple[int, float]] = field(default_factory=dict)
     several: dict[int, int] = field(default_factory=dict)
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
+    usual: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usual = self.limit
 
     def all_twins(self, value: Value) -> list[int]:
         """Return the keys of the reference that agree with a candidate's value."""
@@ -181,6 +186,8 @@ class Part:
         distance: how far the two are apart; infinite where they are of other sizes.
         heads: the first parted values of the candidate.
         wanted: the first parted values of the reference.
+        region: the candidate's keys that lead to its results, without ones that agree.
+        expected: the reference's.
     """
 
     reference: Value | None
@@ -189,6 +196,8 @@ class Part:
     distance: float
     heads: tuple[Value, ...]
     wanted: tuple[Value, ...]
+    region: frozenset[int] = frozenset()
+    expected: frozenset[int] = frozenset()
 
 
 def parted(
@@ -216,7 +225,8 @@ def parted(
     heads = first_of(sides.candidate, theirs)
     if not heads and not wanted:
         return None
-    return _part(sides, theirs, wanted, heads, phase)
+    part = _part(sides, theirs, wanted, heads, phase)
+    return replace(part, region=frozenset(theirs), expected=frozenset(ours))
 
 
 def _with_siblings(sides: Sides, wanted: list[Value]) -> list[Value]:
@@ -281,7 +291,7 @@ def _reaches(flow: Flow, key: int, region: set[int]) -> bool:
     if key not in region:
         return False
     value = flow.values[key]
-    if _makes(value):
+    if _makes(value) and value.is_number:
         return True
     return any(_reaches(flow, k, region) for k in value.inputs)
 

@@ -153,6 +153,14 @@ class SketchIndex:
             for numel, entries in self._by_size.items()
         }
 
+    def has_size(self, numel: int, size: float, limit: float) -> bool:
+        """Return True where one of these has about this l2 norm: cheaper than ``near``."""
+        sizes = self._sizes.get(numel)
+        if sizes is None:
+            return False
+        start = int(np.searchsorted(sizes, size * (1 - limit), "left"))
+        return start < len(sizes) and float(sizes[start]) <= size * (1 + limit)
+
     def near(self, sketch: Sketch, limit: float) -> list[tuple[float, int]]:
         """Return distance and key of those within ``limit``, the nearest first.
 

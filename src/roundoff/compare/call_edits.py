@@ -1,0 +1,666 @@
+"""Small edits of a call: what a port's author may have meant.
+
+Another constant, another axis, another operator of the same kind, another input, another
+order of axes, the call left out, or one more call. They are made of the call itself and
+of what the reference does; each keeps to the call's own inputs, so that it can be made in
+every turn of a loop and in every layer that the same line computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.traced_calls import (
+    BEFORE,
+    Edit,
+    EditStep,
+    TracedCall,
+    records_in,
+    trusts_sizes,
+)
+from roundoff.errors import RunError
+from roundoff.ops import operators_that, overload_of
+
+#: How unlikely each kind of edit is: the least unlikely one that explains all is named.
+ARGUMENT = 0
+CHANGE = 1
+LAYOUT = 2
+INPUT = 3
+LEFT_OUT = 4
+ONE_MORE = 5
+
+#: Numbers that are tried for a constant in a call besides those of the reference.
+NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
+#: Orders of the axes that are tried: of up to this many axes.
+MOST_AXES = 5
+#: Indexes of an axis that are tried in place of another.
+MOST_INDEXES = 8
+#: Values nearest before the call, of the shape of an input, that are read instead.
+MOST_INPUTS = 24
+
+_UNARY = operators_that("work element by element") | {"relu", "abs", "neg"}
+_PAIRS = operators_that("pair elements")
+_REDUCE = operators_that("reduce axes")
+_MOVE = operators_that("move values")
+_RESHAPE = operators_that("reshape")
+_PERMUTE = operators_that("permute axes")
+_CUT = operators_that("cut out")
+_JOIN = operators_that("join")
+_DIGITS = re.compile(r"\d+")
+_NUMBERS = ("number", "float", "Tensor")
+
+#: What an edit makes of a call; None where it does not fit.
+Template = Callable[[TracedCall], Edit | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """An edit that may be made in several calls alike."""
+
+    unlikely: int
+    template: Template
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Insertion:
+    """A call of the reference that a value of the candidate may go through.
+
+    Attributes:
+        step: the call, with ``BEFORE`` for the value.
+        held: its other tensors, from the reference.
+        words: its operator and line.
+        shape: that a value must have; empty for any.
+    """
+
+    step: EditStep
+    held: Mapping[int, Tensor]
+    words: str
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Ingredients:
+    """What the reference has, of which edits are made.
+
+    Attributes:
+        calls: the calls of its region and of the rest of its forward pass.
+        constants: the numbers in them.
+        inserted: calls that a value may go through.
+        shapes: ``shapes(record)`` gives the shape of a value of the candidate.
+        similar: ``similar(call, record)`` yields choices of another value for one that
+            a call reads.
+    """
+
+    calls: Sequence[TracedCall]
+    constants: Sequence[float] = ()
+    inserted: Sequence[Insertion] = ()
+    shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
+    similar: Callable[
+        [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
+    ] = lambda _call, _record: ()
+    _by_overload: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for call in self.calls:
+            overload = call.first.overload
+            if overload is not None:
+                self._by_overload.setdefault(overload, []).append(call.parsed)
+
+    def arguments_of(self, overload: str) -> Sequence[Any]:
+        """Return the arguments of the reference's calls of one overload."""
+        return self._by_overload.get(overload, ())
+
+
+def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
+    """Yield edits of a call, the likely kinds first."""
+    for unlikely, kind in _KINDS:
+        for template in kind(call, ingredients):
+            yield Proposal(unlikely, template)
+
+
+# -- the call's arguments ------------------------------------------------------------
+
+
+def schema_of(call: TracedCall) -> Sequence[Any]:
+    """Return the declared arguments of a call; none where torch does not know it."""
+    try:
+        return list(overload_of(call.first.overload or "")._schema.arguments)
+    except RunError:
+        return []
+
+
+def _holds_record(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "record" in value or any(_holds_record(v) for v in value.values())
+    return isinstance(value, list) and any(_holds_record(v) for v in value)
+
+
+def _with(parsed: Any, place: int | str, value: Any) -> Any:
+    changed = copy.deepcopy(parsed)
+    positional, keywords = changed
+    if isinstance(place, int):
+        positional[place] = value
+    else:
+        keywords[place] = value
+    return changed
+
+
+def _places(call: TracedCall) -> Iterator[tuple[int | str, Any, Any]]:
+    """Yield each argument: its place, its declaration and its value."""
+    positional, keywords = call.parsed
+    declared = schema_of(call)
+    for place, value in enumerate(positional):
+        if place < len(declared):
+            yield place, declared[place], value
+    by_name = {each.name: each for each in declared}
+    for name, value in keywords.items():
+        if name in by_name:
+            yield name, by_name[name], value
+
+
+def _setting(place: int | str, value: Any, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional, keywords = call.parsed
+        fits = place in keywords if isinstance(place, str) else place < len(positional)
+        if not fits:
+            return None
+        step = EditStep(call.first.overload or "", _with(call.parsed, place, value))
+        return Edit((step,), words)
+
+    return template
+
+
+def _transferred(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Constant arguments as the reference has them in a call of the same operator."""
+    seen: set[str] = set()
+    if trusts_sizes(call.first.base_operator):
+        yield from _groups_of_another(call, ingredients)
+        return
+    for other in ingredients.arguments_of(call.first.overload or ""):
+        template = _taking_over(other)
+        edit = template(call)
+        if edit is None or str(edit.steps) in seen:
+            continue
+        seen.add(str(edit.steps))
+        if edit.steps[0].arguments != call.parsed:
+            yield template
+
+
+def _groups_of_another(
+    call: TracedCall, ingredients: Ingredients
+) -> Iterator[Template]:
+    """Another number of groups: the one size that a kernel checks."""
+    for place, declared, value in _places(call):
+        if declared.name != "group":
+            continue
+        numbers = {
+            other[0][place]
+            for other in ingredients.arguments_of(call.first.overload or "")
+            if isinstance(place, int) and place < len(other[0])
+        }
+        for number in sorted(numbers - {value}):
+            yield _setting(place, number, f"with {number} groups, not {value}")
+
+
+def _switches(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """A switch the other way, among them those that were left at their default."""
+    if _is_move(call):
+        return
+    places = {declared.name: (place, value) for place, declared, value in _places(call)}
+    for position, declared in enumerate(schema_of(call)):
+        if str(declared.type) != "bool":
+            continue
+        place, value = places.get(
+            declared.name, (declared.name, declared.default_value)
+        )
+        words = f"with {declared.name}={not value}"
+        if declared.name in places:
+            yield _setting(place, not value, words)
+        elif isinstance(value, bool):
+            yield _adding_argument(position, declared, not value, words)
+
+
+def _adding_argument(position: int, declared: Any, value: bool, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        parsed = copy.deepcopy(call.parsed)
+        positional, keywords = parsed
+        if declared.kwarg_only:
+            keywords[declared.name] = value
+        else:
+            defaults = [d.default_value for d in schema_of(call)]
+            positional += defaults[len(positional) : position]
+            positional.append(value)
+        return Edit((EditStep(call.first.overload or "", parsed),), words)
+
+    return template
+
+
+def _taking_over(other: Any) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        parsed = copy.deepcopy(call.parsed)
+        positional, keywords = other
+        if len(parsed[0]) != len(positional):
+            return None
+        changed = []
+        for place, value in enumerate(positional):
+            if _holds_record(value) or _holds_record(parsed[0][place]):
+                continue
+            if parsed[0][place] != value:
+                parsed[0][place] = value
+                changed.append(_shown(value))
+        for name in {*keywords, *parsed[1]}:
+            if _holds_record(keywords.get(name)) or name not in keywords:
+                changed += [f"no {name}"] if name in parsed[1] else []
+                parsed[1].pop(name, None)
+            elif parsed[1].get(name) != keywords[name]:
+                parsed[1][name] = keywords[name]
+                changed.append(f"{name}={_shown(keywords[name])}")
+        step = EditStep(call.first.overload or "", parsed)
+        return Edit((step,), f"with {', '.join(changed) or 'its other arguments'}")
+
+    return template
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Other numbers."""
+    for place, declared, value in _places(call):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        kind = str(declared.type).removeprefix("Optional[").rstrip("]")
+        if kind not in _NUMBERS or declared.name == "alpha":
+            continue
+        numbers = _other_numbers(float(value), ingredients.constants)
+        if isinstance(value, int):
+            numbers.sort(key=lambda number: not number.is_integer())
+        for other in numbers:
+            yield _setting(place, other, f"with {other:.6g}, not {float(value):.6g}")
+
+
+def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
+    numbers = [*pool, *NEUTRAL, 2 * value, value / 2, -value, value * value]
+    if value:
+        numbers.append(1 / value)
+    if value > 0:
+        numbers += [math.sqrt(value), 1 / math.sqrt(value)]
+    return [n for n in dict.fromkeys(numbers) if n != value and math.isfinite(n)]
+
+
+def _pairs_of_numbers(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Pairs of numbers, as paddings are, the other way round or made equal."""
+    for place, _declared, value in _places(call):
+        if not _is_pairs(value):
+            continue
+        pairs = list(zip(value[::2], value[1::2], strict=True))
+        turned = [number for before, after in pairs for number in (after, before)]
+        even = [sum(pair) // 2 for pair in pairs for _side in pair]
+        for numbers in (turned, even):
+            if numbers != value:
+                yield _setting(place, numbers, f"with {numbers}, not {value}")
+
+
+def _is_pairs(value: Any) -> bool:
+    if not isinstance(value, list) or not value or len(value) % 2:
+        return False
+    return all(type(number) is int for number in value)
+
+
+def _axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Other axes of what works along one or several."""
+    records = records_in(call.parsed[0])
+    if not records or _is_move(call, _RESHAPE | _PERMUTE | _CUT):
+        return
+    dimensions = len(ingredients.shapes(records[0]))
+    for place, declared, value in _places(call):
+        if declared.name not in ("dim", "dims", "axis"):
+            continue
+        if type(value) is int:
+            for axis in range(dimensions):
+                if axis != value % max(1, dimensions):
+                    yield _setting(place, axis, f"along axis {axis}, not {value}")
+        elif isinstance(value, list):
+            for axes in _other_sets(value, dimensions):
+                yield _setting(place, axes, f"over axes {axes}, not {value}")
+
+
+def _other_sets(axes: Sequence[int], dimensions: int) -> list[list[int]]:
+    if not 0 < dimensions <= MOST_AXES:
+        return []
+    present = {axis % dimensions for axis in axes}
+    return [each for each in _sets_of(dimensions) if set(each) != present]
+
+
+def _sets_of(dimensions: int) -> list[list[int]]:
+    return [
+        [axis for axis in range(dimensions) if number >> axis & 1]
+        for number in range(1, 2**dimensions)
+    ]
+
+
+# -- the operator --------------------------------------------------------------------
+
+
+def _is_move(call: TracedCall, names: frozenset[str] = _MOVE) -> bool:
+    return call.first.base_operator in names
+
+
+def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another operator on the same operands."""
+    name = call.first.base_operator
+    for names, overloads in (
+        (_UNARY, ("default",)),
+        (_PAIRS, ("Tensor", "default")),
+        (_REDUCE, ("dim", "dim_IntList", "default")),
+    ):
+        if name not in names:
+            continue
+        for other in sorted(names - {name}):
+            overload = _overload(other, overloads)
+            if overload is not None:
+                yield _exchanged(overload, other)
+    if len(records_in(call.parsed[0])) == 1 and name in _UNARY:
+        for insertion in ingredients.inserted:
+            if not insertion.held:
+                yield _replaced(insertion)
+
+
+def _overload(name: str, overloads: Sequence[str]) -> str | None:
+    for overload in overloads:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None and overload in packet.overloads():
+            return f"aten.{name}.{overload}"
+    return None
+
+
+def _exchanged(overload: str, name: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional, _ = call.parsed
+        declared = overload_of(overload)._schema.arguments
+        arguments = positional[: len([d for d in declared if not d.kwarg_only])]
+        step = EditStep(overload, [arguments, {}])
+        return Edit((step,), f"as {name}, not {call.first.base_operator}")
+
+    return template
+
+
+def _replaced(insertion: Insertion) -> Template:
+    """Another call on the first input of a call."""
+
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed[0])
+        if not records:
+            return None
+        first = EditStep("aten.alias.default", [[{"record": records[0]}], {}])
+        return Edit((first, insertion.step), f"as {insertion.words}")
+
+    return template
+
+
+# -- layouts -------------------------------------------------------------------------
+
+
+def _layouts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """The axes in another order, before or after; other indexes."""
+    records = records_in(call.parsed[0])
+    if not records:
+        return
+    name = call.first.base_operator
+    shape = ingredients.shapes(records[0])
+    if name in _PERMUTE:
+        yield from (_permuting(order) for order in _orders(len(shape)))
+    if name in _RESHAPE:
+        yield from (_permuted_before(order) for order in _orders(len(shape)))
+    if name in _RESHAPE | _JOIN or not _is_move(call):
+        yield from _other_orders_of_result(call)
+    if name in _CUT:
+        yield from _other_indexes(call, shape)
+
+
+def _other_orders_of_result(call: TracedCall) -> Iterator[Template]:
+    shape = tuple(call.first.shape or ())
+    for order in _orders(len(shape)):
+        if tuple(shape[axis] for axis in order) == shape:
+            yield _permuted_after(order)
+
+
+def _orders(dimensions: int) -> list[tuple[int, ...]]:
+    if not 1 < dimensions <= MOST_AXES + 1:
+        return []
+    orders = list(permutations(range(dimensions)))[1:]
+    if dimensions <= 4:
+        return orders
+    # of many axes those that exchange two or move one
+    return [order for order in orders if _is_simple(order)]
+
+
+def _is_simple(order: Sequence[int]) -> bool:
+    moved = [axis for place, axis in enumerate(order) if axis != place]
+    if len(moved) == 2:
+        return True
+    rest = list(range(len(order)))
+    return any(
+        [*(a for a in rest if a != axis)] == [a for a in order if a != axis]
+        for axis in rest
+    )
+
+
+def _permuting(order: Sequence[int]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        [record, *_] = records_in(call.parsed[0])
+        step = EditStep("aten.permute.default", [[{"record": record}, [*order]], {}])
+        return Edit((step,), f"with the axes in the order {list(order)}")
+
+    return template
+
+
+def _permuted_before(order: Sequence[int]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        [record, *_] = records_in(call.parsed[0])
+        first = EditStep("aten.permute.default", [[{"record": record}, [*order]], {}])
+        again = EditStep("aten.clone.default", [[{"record": BEFORE}], {}])
+        parsed = copy.deepcopy(call.parsed)
+        parsed[0][0] = {"record": BEFORE}
+        last = EditStep("aten.reshape.default", [parsed[0][:2], {}])
+        words = f"of its input with the axes in the order {list(order)}"
+        return Edit((first, again, last), words)
+
+    return template
+
+
+def _permuted_after(order: Sequence[int]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        first = EditStep(call.first.overload or "", call.parsed)
+        last = EditStep("aten.permute.default", [[{"record": BEFORE}, [*order]], {}])
+        return Edit((first, last), f"with its axes in the order {list(order)}")
+
+    return template
+
+
+def _other_indexes(call: TracedCall, shape: Sequence[int]) -> Iterator[Template]:
+    for place, declared, value in _places(call):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if declared.name not in ("index", "start"):
+            continue
+        axis = call.parsed[0][1] if len(call.parsed[0]) > 1 else 0
+        if not isinstance(axis, int) or not shape:
+            continue
+        length = shape[axis % len(shape)]
+        for index in [*range(min(length, MOST_INDEXES)), length - 1]:
+            if index != value % max(1, length):
+                yield _setting(place, index, f"at {index}, not {value}")
+
+
+# -- inputs --------------------------------------------------------------------------
+
+
+def _other_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Its inputs exchanged, or another value of the shape of one."""
+    records = records_in(call.parsed)
+    if len(records) == 2 and records[0] != records[1]:
+        yield _swapped
+    for place, record in enumerate(records):
+        for choose in ingredients.similar(call, record):
+            yield _reading(place, choose)
+
+
+def _swapped(call: TracedCall) -> Edit | None:
+    records = records_in(call.parsed)
+    if len(records) != 2:
+        return None
+    exchanged = _renamed(call.parsed, {records[0]: records[1], records[1]: records[0]})
+    step = EditStep(call.first.overload or "", exchanged)
+    return Edit((step,), "with its inputs exchanged")
+
+
+def _renamed(value: Any, names: dict[int, int]) -> Any:
+    if isinstance(value, dict):
+        if "record" in value:
+            return {"record": names.get(value["record"], value["record"])}
+        return {key: _renamed(v, names) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_renamed(v, names) for v in value]
+    return value
+
+
+def _reading(place: int, choose: Callable[[TracedCall], int | None]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        other = choose(call)
+        if other is None or place >= len(records) or records[place] == other:
+            return None
+        counter = iter(range(len(records)))
+        arguments = _with_record(call.parsed, counter, place, other)
+        step = EditStep(call.first.overload or "", arguments)
+        return Edit((step,), "of another value")
+
+    return template
+
+
+def _with_record(value: Any, counter: Iterator[int], place: int, other: int) -> Any:
+    if isinstance(value, dict):
+        if "record" in value:
+            return {"record": other} if next(counter) == place else value
+        return {k: _with_record(v, counter, place, other) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_with_record(v, counter, place, other) for v in value]
+    return value
+
+
+# -- one call less or more -----------------------------------------------------------
+
+
+def _left_out(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """One of its inputs of the same shape in its place."""
+    shape = tuple(call.first.shape or ())
+    for place, record in enumerate(records_in(call.parsed)):
+        if ingredients.shapes(record) == shape:
+            yield _handing_on(place)
+
+
+def _handing_on(place: int) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        step = EditStep("aten.alias.default", [[{"record": records[place]}], {}])
+        return Edit((step,), f"without {call.first.base_operator}")
+
+    return template
+
+
+def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """A call of the reference after it, or another value added to it."""
+    if call.first.base_operator in _RESHAPE | _PERMUTE:
+        return
+    shape = tuple(call.first.shape or ())
+    for insertion in ingredients.inserted:
+        if insertion.shape in ((), shape):
+            yield _followed(insertion)
+    for number in ingredients.constants:
+        step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
+        yield _followed(Insertion(step, {}, f"a product with {number:.6g}", ()))
+    for choose in ingredients.similar(call, call.rows[0].record):
+        yield _with_another("aten.add.Tensor", choose, "added to it")
+    for place, record in enumerate(records_in(call.parsed)[:2]):
+        for choose in ingredients.similar(call, record):
+            yield _scaled_input(place, choose)
+
+
+def _followed(insertion: Insertion) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if insertion.shape not in ((), tuple(call.first.shape or ())):
+            return None
+        first = EditStep(call.first.overload or "", call.parsed)
+        words = f"followed by {insertion.words}"
+        return Edit((first, insertion.step), words, insertion.held)
+
+    return template
+
+
+def _with_another(
+    overload: str, choose: Callable[[TracedCall], int | None], words: str
+) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        other = choose(call)
+        if other is None:
+            return None
+        first = EditStep(call.first.overload or "", call.parsed)
+        arguments = [[{"record": BEFORE}, {"record": other}], {}]
+        return Edit(
+            (first, EditStep(overload, arguments)), f"with another value {words}"
+        )
+
+    return template
+
+
+def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Template:
+    """One of its inputs times another value."""
+
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        other = choose(call)
+        if other is None or place >= len(records):
+            return None
+        product = [[{"record": records[place]}, {"record": other}], {}]
+        first = EditStep("aten.mul.Tensor", product)
+        counter = iter(range(len(records)))
+        arguments = _with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), "with another factor in what it reads")
+
+    return template
+
+
+#: How unlikely -> what yields edits of that kind.
+_KINDS: tuple[tuple[int, Callable[[TracedCall, Ingredients], Iterator[Template]]], ...]
+_KINDS = (
+    (ARGUMENT, _transferred),
+    (CHANGE, _switches),
+    (CHANGE, _constants),
+    (CHANGE, _pairs_of_numbers),
+    (CHANGE, _axes),
+    (CHANGE, _other_operators),
+    (LAYOUT, _layouts),
+    (INPUT, _other_inputs),
+    (LEFT_OUT, _left_out),
+    (ONE_MORE, _one_more),
+)
+
+
+def label_of(row: RecordedRow) -> str:
+    """Return a parameter's name without numbers: what is alike in every layer."""
+    return _DIGITS.sub("#", row.name or "")

@@ -1,0 +1,467 @@
+"""Two recorded programs run on made-up values, where only statistics were kept.
+
+A recording without tensors still has every call and its arguments: the program. Both
+programs run again on numbers of the recorded range and spread, the same in parameters
+that hold the same values. Where the two then differ, the program does; where they agree,
+what was recorded to differ is in the values that it was given.
+
+How a parameter of one program stands in the other (transposed, cut, joined) is not
+recorded. What is tried is each layout that its shape allows; the first after which a value
+agrees that was recorded to agree is taken, else the one most others have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.parameter_content import axis_orders
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.value_flow import Flow, Value, flow_of
+from roundoff.compare.value_regions import Sides, limit_of
+from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
+from roundoff.record import StepTensors
+
+#: Larger recordings are not run again.
+MOST_ELEMENTS = 3 * 10**7
+#: Layouts of one parameter that are tried.
+MOST_OPTIONS = 24
+#: Calls after the one that reads a parameter, in which a value must agree.
+FAR = 12
+#: Parameters that may be joined in one.
+MOST_JOINED = 4
+#: Statistics of parameters with the same values differ by less.
+SAME = 1e-5
+
+#: Which part of what, and the order of its axes.
+Order = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """What a leaf of the candidate may hold.
+
+    Attributes:
+        order: how it stands there.
+        source: of which part of which leaf of the reference it is made.
+        tensor: the values.
+    """
+
+    order: Order
+    source: Order
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """A leaf of the reference, a part of one, or several together."""
+
+    kind: Order
+    source: Order
+    tensor: Tensor
+
+
+class MadeUpTensors(StepTensors):
+    """Tensors by record that were never recorded."""
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self._tensors = tensors
+        self.damage = {}
+
+    def __getitem__(self, record: int, /) -> Tensor:
+        return self._tensors[record]
+
+    def __contains__(self, record: object, /) -> bool:
+        return record in self._tensors
+
+
+def on_made_up_values(sides: Sides) -> Sides | None:
+    """Return both sides with made-up tensors in their forward passes; None if one cannot run."""
+    flows = (sides.reference, sides.candidate)
+    numel = sum(v.row.numel or 0 for flow in flows for v in flow.values.values())
+    if numel > MOST_ELEMENTS:
+        return None
+    try:
+        ours = _Run(sides.reference)
+        ours.run()
+        theirs = _CandidateRun(sides, ours.tensors)
+        theirs.run_all()
+    except CannotRun:
+        return None
+    reference = flow_of(_with_tensors(sides.reference, ours.tensors))
+    candidate = flow_of(_with_tensors(sides.candidate, theirs.tensors))
+    return Sides(reference, candidate, limit_of([reference, candidate]))
+
+
+def _with_tensors(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
+    rows = {
+        record: replace(row, blob=None)
+        for record, row in flow.step.rows.items()
+        if row.phase == "forward"
+    }
+    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors))
+
+
+def _made_up(row: RecordedRow) -> Tensor:
+    """Return numbers of a row's shape, range and spread. Raises ``CannotRun``."""
+    dtype = getattr(torch, row.dtype or "", None)
+    if not isinstance(dtype, torch.dtype) or row.shape is None:
+        raise CannotRun("its format was not recorded")
+    low = row.min or 0.0
+    high = row.max or 0.0
+    if low == high or not row.numel:
+        return torch.full(list(row.shape), low).to(dtype)
+    generator = torch.Generator().manual_seed(row.record)
+    if dtype.is_floating_point:
+        numbers = torch.randn(list(row.shape), generator=generator, dtype=torch.float64)
+        numbers = numbers * (row.std or 0.0) + (row.mean or 0.0)
+        return numbers.clamp(low, high).to(dtype)
+    if dtype == torch.bool:
+        return _mask(row, generator)
+    return _whole_numbers(row, int(low), int(high), generator).to(dtype)
+
+
+def _whole_numbers(
+    row: RecordedRow, low: int, high: int, generator: torch.Generator
+) -> Tensor:
+    """Return the numbers from ``low`` to ``high`` once where these fit, else drawn ones."""
+    shape = list(row.shape or ())
+    if _is_count(row):
+        return torch.arange(low, high + 1).reshape(shape)
+    try:
+        return torch.randint(low, high + 1, shape, generator=generator)
+    except (RuntimeError, ValueError) as error:
+        raise CannotRun("its numbers are too large") from error
+
+
+def _is_count(row: RecordedRow) -> bool:
+    low = row.min or 0.0
+    high = row.max or 0.0
+    middle = (low + high) / 2
+    is_even = abs((row.mean or 0.0) - middle) <= SAME * max(1.0, abs(middle))
+    return row.numel == int(high - low) + 1 and is_even
+
+
+def _mask(row: RecordedRow, generator: torch.Generator) -> Tensor:
+    """A causal mask where the share of ones allows it; each row has one of both, if any."""
+    shape = list(row.shape or ())
+    if len(shape) >= 2 and shape[-1] == shape[-2]:
+        size = shape[-1]
+        ones = torch.ones(shape, dtype=torch.bool)
+        for mask in (ones.tril(), ones.triu(1), ones.triu(), ones.tril(-1)):
+            if abs(float(mask.double().mean()) - (row.mean or 0.0)) * size * size < 0.5:
+                return mask
+    return torch.rand(shape, generator=generator) < (row.mean or 0.5)
+
+
+class _Run:
+    """The forward pass of one side on other leaves.
+
+    Attributes:
+        tensors: by record, as far as it was run.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.tensors: dict[int, Tensor] = {}
+        self.program = TracedProgram(flow, self.tensors)
+
+    def run(self) -> None:
+        """Run all; raise ``CannotRun`` where a call cannot."""
+        for row in self.flow.step.rows.values():
+            if row.phase == "forward" and not row.is_call and not row.inputs:
+                self.tensors[row.record] = _made_up(row)
+        for entry in self.program.order:
+            self.step(entry)
+
+    def step(self, entry: TracedCall | RecordedRow) -> None:
+        """Run one call, or bring a tensor up to date that was written through a view."""
+        try:
+            for row, tensor in self.program.one(entry):
+                self.tensors[row.record] = tensor
+        except CannotRun:
+            # random numbers, or arguments that were not recorded
+            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
+            for row in rows:
+                if row.dtype is not None:
+                    self.tensors[row.record] = _made_up(row)
+
+
+class _CandidateRun(_Run):
+    """The candidate's forward pass on the values that were made up for the reference.
+
+    Args:
+        sides: the recorded values.
+        wanted: the reference's made-up tensors.
+    """
+
+    def __init__(self, sides: Sides, wanted: Mapping[int, Tensor]) -> None:
+        super().__init__(sides.candidate)
+        self._sides = sides
+        self._wanted = wanted
+        self._votes: Counter[Order] = Counter()
+        self._open: dict[int, list[Option]] = {}
+        self._used: set[Order] = set()
+
+    def run_all(self) -> None:
+        """Choose what each leaf holds, and run all."""
+        rows = self.flow.step.rows
+        for row in rows.values():
+            if row.phase == "forward" and not row.is_call and not row.inputs:
+                self._start(row)
+        order = self.program.order
+        for number, entry in enumerate(order):
+            read = _read_by(entry)
+            for record in read:
+                if record in self._open:
+                    self._settle(record, order[number : number + FAR])
+            self.step(entry)
+        if self._open:
+            self._vote()
+
+    def _start(self, row: RecordedRow) -> None:
+        options = self._options(row)
+        if not options:
+            self.tensors[row.record] = _made_up(row)
+        elif len(options) == 1:
+            self._take(row.record, options[0])
+        else:
+            self.tensors[row.record] = options[0].tensor
+            self._open[row.record] = options
+
+    def _options(self, row: RecordedRow) -> list[Option]:
+        """Return what a leaf may hold, each with the way it stands there."""
+        value = self.flow.values[row.record]
+        contents = self._contents(value)
+        options = _turned(row, contents, lambda turned, shape: turned == shape)
+        if options and not row.name:
+            # data is fed as it is
+            return options[:1]
+        if not options:
+            options = _turned(row, contents, lambda _turned, _shape: True)
+        return options
+
+    def _contents(self, value: Value) -> list[Content]:
+        """Return the made-up values of the reference's leaf with the same statistics.
+
+        Else parts of larger ones, and several together.
+        """
+        sketch = value.sketch
+        if sketch is None or sketch.constant:
+            return []
+        leaves = _leaves(self._sides.reference)
+        twins = [leaf for leaf in leaves if _is_near(leaf.sketch, sketch)]
+        if twins:
+            return [Content((), (leaf.key,), self._wanted[leaf.key]) for leaf in twins]
+        if not value.is_number:
+            return []
+        lost = [leaf for leaf in leaves if leaf.key not in self._sides.agreeing]
+        return [*self._parts(value, lost), *self._joined(sketch, lost)]
+
+    def _parts(self, value: Value, leaves: Sequence[Value]) -> Iterator[Content]:
+        numel = value.row.numel or 1
+        for leaf in leaves:
+            whole = self._wanted[leaf.key]
+            count = whole.numel() // numel
+            if count < 2 or whole.numel() % numel or not _alike(leaf.row, value.row):
+                continue
+            axes = [
+                axis for axis in range(whole.dim()) if not whole.shape[axis] % count
+            ]
+            for axis in axes:
+                for number, part in enumerate(whole.chunk(count, axis)):
+                    yield Content(("part", axis), (leaf.key, axis, number), part)
+
+    def _joined(self, sketch: Sketch, leaves: Sequence[Value]) -> Iterator[Content]:
+        """Yield what several of the reference's leaves make together, as norms allow."""
+        for count in range(2, MOST_JOINED + 1):
+            for start in range(len(leaves) - count + 1):
+                group = leaves[start : start + count]
+                if _make_together(group, sketch):
+                    yield from self._along_each_axis(group)
+
+    def _along_each_axis(self, group: Sequence[Value]) -> Iterator[Content]:
+        tensors = [self._wanted[leaf.key] for leaf in group]
+        for axis in range(tensors[0].dim()):
+            try:
+                joined = torch.cat(tensors, axis)
+            except RuntimeError:
+                continue  # other sizes along the other axes
+            source = (*(leaf.key for leaf in group), axis)
+            yield Content(("joined", axis), source, joined)
+
+    def _settle(self, record: int, entries: Sequence[TracedCall | RecordedRow]) -> None:
+        """Take the first option after which a value agrees that was recorded to agree.
+
+        Together with that of a second leaf, where this is read before such a value.
+        """
+        other = self._next_open(record, entries)
+        others: list[Option | None] = [None]
+        if other is not None:
+            others = [*self._unused(other)]
+        for option in self._unused(record):
+            for second in others:
+                changed = {record: option.tensor}
+                if other is not None and second is not None:
+                    changed[other] = second.tensor
+                if self._agrees(changed, entries):
+                    self._take(record, option)
+                    if other is not None and second is not None:
+                        self._take(other, second)
+                    return
+        # it is decided by vote, and what follows runs with the likeliest for now
+        self.tensors[record] = self._likeliest(record).tensor
+
+    def _unused(self, record: int) -> list[Option]:
+        """Return options whose source no other leaf holds; all where there is none."""
+        options = self._open[record]
+        unused = [each for each in options if each.source not in self._used]
+        return unused or options
+
+    def _likeliest(self, record: int) -> Option:
+        return max(self._unused(record), key=lambda each: self._votes[each.order])
+
+    def _take(self, record: int, option: Option) -> None:
+        self.tensors[record] = option.tensor
+        self._votes[option.order] += 1
+        self._used.add(option.source)
+        self._open.pop(record, None)
+
+    def _next_open(
+        self, record: int, entries: Sequence[TracedCall | RecordedRow]
+    ) -> int | None:
+        """Return the next undecided leaf that is read together with what is made of one."""
+        reached = {record}
+        for entry in entries:
+            read = _read_by(entry)
+            if reached.isdisjoint(read):
+                continue
+            for each in read:
+                if each != record and each in self._open:
+                    return each
+            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
+            reached.update(row.record for row in rows)
+            if any(self._is_sign(row) for row in rows):
+                return None
+        return None
+
+    def _agrees(
+        self,
+        leaves: Mapping[int, Tensor],
+        entries: Sequence[TracedCall | RecordedRow],
+    ) -> bool:
+        """Return True where the first value that was recorded to agree does, with these."""
+        changed = dict(leaves)
+        reached = set(leaves)
+        for entry in entries:
+            read = _read_by(entry)
+            if not all(i in changed or i in self.tensors for i in read):
+                continue
+            depends = not reached.isdisjoint(read)
+            try:
+                results = list(self.program.one(entry, changed))
+            except CannotRun:
+                return False
+            for row, tensor in results:
+                changed[row.record] = tensor
+                if not depends:
+                    continue
+                reached.add(row.record)
+                verdict = self._verdict(row, tensor)
+                if verdict is not None:
+                    return verdict
+        return False
+
+    def _is_sign(self, row: RecordedRow) -> bool:
+        """Return True for a value that was recorded to agree, and says something."""
+        value = self.flow.values[row.record]
+        if not value.computes or not value.is_number or value.says_nothing:
+            return False
+        return value.key in self._sides.twins
+
+    def _verdict(self, row: RecordedRow, tensor: Tensor) -> bool | None:
+        """Return if a value agrees as it should; None where nothing was recorded to agree."""
+        if not self._is_sign(row):
+            return None
+        sketch = sketch_of_tensor(tensor)
+        wanted = [
+            sketch_of_tensor(self._wanted[key])
+            for key in self._sides.all_twins(self.flow.values[row.record])
+            if key in self._wanted and self._sides.reference.values[key].computes
+        ]
+        if sketch is None or not wanted:
+            return None
+        return any(_is_near(each, sketch, self._sides.limit) for each in wanted)
+
+    def _vote(self) -> None:
+        """Take for the rest the layout that most others have, and run again."""
+        for record in list(self._open):
+            self._take(record, self._likeliest(record))
+        for entry in self.program.order:
+            self.step(entry)
+
+
+def _turned(
+    row: RecordedRow,
+    contents: Sequence[Content],
+    fits: Callable[[list[int], list[int]], bool],
+) -> list[Option]:
+    """Return contents in each order of axes that fits, axes of length 1 left out."""
+    wanted = _longer(row.shape or ())
+    options: list[Option] = []
+    for content in contents:
+        if content.tensor.numel() != row.numel:
+            continue
+        for order in axis_orders(content.tensor):
+            turned = content.tensor.permute(order)
+            if len(options) == MOST_OPTIONS or not fits(_longer(turned.shape), wanted):
+                continue
+            held = turned.reshape(list(row.shape or ())).contiguous()
+            held = held.to(getattr(torch, row.dtype or "", held.dtype))
+            if not any(torch.equal(held, each.tensor) for each in options):
+                options.append(Option((content.kind, order), content.source, held))
+    return options
+
+
+def _longer(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _is_near(one: Sketch | None, other: Sketch, limit: float = SAME) -> bool:
+    return one is not None and one.distance(other) <= limit
+
+
+def _make_together(leaves: Sequence[Value], whole: Sketch) -> bool:
+    """Return True where leaves together have the size and the norm of one."""
+    sketches = [leaf.sketch for leaf in leaves if leaf.sketch is not None]
+    if sum(sketch.numel for sketch in sketches) != whole.numel:
+        return False
+    norm = math.sqrt(sum(sketch.size**2 for sketch in sketches))
+    return abs(norm - whole.size) <= SAME * norm
+
+
+def _alike(one: RecordedRow, other: RecordedRow) -> bool:
+    """Return True for shapes of as many axes, but those of length 1."""
+    return len(_longer(one.shape or ())) == len(_longer(other.shape or ()))
+
+
+def _leaves(flow: Flow) -> list[Value]:
+    return [
+        value
+        for value in flow.values.values()
+        if not value.is_call and not value.row.inputs and value.row.phase == "forward"
+    ]
+
+
+def _read_by(entry: TracedCall | RecordedRow) -> list[int]:
+    if isinstance(entry, RecordedRow):
+        return list(entry.inputs)
+    return list(dict.fromkeys(i for row in entry.rows for i in row.inputs))

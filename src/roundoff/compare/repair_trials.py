@@ -1,0 +1,587 @@
+"""Which small edit of the candidate makes it agree with the reference?
+
+Between two programs by different hands a value that only one of them has says nothing by
+itself: it may be another way to compute the same. What can be tried is the repair. Each
+call near the place where the two part is edited in small ways (see ``call_edits``), in
+all turns of a loop and all layers that the same line computes; what is made of it runs
+again. Where the results then agree, that call is at fault, and the edit says how.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blamed_leaves import Blamed, tried_leaves
+from roundoff.compare.call_edits import (
+    LAYOUT,
+    ONE_MORE,
+    Ingredients,
+    Insertion,
+    Proposal,
+    label_of,
+    proposals,
+)
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.traced_calls import (
+    BEFORE,
+    Edit,
+    EditStep,
+    TracedCall,
+    TracedProgram,
+    records_in,
+)
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import MASK, Sketch, SketchIndex, sketch_of_tensor
+from roundoff.ops import operators_that
+
+#: Calls after the place where two programs part, whose edits are tried.
+MOST_CALLS = 64
+#: Calls before it, which only move values.
+MOST_MOVES = 24
+#: Values that an edit changes without one that the reference has: it is given up.
+PATIENCE = 24
+#: Fewer values that an edit gives may be chance, or that edit itself.
+SEVERAL = 2
+#: Elements that the trials of one kind of edit may compute together.
+BUDGET = 25 * 10**7
+#: A call costs as much as so many elements.
+CALL = 20_000
+#: Values of fewer elements agree by chance.
+FEWEST = 16
+#: Parameters of each side, and what they might hold, that are tried.
+MOST_LEAVES = 12
+MOST_CONTENTS = 300
+#: Values nearest before a call that it might read instead.
+SIMILAR = 10
+
+_MOVE = operators_that("move values")
+_UNARY = operators_that("work element by element") | operators_that("choose values")
+_NORMALIZE = operators_that("normalize")
+
+
+#: For results of the candidate the sketches, any of which they should have, and how far
+#: they may be from it.
+Ends = Mapping[int, Sequence[tuple[Sketch, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """An edit that makes the candidate agree.
+
+    Attributes:
+        call: the first call that is edited.
+        words: what the edit does.
+        ends: True where the results of the forward pass agree with it.
+        gained: how many values of the reference the candidate has now, and had not.
+        unlikely: see ``call_edits``.
+        gives_first: True where the first value of the reference that the candidate
+            lacked is among those.
+    """
+
+    call: TracedCall
+    words: str
+    ends: bool
+    gained: int
+    unlikely: int
+    gives_first: bool = False
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """What gains more is better, the first value that was lost above all."""
+        return self.gives_first, self.gained, -self.unlikely
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where two programs part: the keys that lead to results that differ.
+
+    Attributes:
+        parted: the candidate's.
+        expected: the reference's.
+    """
+
+    parted: Collection[int]
+    expected: Collection[int]
+
+
+@dataclass(slots=True)
+class Goal:
+    """What has to agree.
+
+    Attributes:
+        lost: the reference's values that the candidate lacks.
+        first: the first of them.
+        limit: how far values that agree may be apart.
+        ends: the results of the candidate.
+    """
+
+    lost: SketchIndex
+    first: int | None
+    limit: float
+    ends: Ends
+
+    def gains(self, tensor: Tensor) -> list[int]:
+        """Return the reference's values that a new value is."""
+        if not tensor.is_floating_point() or tensor.numel() < FEWEST:
+            return []
+        norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        # masks count in this norm and not in that of a sketch
+        if norm < MASK and not self.lost.has_size(tensor.numel(), norm, self.limit):
+            return []
+        sketch = sketch_of_tensor(tensor)
+        if sketch is None or sketch.constant:
+            return []
+        return [key for _, key in self.lost.near(sketch, self.limit)[:1]]
+
+    def is_right_end(self, record: int, tensor: Tensor) -> bool:
+        """Return True for a result that agrees."""
+        if record not in self.ends:
+            return False
+        sketch = sketch_of_tensor(tensor)
+        if sketch is None:
+            return False
+        return any(
+            wanted.distance(sketch) <= limit for wanted, limit in self.ends[record]
+        )
+
+
+@dataclass(slots=True)
+class Trials:
+    """The candidate's forward pass, edited and run again."""
+
+    program: TracedProgram
+    goal: Goal
+    left: int = BUDGET
+
+    def outcome(
+        self, edits: Mapping[int, Edit], leaves: Mapping[int, Tensor] | None = None
+    ) -> tuple[bool, set[int]]:
+        """Return True where all ends agree, and the lost values that are there now."""
+        gained: set[int] = set()
+        right = set()
+        waited = 0
+        twins = self.program.flow
+        try:
+            for row, tensor in self.program.again(edits, leaves):
+                self.left -= tensor.numel() + CALL
+                if self.left < 0:
+                    return False, set()
+                if self.goal.is_right_end(row.record, tensor):
+                    right.add(row.record)
+                if not twins.values[row.record].computes:
+                    continue
+                more = set(self.goal.gains(tensor)) - gained
+                gained |= more
+                waited = 0 if more else waited + 1
+                if waited > PATIENCE:
+                    break
+        except CannotRun:
+            return False, set()
+        return bool(right) and right == set(self.goal.ends), gained
+
+
+def trials_of(sides: Sides, ends: Ends) -> Trials:
+    """Return the candidate's forward pass, to be tried; ``ends``: see ``Goal``."""
+    lost = _lost(sides)
+    index = SketchIndex((v.key, v.sketch) for v in lost if v.sketch is not None)
+    goal = Goal(index, lost[0].key if lost else None, sides.limit, ends)
+    return Trials(TracedProgram(sides.candidate), goal)
+
+
+def _of_kinds(
+    sides: Sides, trials: Trials, region: Region, kinds: range
+) -> Iterator[Repair]:
+    """Yield edits of some kinds, the likely ones first, that give what was lost.
+
+    Only those that make all results agree, or give several values.
+    """
+    program = trials.program
+    families = _families(program)
+    ingredients = _ingredients(sides, program, region.expected)
+    waiting = [
+        (proposal, call)
+        for call in _one_of_each(_suspects(sides, program, region.parted), families)
+        for proposal in proposals(call, ingredients)
+        if proposal.unlikely in kinds
+    ]
+    for kind in kinds:
+        trials.left = BUDGET
+        for proposal, call in waiting:
+            if proposal.unlikely == kind and trials.left > 0:
+                repair = _tried(trials, proposal, call, families[call.first.call])
+                if repair is not None:
+                    yield repair
+
+
+def _tried(
+    trials: Trials,
+    proposal: Proposal,
+    call: TracedCall,
+    family: Sequence[TracedCall],
+) -> Repair | None:
+    """Return what an edit repairs in all calls of a family; None where it is too little."""
+    edits = _edits_of(proposal.template, family)
+    edit = edits.get(call.first.call)
+    if edit is None:
+        return None
+    agrees, gained = trials.outcome(edits)
+    least = 1 if proposal.unlikely == LAYOUT else SEVERAL
+    if not agrees and len(gained) < least:
+        return None
+    is_first = trials.goal.first in gained
+    return Repair(call, edit.words, agrees, len(gained), proposal.unlikely, is_first)
+
+
+def best_repair(
+    sides: Sides,
+    trials: Trials,
+    region: Region,
+    between: Callable[[], Blamed | None],
+) -> Repair | Blamed | None:
+    """Return the first edit after which all results agree, else the one that gains most.
+
+    ``between`` is asked after the likely kinds of edits; what it returns ends the search.
+    """
+    likely, best = _first_end(_of_kinds(sides, trials, region, range(LAYOUT)), None)
+    if likely is not None:
+        return likely
+    blamed = between()
+    if blamed is not None:
+        return blamed
+    kinds = range(LAYOUT, ONE_MORE + 1)
+    unlikely, best = _first_end(_of_kinds(sides, trials, region, kinds), best)
+    return unlikely or best
+
+
+def _first_end(
+    repairs: Iterable[Repair], best: Repair | None
+) -> tuple[Repair | None, Repair | None]:
+    """Return the repair after which all agrees, if any, and the best of the others."""
+    for repair in repairs:
+        if repair.ends:
+            # what repairs only a later part does not explain the first
+            is_later = best is not None and _is_earlier(best, repair)
+            return (best if is_later else repair), best
+        if best is None or repair.rank > best.rank:
+            best = repair
+    return None, best
+
+
+def _is_earlier(one: Repair, other: Repair) -> bool:
+    return one.gives_first and not other.gives_first
+
+
+def _edits_of(
+    template: Callable[[TracedCall], Edit | None], calls: Iterable[TracedCall]
+) -> dict[int, Edit]:
+    edits = {call.first.call: template(call) for call in calls}
+    return {call: edit for call, edit in edits.items() if edit is not None}
+
+
+def _lost(sides: Sides) -> list[Value]:
+    """Return the reference's values of the forward pass that the candidate lacks."""
+    return [
+        value
+        for value in sides.reference.in_order()
+        if value.computes
+        and value.is_number
+        and value.key not in sides.agreeing
+        and not value.says_nothing
+        and not value.inner
+        and value.row.phase == "forward"
+    ]
+
+
+# -- which calls ---------------------------------------------------------------------
+
+
+def _suspects(
+    sides: Sides, program: TracedProgram, region: Collection[int]
+) -> list[TracedCall]:
+    """Return the calls whose edits are tried: the first of a region, and moves before it."""
+    flow = sides.candidate
+    records = {flow.values[key].row.record for key in region}
+    parted = sorted(
+        {flow.values[r].row.call for r in records if flow.values[r].row.is_call}
+    )
+    calls = [call for call in parted if call in program.calls][:MOST_CALLS]
+    starts = {row.record for call in calls for row in program.calls[call].rows}
+    moves = _moves_before(flow, program, starts)
+    chosen = sorted({*calls, *moves[:MOST_MOVES]})
+    return [program.calls[call] for call in chosen]
+
+
+def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list[int]:
+    """Return the calls that move what these read, and those that made it."""
+    moves: dict[int, None] = {}
+    waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
+    seen = set(records)
+    while waiting:
+        record = waiting.pop(0)
+        if record in seen or record not in flow.values:
+            continue
+        seen.add(record)
+        row = flow.values[record].row
+        if row.call in program.calls:
+            moves[row.call] = None
+        if not row.is_call or row.base_operator in _MOVE:
+            waiting += row.inputs
+    return list(moves)
+
+
+def _families(program: TracedProgram) -> dict[int, list[TracedCall]]:
+    """Return for each call those that the same place of the same line has made.
+
+    The calls of a line repeat themselves: in turns of a loop, in layers of one class.
+    """
+    by_line: dict[object, list[TracedCall]] = defaultdict(list)
+    families: dict[int, list[TracedCall]] = {}
+    for call in program.calls.values():
+        if call.first.line is None:
+            families[call.first.call] = [call]
+        else:
+            by_line[call.first.line].append(call)
+    for calls in by_line.values():
+        period = _period([call.first.operator for call in calls])
+        for place in range(period):
+            family = calls[place::period]
+            families.update((call.first.call, family) for call in family)
+    return families
+
+
+def _period(names: Sequence[str]) -> int:
+    """Return after how many names a sequence repeats itself."""
+    for period in range(1, len(names) // 2 + 1):
+        if len(names) % period == 0 and all(
+            name == names[place % period] for place, name in enumerate(names)
+        ):
+            return period
+    return len(names)
+
+
+def _one_of_each(
+    calls: Sequence[TracedCall], families: Mapping[int, Sequence[TracedCall]]
+) -> Iterator[TracedCall]:
+    seen: set[int] = set()
+    for call in calls:
+        first = families[call.first.call][0].first.call
+        if first not in seen:
+            seen.add(first)
+            yield call
+
+
+# -- what edits are made of ----------------------------------------------------------
+
+
+def _ingredients(
+    sides: Sides, program: TracedProgram, wanted: Collection[int]
+) -> Ingredients:
+    reference = sides.reference
+    theirs = TracedProgram(reference)
+    near = _calls_near(reference, theirs, wanted)
+    similar = _Similar(program)
+
+    def shapes(record: int) -> tuple[int, ...]:
+        row = sides.candidate.step.rows.get(record)
+        return tuple(row.shape or ()) if row is not None else ()
+
+    return Ingredients(
+        list(theirs.calls.values()),
+        constants=_numbers_in(near, reference),
+        inserted=list(_insertable(reference, near)),
+        shapes=shapes,
+        similar=similar.to,
+    )
+
+
+def _calls_near(
+    flow: Flow, program: TracedProgram, wanted: Collection[int]
+) -> list[TracedCall]:
+    """Return the reference's first calls of its region."""
+    calls = sorted({flow.values[key].row.call for key in wanted})
+    return [program.calls[call] for call in calls if call in program.calls][:MOST_CALLS]
+
+
+def _numbers_in(calls: Sequence[TracedCall], flow: Flow) -> list[float]:
+    """Return the numbers in the arguments of calls, and the roots of their sizes."""
+    numbers: dict[float, None] = {}
+    for call in calls:
+        for value in _floats(call.parsed):
+            numbers[value] = None
+        if call.first.base_operator not in _MOVE:
+            for record in records_in(call.parsed)[:1]:
+                shape = flow.step.rows[record].shape if record in flow.step.rows else ()
+                for size in (shape or ())[-1:]:
+                    if size > 1:
+                        numbers[float(size) ** -0.5] = None
+    return list(numbers)[:24]
+
+
+def _floats(value: object) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _floats(each)
+    elif isinstance(value, dict) and "record" not in value:
+        for each in value.values():
+            yield from _floats(each)
+
+
+def _insertable(flow: Flow, calls: Sequence[TracedCall]) -> Iterator[Insertion]:
+    """Yield the reference's calls that a value may go through: activations and norms."""
+    seen: set[str] = set()
+    for call in calls:
+        if call.first.base_operator not in _UNARY | _NORMALIZE:
+            continue
+        insertion = _insertion(flow, call)
+        if insertion is None:
+            continue
+        key = f"{insertion.step.overload} {insertion.step.arguments}"
+        if key not in seen or insertion.held:
+            seen.add(key)
+            yield insertion
+
+
+def _insertion(flow: Flow, call: TracedCall) -> Insertion | None:
+    """Return a call with its first input left open; None where its others were not kept."""
+    records = list(dict.fromkeys(records_in(call.parsed)))
+    overload = call.first.overload
+    if not records or overload is None:
+        return None
+    names = {records[0]: BEFORE}
+    held: dict[int, Tensor] = {}
+    for record in records[1:]:
+        tensor = flow.tensor(record)
+        if tensor is None:
+            return None
+        names[record] = BEFORE - 1 - len(held)
+        held[names[record]] = tensor
+    rows = flow.step.rows
+    read = records_in(call.parsed)
+    shapes = tuple(tuple(rows[r].shape or ()) for r in read if r in rows)
+    step = EditStep(overload, _with_names(call.parsed, names), shapes)
+    name = call.first.base_operator
+    words = f"{name} ({call.first.line})" if call.first.line else name
+    shape = tuple(call.first.shape or ()) if held else ()
+    return Insertion(step, held, words, shape)
+
+
+def _with_names(value: object, names: Mapping[int, int]) -> object:
+    if isinstance(value, dict):
+        if "record" in value:
+            return {"record": names[value["record"]]}
+        return {key: _with_names(v, names) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_with_names(v, names) for v in value]
+    return value
+
+
+class _Similar:
+    """Values that a call might read in place of another: of the same shape and format.
+
+    A choice is made for one call and holds for its family: the value that the same place
+    of the same line made last before each of them, or a parameter of the same name in
+    another layer.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._rows = program.flow.step.rows
+        self._labels: dict[int, object] = {}
+        self._by_label: dict[object, list[RecordedRow]] = defaultdict(list)
+        by_line: dict[object, list[TracedCall]] = defaultdict(list)
+        for call in program.calls.values():
+            by_line[call.first.line].append(call)
+        for line, calls in by_line.items():
+            period = _period([call.first.operator for call in calls])
+            for number, call in enumerate(calls):
+                for row in call.rows:
+                    self._label(row, (line, number % period, row.place))
+        for row in self._rows.values():
+            if not row.is_call and row.name:
+                self._label(row, label_of(row))
+
+    def _label(self, row: RecordedRow, label: object) -> None:
+        self._labels[row.record] = label
+        self._by_label[label].append(row)
+
+    def to(
+        self, call: TracedCall, record: int
+    ) -> Iterator[Callable[[TracedCall], int | None]]:
+        """Yield choices of another value for what a call reads, the nearest first."""
+        read = self._rows.get(record)
+        if read is None or record not in self._labels:
+            return
+        rows = [row for row in self._rows.values() if self._fits(row, read, call)]
+        rows.sort(key=lambda row: abs(row.record - record))
+        labels = dict.fromkeys(self._labels[row.record] for row in rows)
+        for label in list(labels)[:SIMILAR]:
+            yield self._chooser(label)
+
+    def _fits(self, row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
+        if row.record not in self._labels or row.record == read.record:
+            return False
+        is_there = not row.is_call or row.record < call.first.record
+        return is_there and row.shape == read.shape and row.dtype == read.dtype
+
+    def _chooser(self, label: object) -> Callable[[TracedCall], int | None]:
+        rows = self._by_label[label]
+
+        def choose(call: TracedCall) -> int | None:
+            end = call.first.record
+            if not rows[0].is_call:
+                return min(rows, key=lambda row: abs(row.record - end)).record
+            before = [row.record for row in rows if row.record < end]
+            return before[-1] if before else None
+
+        return choose
+
+
+def leaves_of(flow: Flow, keys: Iterable[int]) -> list[Value]:
+    """Return the parameters and buffers that values read, in the order of execution."""
+    leaves: dict[int, Value] = {}
+    waiting = list(keys)
+    seen = set(waiting)
+    while waiting:
+        value = flow.values[waiting.pop()]
+        for key in (*value.inputs, *value.row.inputs):
+            if key in seen or key not in flow.values:
+                continue
+            seen.add(key)
+            source = flow.values[key]
+            if source.row.name and not source.is_call:
+                leaves[key] = source
+            elif not source.computes or source.inner:
+                waiting.append(key)
+    return sorted(leaves.values(), key=lambda value: value.order)
+
+
+def leaf_on_trial(
+    sides: Sides, trials: Trials, region: Region, *, several: int | None = None
+) -> Blamed | None:
+    """Return the parameter with which all results agree once it holds other values.
+
+    With ``several``: with which so many values agree, where other parameters are wrong
+    too.
+    """
+    ours = leaves_of(sides.reference, region.expected)
+    calls = _suspects(sides, trials.program, region.parted)
+    theirs = leaves_of(
+        sides.candidate, [row.record for call in calls for row in call.rows]
+    )
+    left = iter(range(MOST_CONTENTS))
+
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        if next(left, None) is None or trials.left < 0:
+            return False
+        ends, gained = trials.outcome({}, {leaf.key: other})
+        return ends or (several is not None and len(gained) >= several)
+
+    return tried_leaves(sides, ours[:MOST_LEAVES], theirs[:MOST_LEAVES], agrees)

@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install format check fast types test times test-optional test-device test-gpu demo docs bench \
-	bench-quick clean
+	bench-quick fuzz clean
 
 help:
 	@echo "make fast    ruff and the tests that are not slow: under a minute"
@@ -26,6 +26,7 @@ help:
 	@echo "make demo    diagnose a sentence encoder: report in out/minilm"
 	@echo "make docs    the documentation site in out/site; a warning is an error"
 	@echo "make bench   run the benchmarks"
+	@echo "make fuzz    2,000 commands on hostile files"
 	@echo "make bench-quick   do all benchmarks still run? a small part of each"
 	@echo "make clean   remove what the others made"
 
@@ -82,6 +83,11 @@ demo: $(STAMP)
 
 docs: $(STAMP)
 	$(RUN)/mkdocs build --quiet --strict
+
+# Thousands of commands on hostile files; FUZZ=20000 for a night.
+FUZZ ?= 2000
+fuzz: $(STAMP)
+	ROUNDOFF_FUZZ=$(FUZZ) $(RUN)/python -m pytest -q tests/hostile
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \

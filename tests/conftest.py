@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import resource
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# the key by which recordings are known as one's own: of the tests, not of who runs them
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "roundoff-tests"))
 
 #: The functions that `make fast` leaves out, measured by `make times`.
 SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")

@@ -9,23 +9,34 @@ write a row with a reason.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from roundoff.errors import RoundoffError
+from roundoff.errors import RoundoffError, warn
 from roundoff.packages import installed_version
 
-__all__ = ["going_on", "note", "save_report", "unforeseen_message"]
+__all__ = [
+    "OurPart",
+    "going_on",
+    "is_panic",
+    "note",
+    "save_report",
+    "unforeseen_message",
+]
 
 #: Libraries whose versions a report has, as far as they are loaded.
 _LIBRARIES = ("torch", "numpy", "scipy", "polars", "onnx", "onnxruntime", "onnxscript")
 _BEGINS = "roundoff: "
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 def note(error: BaseException, what: str) -> None:
@@ -77,6 +88,59 @@ def unforeseen_message(error: BaseException, report: Path | None) -> str:
         lines.append(f"  report: {report} has the traceback and the versions")
         lines.append("  do: attach it to an issue; it has no values, arguments or code")
     return "\n".join(lines)
+
+
+class OurPart:
+    """Our work inside somebody's program: a fault of it ends it with one warning, and never them.
+
+    Attributes:
+        stopped: why it has ended; None while it goes on.
+
+    >>> import warnings
+    >>> ours = OurPart("counting")
+    >>> ours(len, "abc")
+    3
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     (ours(len, 3), ours(len, "abc"), len(caught))
+    (None, None, 1)
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stopped: str | None = None
+
+    def __call__(
+        self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T | None:
+        """Return ``work(*args)``; None where that fails, and from then on."""
+        if self.stopped is not None:
+            return None
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the program
+            self.stopped = summary(error)
+            warn(
+                f"roundoff: {self.name} has stopped and the program goes on: "
+                f"{self.stopped} at {_raised_at(error)}"
+            )
+            return None
+
+    def around(self, work: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Return ``work`` as a function that is called by others."""
+
+        @functools.wraps(work)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+            return self(work, *args, **kwargs)
+
+        return guarded
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return True for an error of a library written in Rust, such as polars, which no ``except
+    Exception`` catches.
+    """
+    return type(error).__name__ == "PanicException"
 
 
 def summary(error: BaseException) -> str:

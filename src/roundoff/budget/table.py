@@ -35,10 +35,12 @@ from roundoff.budget.noise_power import (
 from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
+from roundoff.foreign import fault_of, parse_json
+from roundoff.formats import parse_format
 from roundoff.notebook import decibels as shown_db
 from roundoff.notebook import share
 from roundoff.notebook import table as html_table
-from roundoff.record import column, schema_of
+from roundoff.record import column, fault_of_table, schema_of
 
 if TYPE_CHECKING:
     from roundoff.budget.sqnr_target import TargetText
@@ -379,15 +381,18 @@ class Budget:
     def load(cls, path: str | Path) -> Budget:
         """Read a budget. Raises ``PlanError`` when the file is no budget, or a newer one."""
         try:
-            facts = json.loads(pl.read_parquet_metadata(path)["roundoff"])
+            facts = parse_json(pl.read_parquet_metadata(path)["roundoff"])
             _check_schema(facts.get("schema", 1), path)
-            return cls(
-                _whole(pl.read_parquet(path)),
+            budget = cls(
+                _whole(pl.read_parquet(path, glob=False)),
                 tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
                 Measurement.from_dict(facts["about"]),
             )
+            _check_contents(budget)
+            return budget
         except (
             OSError,
+            AttributeError,
             KeyError,
             TypeError,
             ValueError,
@@ -413,6 +418,43 @@ def _arrays(lists: pl.Series) -> list[np.ndarray]:
     lengths = lists.list.len().to_numpy()
     flat = lists.filter(lengths > 0).explode().to_numpy().astype(np.float64)
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+
+def _check_contents(budget: Budget) -> None:
+    """Raise ``ValueError`` where the parts of a file are not of their types, or do not fit."""
+    faults = [fault_of_table(TermRow, budget.terms), fault_of(budget.about)]
+    faults += [fault_of(site) for site in budget.sites]
+    first = next((fault for fault in faults if fault is not None), None)
+    if first is not None:
+        raise ValueError(first)
+    about = budget.about
+    if (
+        min(about.probes, about.samples, len(about.batch_samples), *about.batch_samples)
+        < 1
+    ):
+        raise ValueError("no probes, samples or batches")
+    batches = len(about.batch_samples)
+    lengths = [len(about.batch_signal), *(len(o.batch_signal) for o in about.outputs)]
+    if any(length != batches for length in lengths):
+        raise ValueError("not one share of the signal for each batch")
+    if about.outputs and not all(output.tensors for output in about.outputs):
+        raise ValueError("an output without tensors")
+    names = {site.site for site in budget.sites}
+    if len(names) < len(budget.sites) or not names >= {*budget.terms["site"]}:
+        raise ValueError("terms of a site that is none, or a site twice")
+    _check_projections(budget)
+
+
+def _check_projections(budget: Budget) -> None:
+    """Raise ``ValueError`` for terms without a number for each probe, output and sample."""
+    about = budget.about
+    rows = about.probes * len(budget.outputs)
+    columns = {False: about.samples, True: len(about.batch_samples)}
+    facts = budget.terms.select("pooled", pl.col("projections").list.len(), "format")
+    for pooled, length, name in facts.unique().iter_rows():
+        parse_format(name)
+        if length != rows * columns[pooled]:
+            raise ValueError(f"{length} projections, not {rows * columns[pooled]}")
 
 
 def _whole(terms: pl.DataFrame) -> pl.DataFrame:

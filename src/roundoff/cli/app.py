@@ -32,8 +32,9 @@ from roundoff.cli import (
     watch,
 )
 from roundoff.errors import InfeasibleError, RoundoffError
+from roundoff.foreign import visible
 from roundoff.packages import installed_version
-from roundoff.unforeseen import save_report, unforeseen_message
+from roundoff.unforeseen import is_panic, save_report, unforeseen_message
 
 MISSED = 1
 BAD_INPUT = 2
@@ -125,17 +126,20 @@ def main(arguments: list[str] | None = None) -> int:
         return BAD_INPUT
     except RoundoffError as error:
         _show_traceback()
-        print(f"roundoff: {error}", file=sys.stderr)
+        print(visible(f"roundoff: {error}"), file=sys.stderr)
         return _code_of(error)
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except BrokenPipeError:
         _close_output()
         return UNREAD
-    except Exception as error:  # noqa: BLE001 - the boundary of every verb: no traceback reaches a user
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         _show_traceback()
         report = save_report(error, sys.argv[1:] if arguments is None else arguments)
-        print(f"roundoff: {unforeseen_message(error, report)}", file=sys.stderr)
+        message = unforeseen_message(error, report)
+        print(visible(f"roundoff: {message}"), file=sys.stderr)
         return CRASHED
     if result == INTERRUPTED:
         print(

@@ -266,9 +266,9 @@ def console() -> Console:
 
     To a file or a pipe lines are as long as they get.
     """
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole
 
-    shown = Console(quiet=talk().quiet, highlight=False)
+    shown = HarmlessConsole(quiet=talk().quiet, highlight=False)
     if not shown.is_terminal:
         shown.width = UNBOUNDED
     return shown

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from roundoff.cli.talk import talk
 from roundoff.errors import OutputError, RoundoffError, RunError
+from roundoff.foreign import visible
 
 #: The process finds roundoff where this one does, and what the script imports too.
 _CHILD = """
@@ -115,7 +116,7 @@ def record_in_child(
     try:
         capture_script(script, path, of=identity, **options)
     except RoundoffError as error:
-        print(f"roundoff: {error}", file=sys.stderr)
+        print(visible(f"roundoff: {error}"), file=sys.stderr)
         return 2
     return 0
 

@@ -82,11 +82,8 @@ def _json_lines() -> Iterator[Callable[[WatchEvent], None]]:
 
 @contextmanager
 def _text(lines: int) -> Iterator[Callable[[WatchEvent], None]]:
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole, print_events
 
-    from roundoff.report import print_events
-
-    with print_events(
-        Console(stderr=True, highlight=False, quiet=talk().quiet), lines
-    ) as say:
+    console = HarmlessConsole(stderr=True, highlight=False, quiet=talk().quiet)
+    with print_events(console, lines) as say:
         yield say

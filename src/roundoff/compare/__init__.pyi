@@ -58,6 +58,7 @@ from .table import LARGER_IS_BETTER as LARGER_IS_BETTER
 from .table import TABLE as TABLE
 from .table import ComparedRow as ComparedRow
 from .table import JudgedRow as JudgedRow
+from .table import fault_in as fault_in
 from .table import frame_of as frame_of
 from .table import judged as judged
 from .table import left_open as left_open

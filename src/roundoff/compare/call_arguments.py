@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.errors import RunError
+from roundoff.foreign import parse_json
 from roundoff.ops import overload_of
 
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
@@ -74,7 +74,7 @@ def argument_differences(
 
 def _constants(row: RecordedRow, axes: int | None) -> dict[str, Any]:
     """Return the constants of a call by name, defaults of the schema included."""
-    positional, by_name = json.loads(row.arguments or "")
+    positional, by_name = parse_json(row.arguments or "")
     schema = overload_of(row.overload or "")._schema.arguments
     names = [argument.name for argument in schema]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}

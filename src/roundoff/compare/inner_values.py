@@ -15,7 +15,7 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_sketch import sketch_of_tensor
 from roundoff.errors import RunError
-from roundoff.ops import base, overload_of, restore
+from roundoff.ops import base, may_be_opened, overload_of, restore
 
 #: A call that computes more steps inside is left whole.
 MOST = 2000
@@ -84,6 +84,8 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
         return False
     try:
         func = overload_of(first.overload)
+        if not may_be_opened(func):
+            return False
         decomposed = _decomposition(func)
         if decomposed is None:
             return False

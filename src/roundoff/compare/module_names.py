@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import polars as pl
 
 from roundoff.compare.alignment import uncompiled
 from roundoff.errors import RunError, examples
 from roundoff.files import masked
+from roundoff.foreign import parse_toml, read_text
 from roundoff.record import Run
 
 _EXAMPLE = 'lines such as "encoder.layers" = "blocks": reference, then candidate'
@@ -24,8 +25,7 @@ def read_modules(path: str | os.PathLike[str]) -> dict[str, str]:
     """
     where = masked(os.fspath(path))
     try:
-        with open(path, "rb") as file:
-            modules = tomllib.load(file)
+        modules = parse_toml(read_text(Path(path)))
     except (OSError, ValueError) as error:  # TOML and UTF-8 errors are ValueErrors
         raise RunError(
             "the mapping of modules cannot be read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +44,7 @@ from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
+from roundoff.ops import calls_of_others
 from roundoff.record import LoopEvent, Run, StepTensors, as_run, site_name
 
 #: Two rows are at the same place of the program where these agree.
@@ -130,12 +132,20 @@ def compare_rank(
     """
     if torch.get_num_threads() != settings.threads:
         torch.set_num_threads(settings.threads)
-    comparison = _RankComparison(as_run(reference), as_run(candidate), rank, settings)
+    ours = as_run(reference)
+    theirs = as_run(candidate)
+    comparison = _RankComparison(ours, theirs, rank, settings)
     comparison.compare_loops(steps)
     agreeing = comparison.agreeing_steps(steps)
-    frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
+    with nullcontext() if _are_own((ours, theirs), rank, steps) else calls_of_others():
+        frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
     return RankResult(table, comparison.damage, comparison.supported_causes())
+
+
+def _are_own(runs: Sequence[Run], rank: int, steps: Sequence[int]) -> bool:
+    """Return True where this user has recorded all of it: its calls may run in this process."""
+    return all(run.is_own(rank, step) for run in runs for step in steps)
 
 
 def compare_layouts(

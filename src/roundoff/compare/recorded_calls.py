@@ -11,15 +11,7 @@ from torch import Tensor
 
 from roundoff.compare.call_arguments import Fits
 from roundoff.compare.recorded_rows import RecordedRow, Rows
-from roundoff.errors import RunError
-from roundoff.ops import (
-    Reason,
-    outside_of_modes,
-    overload_of,
-    restore,
-    run_again,
-    tensors_made,
-)
+from roundoff.ops import Reason, run_recorded
 
 #: How many calls of the reference run one after the other to say what the candidate's
 #: operators should have given together.
@@ -80,23 +72,10 @@ def run_call(
     """
     if is_written_in_python(overload):
         raise CannotRun("its kernel is the user's, and may be what is wrong")
-    try:
-        func = overload_of(overload)
-        args, kwargs = restore(arguments, value, torch.device("cpu"))
-    except RunError as error:
-        raise CannotRun(error.what) from error
-    results = run_again(func, args, kwargs, dtype=dtype)
-    if not isinstance(results, Reason):
-        return results
-    if not results.is_exact:
+    results = run_recorded(overload, arguments, value, dtype=dtype, exact_as_is=True)
+    if isinstance(results, Reason):
         raise CannotRun(results.text)
-    with outside_of_modes(func):
-        try:
-            result = func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            first_line = str(error).splitlines()[0]
-            raise CannotRun(f"{type(error).__name__}: {first_line}"[:200]) from error
-    return list(tensors_made(func, args, kwargs, result))
+    return results
 
 
 def is_written_in_python(overload: str) -> bool:

@@ -92,13 +92,13 @@ _COLUMNS = tuple(field.name for field in fields(RecordedRow))
 def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
     """Return the rows of one step by record, in the order of execution."""
     no_inputs = pl.lit([], pl.List(pl.Int64))
-    table = (
+    query = (
         run.part(rank, step)
         .with_columns(site_name(), pl.col("inputs").fill_null(no_inputs))
         .sort("record")
         .select(_COLUMNS)
-        .collect()
     )
+    table = run.collected(query)
     return {values[0]: RecordedRow(*values) for values in table.iter_rows()}
 
 

@@ -21,6 +21,7 @@ from roundoff.compare.table import (
     rows_in,
 )
 from roundoff.errors import RunError
+from roundoff.foreign import fault_of
 from roundoff.record import Setting, settings_of
 
 #: Most dots of a chart.
@@ -82,7 +83,16 @@ class About:
         causes = [_listed_cause(row, where) for row in values.get("causes", ())]
         programs = tuple(values.get("programs", ()))
         lists = {"unstable": unstable, "causes": causes, "programs": programs}
-        return cls(**values | {"environment": environment, **lists})
+        about = cls(**values | {"environment": environment, **lists})
+        fault = fault_of(about)
+        if fault is not None:
+            raise RunError(
+                "the saved comparison cannot be read",
+                where=where,
+                got=fault,
+                do="compare the two runs again",
+            )
+        return about
 
 
 #: Keys that ``comparison.json`` cannot do without.

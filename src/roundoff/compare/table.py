@@ -222,6 +222,36 @@ def rows_in(table: pl.DataFrame) -> list[JudgedRow]:
     return [JudgedRow(**row) for row in renamed.iter_rows(named=True)]
 
 
+def fault_in(table: pl.DataFrame) -> str | None:
+    """Say where a judged table of a file is none; None where it is.
+
+    A column of another type, or a row that blames an operator without saying which.
+    """
+    for name, dtype in {**TABLE, "verdict": pl.Utf8}.items():
+        if table[name].dtype != dtype:
+            return f"column {name} has type {table[name].dtype}, not {dtype}"
+    for name in ("status", "verdict", "view", "call"):
+        rows = table if name in ("status", "verdict") else _measured(table)
+        if rows[name].null_count():
+            return f"column {name} has nulls"
+    blaming = table.filter(pl.col("cause") == OWN)
+    for name in _OF_A_CULPRIT:
+        if blaming[name].null_count():
+            return f"column {name} has nulls where an operator is blamed"
+    return None
+
+
+def _measured(table: pl.DataFrame) -> pl.DataFrame:
+    return table.filter(pl.col("error").is_not_null())
+
+
+#: What is known of every value that an operator is blamed for.
+_OF_A_CULPRIT = (
+    *("rank", "step", "record", "call", "blamed"),
+    *("inputs_error", "tolerance", "contribution", "own"),
+)
+
+
 def received(table: pl.DataFrame) -> pl.DataFrame:
     """Blame no collective for an error that another rank has put into it.
 

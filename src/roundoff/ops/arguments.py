@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from roundoff.errors import RunError
+from roundoff.foreign import parse_json
 
 #: The keyword arguments of a call.
 Keywords = Mapping[str, Any]
@@ -72,10 +73,10 @@ def restore(
     ``RunError`` for any other text.
     """
     try:
-        args, kwargs = json.loads(text)
+        args, kwargs = parse_json(text)
         for value in (*args, *kwargs.values()):
             _read(value, int)  # all of it, before the first tensor is asked for
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise RunError(
             "the recorded arguments of a call cannot be read",
             expected="what capture writes",

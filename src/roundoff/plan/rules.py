@@ -7,7 +7,6 @@ from __future__ import annotations
 import glob
 import itertools
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import FormatError, PlanError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
+from roundoff.foreign import parse_json, parse_toml, read_text
 from roundoff.formats import parse_format
 from roundoff.notebook import decibels
 from roundoff.notebook import table as html_table
@@ -202,14 +202,9 @@ class Plan:
         """Read a plan. Raises ``PlanError`` naming what is wrong and where."""
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except (
-            OSError,
-            UnicodeDecodeError,
-            tomllib.TOMLDecodeError,
-            json.JSONDecodeError,
-        ) as error:
+            text = read_text(path)
+            data = parse_json(text) if path.suffix == ".json" else parse_toml(text)
+        except (OSError, ValueError) as error:
             raise PlanError(
                 f"not a readable plan: {error}",
                 where=str(path),

@@ -11,7 +11,6 @@ import csv
 import itertools
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
+from roundoff.foreign import parse_json, parse_toml, read_text
 from roundoff.formats import parse_format
 
 __all__ = ["KINDS", "SecondsRow", "SecondsTable", "read_seconds"]
@@ -159,8 +159,8 @@ def read_seconds(path: str | Path) -> SecondsTable:
     """
     path = Path(path)
     readers: dict[str, Callable[[str], Any]] = {
-        ".toml": lambda text: tomllib.loads(text).get("seconds"),
-        ".json": lambda text: json.loads(text).get("seconds"),
+        ".toml": lambda text: parse_toml(text).get("seconds"),
+        ".json": lambda text: parse_json(text).get("seconds"),
         ".csv": lambda text: list(csv.DictReader(text.splitlines(), restkey="more")),
     }
     if path.suffix not in readers:
@@ -170,7 +170,7 @@ def read_seconds(path: str | Path) -> SecondsTable:
             expected=", ".join(readers),
         )
     try:
-        records = readers[path.suffix](path.read_text(encoding="utf-8"))
+        records = readers[path.suffix](read_text(path))
     except (OSError, ValueError, AttributeError) as error:
         # ValueError: not UTF-8, TOML or JSON; AttributeError: a list
         raise PlanError(

@@ -7,7 +7,6 @@ call, ``body.0.c1/conv2d:0``, where only that reader sees it quantized.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ import xxhash
 
 from roundoff.errors import QuantizationError, examples
 from roundoff.files import atomic_path, toml_string, toml_value
+from roundoff.foreign import fault_of, parse_toml, read_text
 from roundoff.quantize.entry import Entry
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ class Record:
         """
         where = str(path)
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            data = parse_toml(read_text(Path(path)))
+        except (OSError, ValueError) as error:
             raise QuantizationError(
                 f"not a readable record: {error}",
                 where=where,
@@ -191,8 +191,18 @@ class Record:
                 got=f"schema = {data.get('schema')!r}, kind = {data.get('kind')!r}",
             )
         try:
-            return _read_record(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            record = _read_record(data)
+            fault = fault_of(record)
+            if fault is not None:
+                raise ValueError(fault)
+            return record
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise QuantizationError(
                 f"the record is incomplete: {type(error).__name__}: {error}",
                 where=where,

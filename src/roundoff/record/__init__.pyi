@@ -40,6 +40,7 @@ from .disk.stored_tensor import StoredTensor as StoredTensor
 from .disk.tensors import checksum as checksum
 from .disk.tensors import content_hash as content_hash
 from .disk.typed_rows import column as column
+from .disk.typed_rows import fault_of_table as fault_of_table
 from .disk.typed_rows import rows_of_table as rows_of_table
 from .disk.typed_rows import schema_of as schema_of
 from .disk.typed_rows import table_of_rows as table_of_rows

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from roundoff.errors import RunError
 from roundoff.formats import parse_format
-from roundoff.ops import Reason, base, operators_that, overload_of, restore, run_again
+from roundoff.ops import Reason, base, calls_of_others, operators_that, run_recorded
 from roundoff.record.disk.reader import Run
 from roundoff.record.disk.schema import TensorRecord, site_name
 from roundoff.record.disk.typed_rows import column, rows_of_table, table_of_rows
@@ -82,6 +82,10 @@ def replay_run(
 ) -> Replay:
     """Run each recorded call once more on its inputs; a row for each output.
 
+    The calls of a recording that this user has not made, or that has been changed, run
+    in another process with limits of memory and time; there and here only operators
+    that compute tensors from tensors, others are rows with a reason.
+
     Args:
         run: a run recorded with its tensors.
         site: a pattern of site names, ``encoder.*/softmax``; all of them when None.
@@ -102,8 +106,11 @@ def replay_run(
     torch_device = _torch_device(device)
     calls = _selected(run, site, phase, rank, step)
     rows: list[ReplayedOutput] = []
-    for step_calls in calls.partition_by("step", maintain_order=True):
-        rows += _replay_step(run, step_calls, torch_dtype, torch_device)
+    steps = calls["step"].unique().to_list()
+    own = all(run.is_own(rank, number) for number in steps)
+    with nullcontext() if own else calls_of_others():
+        for step_calls in calls.partition_by("step", maintain_order=True):
+            rows += _replay_step(run, step_calls, torch_dtype, torch_device)
     return Replay(device=device, dtype=dtype, rows=tuple(rows))
 
 
@@ -186,14 +193,12 @@ def _call_again(
         return Reason("not an operator with a schema")
     if row.arguments is None:
         return Reason("its arguments could not be written")
-    try:
-        func = overload_of(row.overload)
-    except RunError as error:
-        return Reason(f"{error.what}: {error.do}")
-    args, kwargs = restore(row.arguments, tensor_of)
-    if magnitudes:
-        args, kwargs = tree_map_only(Tensor, _magnitude, (args, kwargs))
-    return run_again(func, args, kwargs, dtype=dtype, device=device)
+
+    def value(record: int) -> Tensor:
+        tensor = tensor_of(record)
+        return _magnitude(tensor) if magnitudes else tensor
+
+    return run_recorded(row.overload, row.arguments, value, dtype=dtype, device=device)
 
 
 def _magnitude(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from roundoff.errors import RunError, warn
+from roundoff.foreign import without_secrets
 from roundoff.ops import describe
 from roundoff.record.disk.tensors import content_hash
 from roundoff.record.disk.writer import Writer
@@ -191,7 +192,7 @@ class Capture:
             "of": self.of,
             "environment": [asdict(s) for s in environment(self.model)],
             "model": None if self.model is None else type(self.model).__name__,
-            "command": self.command,
+            "command": without_secrets(self.command),
             "framework": f"torch {torch.__version__}",
             **_launch_identity(),
         }

@@ -40,7 +40,7 @@ class StepBoundaries:
         self._has_repeated = self._has_repeated or optimizer in self.stepped
         self.optimizers.add(optimizer)
         self.stepped.add(optimizer)
-        self._rate = float(optimizer.param_groups[0]["lr"])
+        self._rate = _rate_of(optimizer)
         if not self.waiting:
             self.end_if_over()
 
@@ -55,7 +55,16 @@ class StepBoundaries:
             self.stepped.clear()
             self._has_repeated = False
             self.waiting = False
-            self.end(lr=self._rate, **scalars)
+            rate = {} if math.isnan(self._rate) else {"lr": self._rate}
+            self.end(**rate, **scalars)
+
+
+def _rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate; NaN for an optimizer that has none, or makes its own."""
+    try:
+        return float(optimizer.param_groups[0]["lr"])
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from .strict import json_text as json_text
 from .strict import plain as plain
 from .strict import strict as strict
 from .strict import write_json as write_json
+from .terminal import HarmlessConsole as HarmlessConsole
 from .text import print_plan as print_plan
 from .text import print_ranking as print_ranking
 from .text import print_summary as print_summary

@@ -1,14 +1,20 @@
-"""Tables and sentences on a terminal of any width: numbers are never cut."""
+"""Tables and sentences on a terminal of any width: numbers are never cut.
+
+What is printed may be of somebody else's file: see ``HarmlessConsole``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from roundoff.foreign import visible
 
 #: Cells of each column, by heading.
 Columns = Mapping[str, Sequence[str]]
@@ -20,6 +26,20 @@ LEFT_ALIGNED = frozenset(
     "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
     "counterpart|configuration|note|file|what|step|observer|formats|name|at".split("|")
 )
+
+
+class HarmlessConsole(Console):
+    """A console that makes control characters of the text visible; the terminal obeys its own alone."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render as of ``Console``, with ``foreign.visible`` text."""
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=visible(segment.text))
 
 
 def table_width(columns: Columns, gap: int) -> int:
@@ -72,7 +92,8 @@ def print_table(
             min_width=_cell_width(name, fixed[name]),
         )
     for index, values in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(*map(Text, values), style=styles[index] if styles else None)
+        cells = [Text(visible(value, lines=False)) for value in values]
+        table.add_row(*cells, style=styles[index] if styles else None)
     console.print(table, crop=False, highlight=False)
 
 

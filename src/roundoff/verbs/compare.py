@@ -31,6 +31,7 @@ from roundoff.compare import (
     compare_rank,
     coverage_of,
     culprits_in,
+    fault_in,
     first_of,
     floor_of,
     frame_of,
@@ -51,6 +52,7 @@ from roundoff.compare import (
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
+from roundoff.foreign import parse_json
 from roundoff.notebook import table as html_table
 from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
@@ -217,10 +219,10 @@ class Comparison:
         """
         where = masked(str(path))
         try:
-            about = json.loads(_bytes(_within(path, ABOUT_FILE)))
+            about = parse_json(_bytes(_within(path, ABOUT_FILE)))
             place = _within(path, TABLE_FILE)
             source = io.BytesIO(_bytes(place)) if is_url(path) else place
-            table = pl.read_parquet(source)
+            table = pl.read_parquet(source, glob=False)
         except FileNotFoundError as error:
             raise RunError(
                 "no comparison is saved here",
@@ -243,6 +245,14 @@ class Comparison:
                 expected=f"version {VERSION}",
                 got=f"version {version}",
                 do="compare the two runs again",
+            )
+        fault = fault_in(table)
+        if fault is not None:
+            raise RunError(
+                "the saved comparison cannot be read",
+                where=where,
+                do="compare the two runs again",
+                got=fault,
             )
         return cls(table, About.from_dict(about, where=where))
 

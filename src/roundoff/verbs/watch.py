@@ -51,6 +51,7 @@ from roundoff.train import (
     has_bf16,
     vanishing_eps,
 )
+from roundoff.unforeseen import OurPart
 
 Say = Callable[[WatchEvent], None]
 
@@ -124,7 +125,7 @@ def watch(
             raise
         stuck = f"the loss scaler gave up: {error.__cause__.what}"
     gc.collect()  # see capture_script
-    if not watcher.number and stuck is None:
+    if not watcher.number and stuck is None and watcher.ours.stopped is None:
         raise RunError(
             "no step ended in this script",
             where=" ".join(words),
@@ -138,11 +139,10 @@ def watch(
 
 @contextmanager
 def _printed() -> Iterator[Say]:
-    from rich.console import Console
+    from roundoff.report import HarmlessConsole, print_events
 
-    from roundoff.report import print_events
-
-    with print_events(Console(stderr=True, highlight=False)) as say:
+    console = HarmlessConsole(stderr=True, highlight=False)
+    with print_events(console) as say:
         yield say
 
 
@@ -174,7 +174,8 @@ class _Watcher:
         self.monitor = Monitor(every=every)
         self.steps: list[StepCalls] = []
         self.graph = BackwardGraph()
-        self.ends = StepBoundaries(self._end)
+        self.ours = OurPart("watching")
+        self.ends = StepBoundaries(self.ours.around(self._end))
         self._stopped: str | None = None
         self._bad_in_a_row = 0
         #: steps whose loss was not finite though their gradients were
@@ -198,13 +199,14 @@ class _Watcher:
     def listening(self) -> Iterator[None]:
         """Listen to the process; everything is undone on exit."""
         paths = Paths()
-        paths.root_listeners.append(self._new_model)
+        paths.root_listeners.append(self.ours.around(self._new_model))
         with ExitStack() as stack:
             stack.enter_context(quiet())
             stack.enter_context(paths.follow())
             stack.enter_context(self.monitor)
             stack.enter_context(watch_steps(self.ends, whole=False))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            before = register_optimizer_step_pre_hook(self._before_step)
+            stack.callback(before.remove)
             stack.callback(self._remove_steps)
             stack.enter_context(patched(*self._patches()))
             yield
@@ -262,17 +264,20 @@ class _Watcher:
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows
         # what this one was called with
-        frame: Any = sys._getframe(3)
-        if "kwargs" in frame.f_locals and not torch.compiler.is_compiling():
+        frame = _frame_of_call()
+        if frame is not None and not torch.compiler.is_compiling():
             steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        self.ours(self._note_losses, losses)
+        original(losses, *args, **kwargs)
+
+    def _note_losses(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
             if loss.numel() == 1:
                 self._note_loss(loss)
             self.graph.add(loss, closely=True)
-        original(tensors, *args, **kwargs)
 
     def _note_loss(self, loss: Tensor) -> None:
         unscaled = self._unscaled.get(loss)
@@ -290,14 +295,14 @@ class _Watcher:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._step_without_scaler(optimizer)
+            self.ours(self._step_without_scaler, optimizer)
             return None
 
         @functools.wraps(closure)
         def measured(*words: Any, **more: Any) -> Any:
             result = closure(*words, **more)
             self.now.forget_gradients()
-            self._step_without_scaler(optimizer)
+            self.ours(self._step_without_scaler, optimizer)
             return result
 
         if len(args) > 1:
@@ -326,22 +331,29 @@ class _Watcher:
     ) -> Any:
         if not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
-        scale = float(scaler.get_scale())
-        is_scaled = _stage(scaler, optimizer) == "READY"
-        self._measure([optimizer], scale if is_scaled else 1.0)
-        if has_bf16(optimizer) or self._runs_autocast(torch.bfloat16):
-            self._advise("scaler-with-bf16")
-        self.now.needs_update = True
+        self.ours(self._before_torch_scaler, scaler, optimizer)
         self._inside_scaler = True
         try:
             result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self._inside_scaler = False
+        self.ours(self._after_torch_scaler, scaler, optimizer)
+        return result
+
+    def _before_torch_scaler(self, scaler: Any, optimizer: Any) -> None:
+        is_scaled = _stage(scaler, optimizer) == "READY"
+        scale = float(scaler.get_scale()) if is_scaled else 1.0
+        self._measure([optimizer], scale)
+        if has_bf16(optimizer) or self._runs_autocast(torch.bfloat16):
+            self._advise("scaler-with-bf16")
+        self.now.needs_update = True
+
+    def _after_torch_scaler(self, scaler: Any, optimizer: Any) -> None:
         state = scaler._per_optimizer_states[id(optimizer)]
         if any(float(value) for value in state["found_inf_per_device"].values()):
             self.now.skipped = True
-            self._explain([optimizer], scale)
-        return result
+            # the scale that it had: it changes with update
+            self._explain([optimizer], float(scaler.get_scale()))
 
     def _roundoff_scaler_step(
         self, original: Any, scaler: LossScaler, *optimizers: Any, **kwargs: Any
@@ -349,9 +361,7 @@ class _Watcher:
         if not scaler.enabled:
             original(scaler, *optimizers, **kwargs)
             return
-        self.scale = scaler.get_scale()
-        self._floor = max(1.0, scaler.floor)
-        self._measure(optimizers, 1.0 if scaler.is_unscaled else self.scale)
+        self.ours(self._before_roundoff_scaler, scaler, optimizers)
         self._inside_scaler = True
         self.ends.waiting = True
         steps = scaler.steps
@@ -360,8 +370,15 @@ class _Watcher:
         finally:
             self._inside_scaler = False
             if scaler.steps > steps:
-                self._after_roundoff_scaler(scaler, optimizers)
+                self.ours(self._after_roundoff_scaler, scaler, optimizers)
             self.ends.waiting = False
+
+    def _before_roundoff_scaler(
+        self, scaler: LossScaler, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.scale = scaler.get_scale()
+        self._floor = max(1.0, scaler.floor)
+        self._measure(optimizers, 1.0 if scaler.is_unscaled else self.scale)
 
     def _after_roundoff_scaler(
         self, scaler: LossScaler, optimizers: Sequence[Optimizer]
@@ -517,6 +534,9 @@ class _Watcher:
         original(scaler, *args, **kwargs)
         if not scaler.is_enabled():
             return
+        self.ours(self._count_scaler)
+
+    def _count_scaler(self) -> None:
         self._scalers += 1
         if self._scalers > 1 and self.number:
             self._advise("scaler-in-loop", steps=self.number)
@@ -525,32 +545,40 @@ class _Watcher:
         self, original: Any, scaler: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         result = original(scaler, outputs, *args, **kwargs)
-        if not scaler.is_enabled():
-            return result
+        if scaler.is_enabled():
+            self.ours(self._note_scale, scaler, outputs, result)
+        return result
+
+    def _note_scale(self, scaler: Any, outputs: Any, result: Any) -> None:
         self.scale = float(scaler.get_scale())
         self.now.scaler = scaler
         self.now.factor = self.scale
         if isinstance(outputs, Tensor) and isinstance(result, Tensor):
             self._unscaled[result] = outputs.detach()
-        return result
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ours(self._check_clip)
+        return original(*args, **kwargs)
+
+    def _check_clip(self) -> None:
         scaler = self.now.scaler
         if scaler is not None and self.now.factor != 1:
             states = scaler._per_optimizer_states.values()
             stages = {state["stage"].name for state in states}
             if not stages & {"UNSCALED", "STEPPED"}:
                 self._advise("clip-before-unscale", scale=self.now.factor)
-        return original(*args, **kwargs)
 
     def _schedule_step(
         self, original: Any, schedule: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        self.ours(self._check_schedule, schedule)
+        return original(schedule, *args, **kwargs)
+
+    def _check_schedule(self, schedule: Any) -> None:
         moves_each_step = self._scheduled.get(schedule) == self.number - 1
         if moves_each_step and (self.now.skipped or self._last_was_skipped):
             self._advise("schedule-on-skip")
         self._scheduled[schedule] = self.number
-        return original(schedule, *args, **kwargs)
 
     def _advise(self, rule: str, **values: Any) -> None:
         """Say a rule, once."""
@@ -572,6 +600,22 @@ SKIP_FIELDS = (
     "advice",
     "notes",
 )
+
+
+def _frame_of_call() -> Any:
+    """Return torch's frame of the call of the model that is listened to; None where none is near."""
+    frame: Any = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return None
+        if {"args", "kwargs"} <= frame.f_locals.keys() and _is_of_modules(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_of_modules(frame: Any) -> bool:
+    return bool(frame.f_globals.get("__name__") == "torch.nn.modules.module")
 
 
 def _stage(scaler: Any, optimizer: Optimizer) -> str:

@@ -52,6 +52,7 @@ def record(path: Path) -> None:
                     "phase": ["forward"] * 4 + ["backward"],
                     "module": ["", "a", "a", "a.b", ""],
                     "operator": ["input", "mm", "relu", "gelu", "t"],
+                    "index": [0, 0, 0, 0, 0],
                     "place": [0, 0, 0, 0, 0],
                     "inputs": [None, [0], [1], [2], [0]],
                     "shape": [list(tensor.shape) for tensor in TENSORS.values()]

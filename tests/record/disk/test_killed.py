@@ -18,7 +18,7 @@ from roundoff.errors import OutputError
 from roundoff.record.disk.loading import load
 from roundoff.record.disk.writer import Writer
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(__file__).parents[3] / "src"
 
 #: For each line it reads, a mode, a tab and a path, it records in a fork of itself:
 #: most of the time goes into importing torch.

@@ -147,6 +147,7 @@ def test_tensors_come_when_they_are_asked_for(there, asked):
     assert sorted(set(asked)) == [
         "checksums.json",
         "loop.json",
+        "mark.txt",
         "ops.parquet",
         "run.json",
         "scalars.txt",

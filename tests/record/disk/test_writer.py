@@ -112,6 +112,7 @@ def test_run_json_says_how_it_ended(tmp_path):
     assert during["model"] == {"dtype": "torch.float16", "(1, 2)": [3]}
     writer.close(coverage={"operators": 12})
     after = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert after.pop("checksum") != during.pop("checksum")
     assert after == during | {"complete": True, "coverage": {"operators": 12}}
     told = load(tmp_path / "run").about
     assert (told.complete, told.keep, told.coverage.operators) == (True, "hash", 12)

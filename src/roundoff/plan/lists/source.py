@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from roundoff.errors import PlanError, did_you_mean, nearest
+from roundoff.foreign import is_too_deep, parse_json, parse_toml, read_text
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(
@@ -48,13 +48,13 @@ def read_file(path: Path) -> Any:
     Raises ``PlanError`` naming the file and line for what cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, "utf-8-sig")
+    except (OSError, ValueError) as error:
         raise PlanError(f"not a readable file: {error}", where=str(path)) from error
     if path.suffix == ".toml":
         try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            return parse_toml(text)
+        except ValueError as error:
             raise PlanError(f"not TOML: {error}", where=str(path)) from error
     if path.suffix in (".yaml", ".yml"):
         return read_yaml(text, str(path))
@@ -69,9 +69,11 @@ def read_json(text: str, where: str) -> Any:
     Raises ``PlanError``: comments and a key given twice too, with their lines.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_Pairs)
+        data = parse_json(text, object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
         raise _not_json(text, where, error) from error
+    except ValueError as error:
+        raise PlanError(f"not JSON: {error}", where=where) from error
     starts = (text.count("\n", 0, m.start()) + 1 for m in _STRING.finditer(text))
     return _with_lines(data, starts, where)
 
@@ -135,6 +137,10 @@ def _unquoted(value: str) -> str:
     return f" {value}".partition(" #")[0].strip()
 
 
+#: Aliases, which may make a text of some lines into billions.
+_ALIASES = re.compile(r"(?:^|[\s\[,:-])\*[A-Za-z0-9_-]+\s*(?:$|[,\]}])", re.MULTILINE)
+
+
 def read_yaml(text: str, where: str) -> Any:
     """YAML. Raises ``PlanError`` where it is none, or names the extra where PyYAML is missing."""
     try:
@@ -145,8 +151,15 @@ def read_yaml(text: str, where: str) -> Any:
             where=where,
             do="pip install 'roundoff[yaml]'",
         ) from error
+    if is_too_deep(text) or _ALIASES.search(text):
+        raise PlanError("nested too deep, or with aliases", where=where)
     try:
         return yaml.safe_load(text)
+    except RecursionError as error:
+        raise PlanError("nested too deep", where=where) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        # dates, numbers and keys that Python cannot make
+        raise PlanError(f"not YAML: {error}", where=where) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f"{where}, line {mark.line + 1}" if mark is not None else where

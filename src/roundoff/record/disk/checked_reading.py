@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -12,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import polars as pl
 
 from roundoff.errors import RunError
+from roundoff.foreign import parse_json, read_text
 from roundoff.record.disk.schema import SCALAR_FILE, parse_rank, parse_step
 from roundoff.record.disk.tensors import checksum
+from roundoff.unforeseen import is_panic
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _T = TypeVar("_T")
@@ -32,7 +33,7 @@ def read_checked(
         raise damaged(path, f"{type(error).__name__}: {str(error)[:200]}") from error
     except BaseException as error:
         # polars derives its panics from BaseException
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         got = f"polars could not read it: {str(error)[:200]}"
         raise damaged(path, got) from error
@@ -51,7 +52,7 @@ def damaged(path: Path, got: str) -> RunError:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(read_text(path))
 
 
 def columns_of(path: Path, expected: dict[str, Any]) -> dict[str, Any]:

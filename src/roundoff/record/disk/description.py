@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from roundoff.errors import RunError
-from roundoff.record.disk.checked_reading import read_checked, read_json
+from roundoff.foreign import fault_of
+from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
 from roundoff.record.disk.place import no_run_at
 from roundoff.record.disk.schema import ABOUT, SCHEMA
 from roundoff.record.setting import Setting, settings_of
@@ -88,7 +92,10 @@ class RunDescription:
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunDescription:
-        """Read the object in the file; keys that are no field are left out."""
+        """Read the object in the file; keys that are no field are left out.
+
+        Raises ``ValueError`` naming a field that is not of its type.
+        """
         values = {name: content[name] for name in _FIELDS if name in content}
         if values.get("environment") is not None:
             values["environment"] = settings_of(values["environment"])
@@ -97,7 +104,11 @@ class RunDescription:
             values["coverage"] = CallCoverage(
                 **{name: coverage.get(name) for name in _COVERAGE_FIELDS}
             )
-        return RunDescription(**values)
+        description = RunDescription(**values)
+        fault = fault_of(description)
+        if fault is not None:
+            raise ValueError(fault)
+        return description
 
 
 _FIELDS = tuple(f.name for f in fields(RunDescription))
@@ -114,7 +125,25 @@ def read_description(path: Path) -> RunDescription:
         raise no_run_at(path)
     content = read_checked(file, read_json, file)
     _check_schema(file, content)
-    return RunDescription.from_dict(content)
+    _check_checksum(file, content)
+    return read_checked(file, RunDescription.from_dict, content)
+
+
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object of ``run.json`` with the checksum of its other keys."""
+    others = {name: value for name, value in content.items() if name != _CHECKSUM}
+    text = json.dumps(others, sort_keys=True, separators=(",", ":"))
+    return {**others, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
+
+
+def _check_checksum(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise ``RunError`` where the file says another checksum than it has; earlier versions said none."""
+    if _CHECKSUM in content and content != with_checksum(content):
+        raise damaged(file, "other content than was written, by its checksum")
+
+
+#: The key of ``run.json`` that has it.
+_CHECKSUM = "checksum"
 
 
 def _check_schema(file: Path, content: Any) -> None:

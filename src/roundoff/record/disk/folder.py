@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,10 +11,12 @@ from typing import Any
 
 from roundoff.errors import OutputError
 from roundoff.files import check_folder
+from roundoff.foreign import parse_json, read_text
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
     LOOP,
+    MARK,
     OPERATORS,
     SCALAR_FILE,
     is_chunk,
@@ -151,8 +152,8 @@ def _read_about(path: Path) -> dict[str, Any] | None:
     if not os.path.lexists(file):
         return None
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        about = parse_json(read_text(file))
+    except (OSError, ValueError):
         about = None
     if not isinstance(about, dict) or type(about.get("schema")) is not int:
         raise OutputError(
@@ -211,7 +212,8 @@ def _strange_folders(folder: Path) -> Iterator[Path]:
             yield folder
         return
     for file in sorted(folder.iterdir()):
-        is_written = file.name in (OPERATORS, CHECKSUMS, LOOP) or is_chunk(file.name)
+        is_named = file.name in (OPERATORS, CHECKSUMS, LOOP, MARK)
+        is_written = is_named or is_chunk(file.name)
         if file.is_symlink() or not is_written:
             yield file
 

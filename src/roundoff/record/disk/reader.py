@@ -24,6 +24,8 @@ from roundoff.record.disk.checked_reading import (
     read_json,
 )
 from roundoff.record.disk.description import RunDescription
+from roundoff.record.disk.foreign_table import check_table
+from roundoff.record.disk.mark import is_own
 from roundoff.record.disk.schema import (
     CHECKSUMS,
     LOOP,
@@ -120,6 +122,14 @@ class Run:
         Raises ``RunError`` naming the first damaged file among them.
         """
         return self._part(rank, step)
+
+    def collected(self, query: pl.LazyFrame) -> pl.DataFrame:
+        """Return the rows of a query over ``ops`` or ``part``.
+
+        Raises ``RunError`` naming the run where a table is damaged in spite of its
+        checksum.
+        """
+        return read_checked(self.path, query.collect)
 
     @cached_property
     def scalars(self) -> pl.LazyFrame:
@@ -223,6 +233,13 @@ class Run:
         entries = read_checked(path, read_json, path)
         return [LoopEvent.of_json(each, str(path)) for each in entries]
 
+    def is_own(self, rank: int, step: int) -> bool:
+        """Return True for a step that this user has recorded and nobody has changed.
+
+        Only there operators run again in this process.
+        """
+        return is_own(self.path / rank_name(rank) / step_name(step))
+
     def stored(self, rank: int, step: int) -> dict[int, StoredTensor]:
         """Return where the tensors of one step of one rank are, by record."""
         stored = _stored_tensors(self._rows(rank, step), rank, step)
@@ -296,7 +313,10 @@ class Run:
             if path not in self._sound:
                 if not has_checksum(path, self._checksums_of(folder)[OPERATORS]):
                     raise damaged(path, "other bytes than were written, or none")
-                self._sound[path] = tuple(columns_of(path, OPS).items())
+                columns = columns_of(path, OPS)
+                if not is_own(folder):
+                    check_table(path)
+                self._sound[path] = tuple(columns.items())
             groups.setdefault(self._sound[path], []).append(path)
         scans = [
             # a folder may be called "lr=0.1" or "run[1]": names mean nothing here

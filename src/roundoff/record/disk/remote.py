@@ -8,7 +8,6 @@ is that of what arrived.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
@@ -24,12 +23,14 @@ import torch
 
 from roundoff.errors import RunError
 from roundoff.files import masked
+from roundoff.foreign import inside, parse_json
 from roundoff.record.disk.checked_reading import damaged
 from roundoff.record.disk.reader import Run
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
     LOOP,
+    MARK,
     OPERATORS,
     SCALAR_FILE,
     parse_rank,
@@ -110,7 +111,7 @@ class Mirror:
             raise damaged(path, "its header is longer than the file")
         head = self._ask(lambda: self._system.cat_file(remote, 8, 8 + length), name)
         try:
-            return [key for key in json.loads(head) if key != "__metadata__"]
+            return [key for key in parse_json(head) if key != "__metadata__"]
         except (ValueError, TypeError) as error:
             got = f"{type(error).__name__}: {str(error)[:200]}"
             raise damaged(path, got) from error
@@ -253,12 +254,18 @@ def _connect(url: str) -> tuple[Any, str]:
 def _relative_names(
     listing: dict[str, Any], root: str
 ) -> dict[str, tuple[str, int | None]]:
+    """Return the name in the folder of each file, its full name and its size.
+
+    A name that leads out of the folder, as archives may have, is left out.
+    """
     # some systems list names with the leading slash, others without
     prefix = root.lstrip("/")
-    return {
-        name.lstrip("/").removeprefix(prefix).lstrip("/"): (name, info.get("size"))
-        for name, info in listing.items()
-    }
+    names = {}
+    for name, info in listing.items():
+        relative = name.lstrip("/").removeprefix(prefix).removeprefix("/")
+        if inside(Path(), relative) is not None:
+            names[relative] = (name, info.get("size"))
+    return names
 
 
 def _is_run_file(parts: list[str]) -> bool:
@@ -269,7 +276,7 @@ def _is_run_file(parts: list[str]) -> bool:
         return False
     if len(parts) == 2:
         return parts[1] == SCALAR_FILE
-    is_table = len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS, LOOP)
+    is_table = len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS, LOOP, MARK)
     return is_table and parse_step(parts[1]) is not None
 
 

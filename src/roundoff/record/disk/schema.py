@@ -5,6 +5,7 @@
         ops.parquet               OPS, one row for each tensor value
         tensors-000.safetensors   kept tensors; keys are the column `blob`
         loop.json                 what the loop did, a list of LoopEvent
+        mark.txt                  whose recording it is (``record.disk.mark``)
         checksums.json            file name -> {"bytes": n, "xxh3_128": hex}
     RUN/rank0/scalars.txt         SCALARS, a line for each
 
@@ -31,6 +32,7 @@ ABOUT = "run.json"
 OPERATORS = "ops.parquet"
 CHECKSUMS = "checksums.json"
 LOOP = "loop.json"
+MARK = "mark.txt"
 SCALAR_FILE = "scalars.txt"
 
 

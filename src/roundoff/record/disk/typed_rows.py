@@ -46,6 +46,27 @@ def table_of_rows(row_type: type[RowType], rows: Iterable[RowType]) -> pl.DataFr
     )
 
 
+def fault_of_table(row_type: type[RowType], table: pl.DataFrame) -> str | None:
+    """Say where a table of a file is none of such rows; None where it is.
+
+    A column is missing, of another type, or has a null where the field takes no None.
+    """
+    for name, dtype in schema_of(row_type).items():
+        if name not in table.columns:
+            return f"no column {name}"
+        column = table[name]
+        if column.dtype != dtype:
+            return f"column {name} has type {column.dtype}, not {dtype}"
+        is_optional = str(row_type.__annotations__[name]).endswith("| None")
+        if not is_optional and column.null_count():
+            return f"column {name} has nulls"
+        if column.dtype == pl.List and column.explode().null_count() > (
+            column.null_count() + int((column.list.len() == 0).sum())
+        ):
+            return f"column {name} has nulls in its lists"
+    return None
+
+
 def rows_of_table(row_type: type[RowType], table: pl.DataFrame) -> list[RowType]:
     """Return the rows of a table; columns that are no fields are left out."""
     columns = [f.name for f in fields(row_type) if f.name in table.columns]

@@ -19,7 +19,9 @@ import torch
 from roundoff.errors import warn
 from roundoff.files import atomic_path
 from roundoff.record.disk import scalars
+from roundoff.record.disk.description import with_checksum
 from roundoff.record.disk.folder import claim, publish
+from roundoff.record.disk.mark import write_mark
 from roundoff.record.disk.schema import (
     ABOUT,
     CHECKSUMS,
@@ -226,6 +228,7 @@ class Writer:
             **chunks.checksums,
         }
         (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+        write_mark(folder)
         publish(folder, step)
         del self._open[step]
 
@@ -243,7 +246,8 @@ class Writer:
 
     def _write_about(self) -> None:
         with atomic_path(self.path / ABOUT) as temporary:
-            temporary.write_text(json.dumps(self.about, indent=1), encoding="utf-8")
+            text = json.dumps(with_checksum(self.about), indent=1)
+            temporary.write_text(text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

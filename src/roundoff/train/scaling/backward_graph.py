@@ -46,7 +46,7 @@ class BackwardGraph:
         if closely:
             near = self._near  # not self: a node must not hold what holds its graph
             for node in _outside_the_model(root):
-                node.register_hook(partial(_keep_range, near, node.name()))
+                node.register_hook(partial(_keep_range_of_all, near, node.name()))
 
     def clear(self) -> None:
         """Forget all graphs."""
@@ -167,7 +167,17 @@ def _keep_range(
     near.append((name, values))
 
 
+def _keep_range_of_all(
+    near: list[tuple[str, list[Tensor]]], name: str, gradients: Any, made: Any
+) -> None:
+    """Do ``_keep_range`` where the tensors let it; what has another kind of values has no range."""
+    try:
+        _keep_range(near, name, gradients, made)
+    except (RuntimeError, TypeError):
+        near.append((name, []))
+
+
 def _has_range(gradient: Any) -> bool:
-    if not isinstance(gradient, Tensor) or gradient.is_sparse:
+    if not isinstance(gradient, Tensor) or gradient.is_sparse or gradient.is_nested:
         return False
     return gradient.is_floating_point() and bool(gradient.numel())

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from roundoff.preserve import random_states, set_random_states
 from roundoff.train.scaling.backward_graph import OUTPUT
 from roundoff.train.scaling.step_gradients import write_count
+from roundoff.unforeseen import OurPart
 
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 #: Every module of a model with its path.
@@ -133,6 +134,7 @@ class StepCalls:
         )
         self.calls: list[ModelCall] = []
         self.paused = False
+        self.ours = OurPart("keeping the calls of a model")
         self._open: list[ModelCall] = []
         self._written: set[str] = set()  # buffers that the forward pass writes
         self._statistics: set[str] = set()  # those of them that it does not read
@@ -242,7 +244,7 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         calls = self.calls()
         if calls is not None and not torch.compiler.is_compiling():
-            getattr(calls, self.name)(*args)
+            calls.ours(getattr(calls, self.name), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
@@ -264,7 +266,7 @@ class _GradientHook:
     def __call__(self, gradient: Tensor) -> None:
         calls = self.calls()
         if calls is not None and not calls.paused:
-            calls._arrived(self.call, self.place, gradient)
+            calls.ours(calls._arrived, self.call, self.place, gradient)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 
 from roundoff.errors import ScalerError
@@ -306,8 +307,12 @@ def _gradient_size(parameter: Tensor) -> int:
 
 
 def write_count(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; -1 for one of inference mode."""
-    return -1 if tensor.is_inference() else tensor._version
+    """Return how often a tensor was written in place; -1 for one of inference mode, and for a lazy
+    parameter, which has no memory yet.
+    """
+    if is_lazy(tensor) or tensor.is_inference():
+        return -1
+    return tensor._version
 
 
 def _is_unchanged(version: _Version) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roundoff.ops import plain
+
 
 class StepState:
     """The step that runs.
@@ -81,13 +83,29 @@ class StepState:
         return self.bad / self.elements if self.elements else 0.0
 
 
+def _real_values(gradient: Tensor) -> Tensor:
+    """Return the values that a gradient stores, complex ones as pairs of numbers; none of
+    what has no values here.
+    """
+    value, _ = plain(gradient.detach())
+    if value is None:
+        return torch.zeros(0)
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
 def _measure(gradients: Sequence[Tensor]) -> tuple[int, int, float]:
     """Return how many elements are NaN or Inf, how many there are, and the L2 norm of
     the others.
     """
-    values = [g.detach()._values() if g.is_sparse else g.detach() for g in gradients]
+    values = [_real_values(gradient) for gradient in gradients]
     elements = sum(value.numel() for value in values)
-    norms = torch._foreach_norm(values, 2, dtype=torch.float32)
+    norms: list[Tensor] = []
+    for wide in (torch.float32, torch.float64):
+        alike = [
+            v for v in values if (v.dtype == torch.float64) == (wide == torch.float64)
+        ]
+        if alike:
+            norms += torch._foreach_norm(alike, 2, dtype=wide)
     on_one_device = torch.stack([norm.to(norms[0].device) for norm in norms])
     total = float(torch.linalg.vector_norm(on_one_device))
     if math.isfinite(total):

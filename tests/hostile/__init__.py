@@ -1,0 +1,1 @@
+"""Files and operators that mean harm, and the commands that read them."""

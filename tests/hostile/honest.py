@@ -1,0 +1,175 @@
+"""Honest files of every kind that a verb reads, made once; attacks change them."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import roundoff
+from roundoff.verbs.compare import compare
+
+WORKLOAD = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+
+def batches():
+    return [torch.linspace(-1, 1, 16).reshape(4, 4)]
+"""
+PLAN = """\
+schema = 1
+default = "fp32"
+
+[about]
+target = 40.0
+
+[[rule]]
+format = "bf16"
+sites = ["0/linear", "1/tanh"]
+"""
+SECONDS = """\
+[[seconds]]
+kind = "linear"
+format = "fp32"
+size = "any"
+seconds = 1e-6
+"""
+#: Settings of other tools, which plan convert reads.
+LISTS = {
+    "tensorflow.env": "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_ALLOWLIST_ADD=MatMul,Conv2D\n",
+    "paddle.json": '{"custom_white_list": ["matmul_v2"], "custom_black_list": ["softmax"]}',
+    "ascend.json": '{"black-list": {"to-add": ["Add"]}, "white-list": {"to-remove": ["MatMul"]}}',
+    "te.yaml": "transformer_engine_config_dict:\n  recipe: delayed\nlayers:\n  - name: 0\n",
+    "apex.toml": 'half_functions = ["torch.matmul"]\n',
+}
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv1d(2, 3, 3),
+        nn.BatchNorm1d(3),
+        nn.ReLU(),
+        nn.MaxPool1d(2),
+        nn.Flatten(),
+        nn.Linear(9, 4),
+        nn.LayerNorm(4),
+        nn.Linear(4, 3),
+    ]
+    return nn.Sequential(*layers)
+
+
+def _record(folder: Path, *, fault: float = 0.0) -> None:
+    model = _network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = torch.linspace(-1, 1, 64).reshape(4, 2, 8)
+    targets = torch.tensor([0, 1, 2, 1])
+    table = nn.Embedding(5, 4)
+    nn.init.ones_(table.weight)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        for _ in range(2):
+            looked_up = table(targets) * (1.0 + fault)
+            loss = nn.functional.cross_entropy(model(batch) + looked_up[:, :3], targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+
+
+def make(folder: Path) -> None:
+    """Write one of each kind into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _record(folder / "ref")
+    _record(folder / "cand", fault=0.01)
+    compare(reference=folder / "ref", candidate=folder / "cand").save(folder / "saved")
+    (folder / "net.py").write_text(WORKLOAD)
+    workload = roundoff.Workload.load(folder / "net.py")
+    budget = roundoff.budget(workload, formats=["bf16", "int8"])
+    budget.save(folder / "budget.parquet")
+    (folder / "plan.toml").write_text(PLAN)
+    roundoff.Plan.load(folder / "plan.toml").save(folder / "plan.json")
+    (folder / "seconds.toml").write_text(SECONDS)
+    (folder / "map.toml").write_text('"0" = "0"\n"5" = "5"\n')
+    for name, text in LISTS.items():
+        (folder / name).write_text(text)
+    with zipfile.ZipFile(folder / "run.zip", "w") as archive:
+        for file in sorted((folder / "ref").rglob("*")):
+            if file.is_file():
+                archive.write(file, file.relative_to(folder / "ref").as_posix())
+    dump = {"task": "statistics", "level": "L1", "data": {}}
+    step = folder / "dump" / "step0" / "rank0"
+    step.mkdir(parents=True)
+    statistics = {
+        "type": "torch.Tensor",
+        "dtype": "torch.float32",
+        "shape": [2, 3],
+        "Max": 1.0,
+        "Min": -1.0,
+        "Mean": 0.1,
+        "Norm": 2.0,
+        "requires_grad": False,
+    }
+    dump["data"] = {
+        "Functional.linear.0.forward": {
+            "input_args": [statistics],
+            "input_kwargs": {},
+            "output": [statistics],
+        }
+    }
+    for name, content in {
+        "dump.json": dump,
+        "stack.json": {"0": [["Functional.linear.0.forward"], ["File train.py"]]},
+        "construct.json": {"Functional.linear.0.forward": None},
+    }.items():
+        (step / name).write_text(json.dumps(content))
+
+
+#: Every command that reads such files; the words that name a file are in brackets.
+COMMANDS = (
+    "show {ref}",
+    "show {ref} 5/addmm",
+    "show {ref} * --sort nan --views --step 0",
+    "show {ref} --json",
+    "overflow {ref}",
+    "overflow {ref} --json",
+    "replay {ref}",
+    "replay {ref} --dtype same --step 1",
+    "replay {ref} --phase backward --json",
+    "compare {ref} {cand}",
+    "compare {cand} {ref}",
+    "compare {ref} {cand} --stats",
+    "compare {ref} {cand} --json --step 0",
+    "compare {ref} {cand} --map {map.toml}",
+    "compare {ref} {cand} --html out.html --save out",
+    "compare {saved}",
+    "compare {saved} --limit cosine=0.9 --json",
+    "compare {saved} --html out.html",
+    "diff {ref} {cand} 5/addmm",
+    "diff {ref} {cand} 5.weight --json",
+    "show zip://::{run.zip}",
+    "replay zip://::{run.zip}",
+    "compare zip://::{run.zip} {cand}",
+    "show {dump}",
+    "overflow {dump}",
+    "compare {dump} {dump}",
+    "plan {budget.parquet} --target 30dB -o out.toml",
+    "plan {budget.parquet} --target 30dB --cost bitops --json -o out.json",
+    "plan {budget.parquet} --target 30dB --cost seconds --cost-table {seconds.toml} -o out.toml",
+    "plan explain {plan.toml} 0/linear",
+    "plan explain {plan.json} 0/linear --json",
+    "plan convert {plan.toml} --to paddle -o out.json --partial",
+    "plan convert {plan.json} --to tensorflow -o out.env --partial",
+    "plan convert {tensorflow.env} --to plan -o out.toml --format bf16 --partial",
+    "plan convert {paddle.json} --to plan -o out.toml --format bf16 --partial",
+    "plan convert {ascend.json} --to plan -o out.toml --format fp16 --partial",
+    "plan convert {te.yaml} --to plan -o out.toml --format bf16 --partial",
+    "plan convert {apex.toml} --to plan -o out.toml --format fp16 --partial",
+    "verify net.py {plan.toml} --target 30dB --no-native",
+    "verify net.py {plan.toml} --budget {budget.parquet} --target 30dB --no-native -o out.toml",
+)

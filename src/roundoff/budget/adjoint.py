@@ -28,16 +28,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from roundoff.budget.facts import MeasuredSite
-from roundoff.budget.frame import Frame, draw_frame
 from roundoff.budget.linear_errors import (
     activations,
     is_linear,
     operand_errors,
     result_errors,
 )
-from roundoff.budget.precision import Drawing
 from roundoff.budget.probes import backward, hand_over, on_output
-from roundoff.budget.samples import Division, sample_axis, sample_powers
+from roundoff.budget.samples import Division, sample_axis
 from roundoff.budget.scan import exceeds
 from roundoff.budget.signs import draw_signs
 from roundoff.budget.terms import Projector, TermKey, Terms
@@ -212,7 +210,6 @@ class Probe:
     _kept: dict[int, list[weakref.ref[KeptTensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    _powers: list[Tensor] = field(default_factory=list)
     _stored: dict[tuple[int, int], list[Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -222,19 +219,6 @@ class Probe:
         """Bytes of the gradients of all sites for one probe, as they are stored."""
         is_large = self.kept_bytes > _LARGE
         return self.kept_bytes // 2 if is_large else self.kept_bytes
-
-    @property
-    def unevenness(self) -> float:
-        """Mean squared deviation of the gradients' power in a sample, relative to its mean.
-
-        The mean over the sites; 0 where nothing is known.
-        """
-        reached = [p for p in self._powers if float(p.sum()) > 0]
-        if not reached:
-            return 0.0
-        powers = torch.stack(reached)
-        means = powers.mean(1, keepdim=True)
-        return float((powers / means - 1).square().mean())
 
     @property
     def mixed_share(self) -> float:
@@ -367,11 +351,8 @@ class Probe:
         self, keep: Tensor, kept: Call | _Use, _: Any, place: int, masked: Tensor
     ) -> None:
         """Find the axis of one output that counts the samples; see ``sample_axis``."""
-        gradient = masked.detach()
-        axis = sample_axis(gradient, self.samples, keep)
+        axis = sample_axis(masked.detach(), self.samples, keep)
         self.axes[str(kept.site), place] = axis
-        if axis is not None:
-            self._powers.append(sample_powers(gradient, axis, self.samples)[keep])
 
     def together(
         self, kept: Call | _Use, reference: Any, place: int, gradient: Tensor
@@ -519,7 +500,7 @@ def measure_batch(
     *,
     check: Callable[[], None],
     divided: Callable[[Sequence[Tensor]], Iterable[Division]],
-    probes: Callable[[Drawing], int],
+    probes: Callable[[int, float, int], int],
     spread: Callable[[int, Tensor], Tensor] = lambda _, vectors: vectors,
     generator: torch.Generator,
     way: Way,
@@ -535,8 +516,9 @@ def measure_batch(
         check: may refuse the targets.
         divided: the ways to divide the targets into samples. Where the axes are not
             known, the one that keeps most sites apart is taken.
-        probes: says how many probes to draw. A target of one element needs one: its
-            gradient is exact.
+        probes: says how many probes to draw for a number of samples, a share of the
+            sites that mix them, and how many fit in memory one by one. A target of one
+            element needs one: its gradient is exact.
         spread: puts the sign vectors of a target, by its number, in the rows of its
             output (see ``OutputRows``).
         generator: draws the sign vectors.
@@ -560,18 +542,12 @@ def measure_batch(
     division = _divide(probe, targets, list(divided(values)), generator)
     is_number = sum(target.numel() for target in targets) == 1
     room = _room(probe, parameters) if memory is None else memory
-    numbered = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
-    frame = Frame.of(division.samples, [target for _, target in numbered])
     fitting = 1 + room // max(1, probe.stored_bytes)
-    drawing = Drawing(
-        probe.samples, frame, probe.mixed_share, probe.unevenness, fitting
-    )
-    count = 1 if is_number else probes(drawing)
+    count = 1 if is_number else probes(probe.samples, probe.mixed_share, fitting)
+    numbered = [(n, t) for n, t in enumerate(targets) if t.requires_grad]
     targets = [target for _, target in numbered]
-    drawn = draw_frame(numbered, division, count, generator)
     vectors = [
-        spread(number, signs)
-        for (number, _), signs in zip(numbered, drawn, strict=True)
+        spread(n, draw_signs((count, *t.shape), generator, t)) for n, t in numbered
     ]
     count = len(vectors[0])
     if way is Way.TOGETHER and _fits(probe, count, room):
@@ -603,7 +579,6 @@ def _divide(
     for division in divisions:
         probe.samples = division.samples
         probe.axes = {}
-        probe._powers = []
         probe.release = False
         probe.receive = functools.partial(probe.find_axes, division.kept)
         pairs = [(n, t) for n, t in enumerate(targets) if t.requires_grad]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,9 +15,8 @@ from roundoff.budget.adjoint import (
     Way,
     measure_batch,
 )
-from roundoff.budget.noise_power import ADJOINT, Left
+from roundoff.budget.noise_power import ADJOINT
 from roundoff.budget.outputs import MOST_ROWS
-from roundoff.budget.precision import MOST_ASKED, Drawing
 from roundoff.budget.run import Asked, BudgetRun, MeasuredBatch, forget_graph
 from roundoff.budget.samples import Division
 from roundoff.budget.scan import range_limit
@@ -161,32 +159,25 @@ class AdjointRun(BudgetRun):
     def _format_around(self, site: str) -> Format | None:
         return self.asked.around.get(site)
 
-    def _count(self, drawing: Drawing) -> int:
+    def _count(self, samples: int, mixed_share: float, fitting: int) -> int:
         """Return K, which is chosen at the first batch.
 
-        Where batches are left to be measured, no more than fit in memory.
+        Where batches are left to be measured, no more than ``fitting``. Where all
+        batches will be measured, because the model decides, each needs fewer.
         """
-        self.mixed_share = drawing.mixed_share
+        self.mixed_share = mixed_share
         self.state = self.generator.get_state()  # the sign vectors are drawn next
         if self.probes is None:
-            self.probes = self._probes_for(drawing)
+            outputs = len(self.rows.names)
+            most = MOST_ROWS // outputs if outputs > 1 else math.inf
+            batches = self.all_batches if self.asked.decides else self.fewest_batches
+            if batches < len(self.workload.batches) and mixed_share <= FEW_MIXED:
+                most = min(most, fitting // outputs)
+            self.probes = self.sampling.probes_for(samples, batches, mixed_share, most)
             cost = adjoint_cost(self.probes, decides=self.asked.decides)
             if cost > self.limit:
                 raise ManyProbesError(cost)
-        frame = drawing.frame
-        left = Left(frame.left(self.probes), frame.left_mixed(self.probes))
-        self.left = self.left.most(left)
         return self.probes
-
-    def _probes_for(self, drawing: Drawing) -> int:
-        outputs = len(self.rows.names)
-        fewest = self.all_batches if self.asked.decides else self.fewest_batches
-        may_wait = fewest < self.all_batches and self.mixed_share <= FEW_MIXED
-        fitting = drawing.fitting // outputs if may_wait else MOST_ASKED
-        if outputs > 1:
-            fitting = min(fitting, MOST_ROWS // outputs)
-        limited = replace(drawing, fitting=fitting)
-        return self.sampling.probes_for(limited, fewest, self.all_batches)
 
     def _spread(self, number: int, vectors: Tensor) -> Tensor:
         return self.rows.spread(list(self.targets)[number], vectors)

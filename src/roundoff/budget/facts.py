@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roundoff.budget.noise_power import Left
 from roundoff.record import Setting, settings_of
 
 if TYPE_CHECKING:
@@ -145,9 +144,6 @@ class Measurement:
         metric: how noise moves the metric; None without one.
         trials: rows (a site in a format) that were measured by trial; None in files of
             older versions.
-        left_apart: share of the sampling variance that the probes left, because
-            they are orthogonal to each other, where samples are told apart.
-        left_mixed: the same where samples are mixed.
         vendor_kernels: True where the vendor's fused kernels ran; None where not asked.
     """
 
@@ -175,13 +171,6 @@ class Measurement:
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
     trials: int | None = None
-    left_apart: float = 1.0
-    left_mixed: float = 1.0
-
-    @property
-    def left(self) -> Left:
-        """Share of the sampling variance that the probes left."""
-        return Left(self.left_apart, self.left_mixed)
 
     @property
     def unmeasured(self) -> float:

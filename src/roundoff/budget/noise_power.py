@@ -47,31 +47,6 @@ def stderr_db(noise: float, stderr: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Share of the sampling variance that the probes left, see ``frame.py``.
-
-    Attributes:
-        apart: where samples are told apart.
-        mixed: where they are not.
-    """
-
-    apart: float = 1.0
-    mixed: float = 1.0
-
-    def of(self, *, is_pooled: bool) -> float:
-        """Return the share for projections that are pooled, or are not."""
-        return self.mixed if is_pooled else self.apart
-
-    def most(self, other: Left) -> Left:
-        """Return the larger of both shares."""
-        return Left(max(self.apart, other.apart), max(self.mixed, other.mixed))
-
-
-#: Independent probes leave all of it.
-WHOLE = Left()
-
-
-@dataclass(frozen=True, slots=True)
 class Term:
     """One part of one site's error.
 
@@ -110,11 +85,7 @@ class Term:
 
 
 def power(
-    terms: Sequence[Term],
-    *,
-    unmeasured: float = 0.0,
-    batches: Sequence[int] = (),
-    left: Left = WHOLE,
+    terms: Sequence[Term], *, unmeasured: float = 0.0, batches: Sequence[int] = ()
 ) -> tuple[float, float]:
     """Return the noise power of errors that act together, and its standard error.
 
@@ -123,7 +94,7 @@ def power(
     because the probes of different samples are independent,
     ``E[(a + b)^2] = E a^2 + E b^2 + 2 E ab`` holds with any mixture of both. See
     ``standard_errors`` for ``unmeasured``, the share of the samples that stand for
-    others, ``batches`` and ``left``; for all samples measured by trial the error is zero.
+    others, and ``batches``; for all samples measured by trial the error is zero.
     """
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
@@ -139,16 +110,15 @@ def power(
             is_exact=is_exact,
             batches=batches,
         )
-        share = left.of(is_pooled=not single)
-        stderr = float(spread(a**2, left=share))
-        if is_exact or not share:
+        stderr = float(spread(a**2))
+        if is_exact:
             stderr = max(stderr, _float_error(total))
         if pooled:
             b = np.sum(pooled, axis=0)
             # probes are independent between batches too: add batches, then multiply
             product = b.sum(axis=1) * a.sum(axis=1)
             total += float((b**2).mean(axis=0).sum() + 2 * product.mean())
-            stderr = math.hypot(stderr, float(spread(b**2, left=left.mixed)))
+            stderr = math.hypot(stderr, float(spread(b**2)))
     if math.isnan(total):
         return math.inf, math.inf
     return max(total, 0.0), stderr
@@ -159,39 +129,33 @@ def group_powers(
     *,
     unmeasured: float = 0.0,
     batches: Sequence[int] = (),
-    left: Left = WHOLE,
 ) -> list[tuple[float, float]]:
     """Return ``power`` of many groups of terms: those of one shape at once."""
     results = [(0.0, 0.0)] * len(groups)
-    places: dict[tuple[bool, tuple[int, ...]], list[int]] = defaultdict(list)
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place, terms in enumerate(groups):
         if len({(term.pooled, term.values.shape) for term in terms}) == 1:
-            places[terms[0].pooled, terms[0].values.shape].append(place)
+            places[terms[0].values.shape].append(place)
         elif terms:
-            results[place] = power(
-                terms, unmeasured=unmeasured, batches=batches, left=left
-            )
+            results[place] = power(terms, unmeasured=unmeasured, batches=batches)
     for alike in places.values():
         summed = [np.sum([t.values for t in groups[place]], axis=0) for place in alike]
         squares = np.square(np.stack(summed))
         with np.errstate(invalid="ignore", over="ignore"):
             noise = squares.mean(axis=1).sum(axis=1)
-            share = left.of(is_pooled=groups[alike[0]][0].pooled)
-            errors = standard_errors(squares, unmeasured=unmeasured, left=share)
+            errors = standard_errors(squares, unmeasured=unmeasured)
             beyond = standard_errors(
                 squares, unmeasured=unmeasured, is_exact=True, batches=batches
             )
         for number, place in enumerate(alike):
             terms = groups[place]
             is_exact = all(term.measured == TRIAL for term in terms)
-            error = beyond[number] if is_exact else errors[number]
-            if is_exact or not share:
-                error = max(error, _float_error(noise[number]))
+            error = errors[number]
+            if is_exact:
+                error = max(beyond[number], _float_error(noise[number]))
             results[place] = (float(noise[number]), float(error))
             if not np.isfinite(noise[number]):
-                results[place] = power(
-                    terms, unmeasured=unmeasured, batches=batches, left=left
-                )
+                results[place] = power(terms, unmeasured=unmeasured, batches=batches)
     return results
 
 
@@ -206,24 +170,22 @@ def together(terms: Sequence[Term]) -> list[Term]:
     return [replace(terms[0], values=values)]
 
 
-def significant(cross: float, terms: Sequence[Term], left: Left = WHOLE) -> float:
+def significant(cross: float, terms: Sequence[Term]) -> float:
     """Return the part of summed cross terms that stands out of their sampling noise.
 
     Positive-part James-Stein shrinkage (James and Stein, Proc. 4th Berkeley Symp. 1,
     1961, eq. 10, one dimension): ``cross * max(0, 1 - stderr^2 / cross^2)``.
     Independent errors have cross terms of zero, whose estimate would only add noise to
-    the sum of the powers. ``left`` is the share of that noise that the probes left.
+    the sum of the powers.
     """
     if cross == 0 or not math.isfinite(cross):
         return cross
     single = [t.values for t in terms if not t.pooled]
     pooled = [t.values for t in terms if t.pooled]
-    variance = left.apart * _cross_variance(single) if single else 0.0
-    if pooled:
-        variance += left.mixed * _cross_variance(pooled)
+    variance = sum(_cross_variance(group) for group in (single, pooled) if group)
     if single and pooled:
         products = 2 * np.sum(single, axis=(0, 2)) * np.sum(pooled, axis=(0, 2))
-        variance += left.mixed * _mean_variance(products, default=cross**2)
+        variance += _mean_variance(products, default=cross**2)
     return cross * max(0.0, 1.0 - variance / cross**2)
 
 
@@ -245,7 +207,6 @@ def standard_errors(
     unmeasured: float = 0.0,
     is_exact: bool = False,
     batches: Sequence[int] = (),
-    left: float = 1.0,
 ) -> Array:
     """Return the standard errors of powers: means over probes, summed over columns.
 
@@ -263,15 +224,13 @@ def standard_errors(
         is_exact: the mean over the probes is exact in each column, as in a trial.
         batches: columns of each batch. Those of one may be alike (nodes of a graph), so
             an exact error is at least what whole batches differ by.
-        left: share of the sampling variance that the probes left; without any the mean
-            over them is exact, see ``frame.py``.
     """
     probes, columns = squares.shape[-2:]
     means = squares.mean(axis=-2)
     between = np.zeros(means.shape[:-1])
     if columns > 1:
         between = math.sqrt(columns) * means.std(axis=-1, ddof=1)
-    if is_exact or not left:
+    if is_exact:
         if len(batches) > 1 and sum(batches) == columns:
             between = np.maximum(between, _between_batches(means, batches))
         exact: Array = math.sqrt(unmeasured) * between
@@ -282,7 +241,6 @@ def standard_errors(
     # of a column's mean square, E mean^2 = P^2 (1 + 2/K)
     powers = np.square(means).sum(axis=-1) * probes / (probes + 2)
     error = np.where(spread > 0, np.maximum(spread, np.sqrt(2 * powers / probes)), 0.0)
-    error = math.sqrt(left) * error
     beyond = np.maximum(between**2 - error**2, 0.0)
     total: Array = np.sqrt(error**2 + unmeasured * beyond)
     return total

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roundoff.budget.frame import Frame
-from roundoff.budget.noise_power import (
-    DB_PER_SHARE,
-    WHOLE,
-    Array,
-    Left,
-    standard_errors,
-)
+from roundoff.budget.noise_power import DB_PER_SHARE, Array, standard_errors
 from roundoff.budget.sqnr_target import parse_db
 from roundoff.budget.terms import TermKey
 from roundoff.errors import WorkloadError
@@ -27,30 +20,9 @@ PRECISION = 0.6
 #: Fewest and most probes of a sample, when ``probes`` is not given.
 FEWEST_PROBES = 2
 MOST_PROBES = 96
-#: Most where a precision is given.
-MOST_ASKED = 2**12
 #: More projections than Gaussian ones would need: those of some sites have longer tails,
 #: and one more batch costs more than a few probes.
 MARGIN = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """What the number of probes depends on.
-
-    Attributes:
-        samples: of a batch.
-        frame: the directions of its target.
-        mixed_share: share of the sites that mix samples.
-        unevenness: see ``Probe``.
-        fitting: probes whose gradients fit in memory one by one.
-    """
-
-    samples: int
-    frame: Frame
-    mixed_share: float
-    unevenness: float
-    fitting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +39,7 @@ class Sampled:
 
     probes: int | None
     precision: float
-    most: int
+    most: float
     may_stop: bool
     memory: int | None
 
@@ -91,58 +63,24 @@ class Sampled:
                 expected="a positive number of decibels, such as 0.5dB",
                 got=str(precision),
             )
-        most = MOST_PROBES if precision is None else MOST_ASKED
+        most = MOST_PROBES if precision is None else math.inf
         may_stop = probes is None or precision is not None
         return cls(probes, decibels, most, may_stop, memory)
 
-    def probes_for(self, drawing: Drawing, fewest: int, batches: int) -> int:
-        """Return K, which with as many batches as then needed costs least.
+    def probes_for(
+        self, samples: int, batches: int, mixed_share: float, fitting: float
+    ) -> int:
+        """Return K for so many batches of so many samples; ``fitting`` at most.
 
-        The variances of all sites average to the square of the precision. The relative
-        variance of a power estimated from n squares of near-Gaussian projections is
-        2/n: a site that mixes samples has one projection a probe and batch, others one
-        a sample. Samples whose powers differ by a relative variance ``u`` count as
-        ``1 / (1 + u)`` of one, and those that are not measured may be others.
-
-        Args:
-            drawing: what is known of the first batch.
-            fewest: batches that are measured at least.
-            batches: of the workload.
+        The variances of all sites average to the square of the precision: a site that
+        mixes samples (``mixed_share`` of them) has one projection a probe and batch,
+        others one a sample. The relative standard error of a power estimated from n
+        squares of near-Gaussian projections is sqrt(2/n).
         """
-        most = max(FEWEST_PROBES, min(self.most, drawing.fitting))
-        wanted = (self.precision / DB_PER_SHARE) ** 2 / MARGIN
-        best = (math.inf, most)
-        for measured in range(fewest, batches + 1):
-            beyond = _unmeasured(drawing, measured, batches)
-            for probes in range(1, most + 1):
-                if beyond + _sampling(drawing, measured, probes) <= wanted:
-                    best = min(best, (measured * (BATCH + PROBE * probes), probes))
-                    break
-        probes = best[1]
-        is_exact = not drawing.frame.left(probes)
-        return probes if is_exact else max(FEWEST_PROBES, probes)
-
-
-#: What a batch costs, and what a probe, in forward passes of it.
-BATCH = 15.0
-PROBE = 2.5
-#: Powers of errors differ more than those of gradients, by this factor of the variance.
-UNEVEN = 3.0
-
-
-def _unmeasured(drawing: Drawing, measured: int, batches: int) -> float:
-    """Return the relative variance because some batches are not measured."""
-    uneven = UNEVEN * drawing.unevenness
-    return (1 - measured / batches) * uneven / (measured * drawing.samples)
-
-
-def _sampling(drawing: Drawing, measured: int, probes: int) -> float:
-    """Return the relative variance because there are few probes."""
-    uneven = 1 + UNEVEN * drawing.unevenness
-    of_sample = drawing.frame.left(probes) * uneven / drawing.samples
-    of_batch = drawing.frame.left_mixed(probes)
-    mixed = drawing.mixed_share
-    return 2 / (probes * measured) * ((1 - mixed) * of_sample + mixed * of_batch)
+        needed = MARGIN * 2 * (DB_PER_SHARE / self.precision) ** 2
+        per_probe = batches / ((1 - mixed_share) / samples + mixed_share)
+        most = max(FEWEST_PROBES, min(self.most, fitting))
+        return int(min(most, max(FEWEST_PROBES, math.ceil(needed / per_probe))))
 
 
 def mean_error_db(
@@ -152,14 +90,13 @@ def mean_error_db(
     *,
     is_exact: bool = False,
     samples: Sequence[int] = (),
-    left: Left = WHOLE,
 ) -> float:
     """Return the standard error of the SQNR in dB, root mean square over the sites.
 
     The share ``unmeasured`` of the workload's batches was not measured. Sites without
     noise do not count; 0 where none has any. Each of the ``outputs`` has its share of
     the probes, and is a site of its own here. ``is_exact``, and ``samples`` of each
-    batch, and ``left``: see ``standard_errors``.
+    batch: see ``standard_errors``.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for terms in batches:
@@ -176,7 +113,6 @@ def mean_error_db(
             unmeasured=unmeasured,
             is_exact=is_exact,
             batches=samples,
-            left=left.of(is_pooled=columns < sum(samples)),
         )
         errors.append(DB_PER_SHARE * error / noise[is_sound])
     joined = np.concatenate(errors) if errors else np.zeros(0)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.adjoint import SiteInfo
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
-from roundoff.budget.noise_power import TRIAL, Left, Term
+from roundoff.budget.noise_power import TRIAL, Term
 from roundoff.budget.outputs import OutputRows
 from roundoff.budget.precision import Sampled, mean_error_db
 from roundoff.budget.samples import Division, divide, divisions
@@ -92,7 +92,6 @@ class BudgetRun(ABC):
         self.targets: dict[str, Tensor] = {}
         self.names: tuple[str, ...] = ()
         self.rows = OutputRows([], {}, {})
-        self.left = Left(0.0, 0.0)
         self.output: Any = None
 
     @abstractmethod
@@ -144,7 +143,6 @@ class BudgetRun(ABC):
             len(self.rows.names),
             is_exact=self.measured == TRIAL,
             samples=[batch.samples for batch in self.batches],
-            left=self.left,
         )
 
     @property
@@ -315,8 +313,6 @@ class BudgetRun(ABC):
             excluded=excluded_calls(mode.excluded.values(), batches),
             environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
-            left_apart=self.left.apart,
-            left_mixed=self.left.mixed,
         )
 
 

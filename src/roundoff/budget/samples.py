@@ -59,15 +59,6 @@ class Division:
         shape[axis + 1] = -1
         return vectors.masked_fill(drop.view(shape), 0.0)
 
-    def arranged(self, values: Tensor, shape: Sequence[int], number: int) -> Tensor:
-        """Return values ``(K, samples, elements)`` in the shape of target ``number``."""
-        if self.samples == 1:
-            return values.reshape(len(values), *shape)
-        axis, _ = self.axes[number]
-        others = [length for place, length in enumerate(shape) if place != axis]
-        samples_first = values.reshape(len(values), shape[axis], *others)
-        return samples_first.movedim(1, axis + 1)
-
     def power(self, tensor: Tensor, number: int) -> Tensor:
         """Return the sum of squares of each sample of target ``number``, float64."""
         squares = tensor.detach().double().square()
@@ -156,9 +147,3 @@ def sample_axis(masked: Tensor, samples: int, keep: Tensor) -> tuple[int, int] |
         if not bool(others.any()):
             return axis, size // samples
     return None
-
-
-def sample_powers(tensor: Tensor, axis: tuple[int, int], samples: int) -> Tensor:
-    """Return the sum of squares of each sample of a site's tensor, float64 on the CPU."""
-    squares = tensor.movedim(axis[0], 0).reshape(samples, -1).square().sum(1)
-    return squares.double().cpu()

@@ -140,14 +140,10 @@ def _sampling_db(budget: Budget, cost: SiteCost) -> float:
     """Return the standard error of a row in dB.
 
     A few projections can agree by chance: it is at least that of near-Gaussian ones,
-    ``sqrt(2 / n)`` of the power, where the probes left all of the variance.
+    ``sqrt(2 / n)`` of the power.
     """
-    left = budget.about.left
-    most = max(
-        2 * left.of(is_pooled=term.pooled) / term.values.size
-        for term in budget.rows(cost.site, cost.format)
-    )
-    return max(cost.stderr_db or 0.0, DB_PER_SHARE * math.sqrt(most))
+    fewest = min(term.values.size for term in budget.rows(cost.site, cost.format))
+    return max(cost.stderr_db or 0.0, DB_PER_SHARE * math.sqrt(2 / fewest))
 
 
 def _by_flow(

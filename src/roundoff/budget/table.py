@@ -273,7 +273,6 @@ class Budget:
             [terms for row in seen for terms in row],
             unmeasured=self.about.unmeasured,
             batches=self.about.batch_samples,
-            left=self.about.left,
         )
         worst = {}
         for number, (key, row) in enumerate(zip(self._terms, seen, strict=True)):
@@ -543,14 +542,11 @@ def _predicted(
     """Return the noise of rounded parts at one output."""
     signal = 1.0 if batch is None else output.batch_signal[batch]
     noise, stderr = power(
-        terms,
-        unmeasured=about.unmeasured,
-        batches=about.batch_samples,
-        left=about.left,
+        terms, unmeasured=about.unmeasured, batches=about.batch_samples
     )
     additive = sum(noise for noise, _ in group_powers([[term] for term in terms]))
     if math.isfinite(noise):
-        noise = additive + significant(noise - additive, terms, about.left)
+        noise = additive + significant(noise - additive, terms)
     if signal <= 0:  # zero in this batch: nothing is relative to it
         return OutputPrediction(output.name, 0.0, 0.0, None)
     error_db = stderr_db(noise, stderr)

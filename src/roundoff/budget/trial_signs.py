@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roundoff.budget.frame import draw_frame
 from roundoff.budget.samples import Division
 from roundoff.budget.signs import draw_signs
 
@@ -45,14 +44,13 @@ class DrawnSigns:
         """
         generator = torch.Generator()
         generator.set_state(self.state)
-        numbered = [(self.names.index(name), targets[name]) for name in self.drawn]
-        of_drawn = draw_frame(numbered, self.division, self.count, generator)
-        drawn = dict(zip(self.drawn, of_drawn, strict=True))
-        for name in self.names:
-            if name not in drawn:
-                like = targets[name]
-                drawn[name] = draw_signs((self.count, *like.shape), generator, like)
-        return {n: self.divided(n, values, axes=1) for n, values in drawn.items()}
+        others = [name for name in self.names if name not in self.drawn]
+        vectors = {}
+        for name in (*self.drawn, *others):
+            like = targets[name]
+            drawn = draw_signs((self.count, *like.shape), generator, like)
+            vectors[name] = self.divided(name, drawn, axes=1)
+        return vectors
 
     def divided(self, name: str, values: Tensor, axes: int = 0) -> Tensor:
         """Return values of a target tensor as ``(samples, elements)``.

@@ -33,7 +33,7 @@ def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespa
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="2,000 test images and fewer cases: does it run?",
+        help="one network, 2,000 test images: does it run?",
     )
     parser.add_argument(
         "--only", choices=NAMES, nargs="+", default=NAMES, help="these networks alone"
@@ -48,6 +48,8 @@ def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespa
     for name, settings in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     args = parser.parse_args()
+    if args.quick:
+        args.only = args.only[:1]
     torch.set_num_threads(1)
     return args
 

@@ -107,8 +107,8 @@ def replay_run(
     calls = _selected(run, site, phase, rank, step)
     rows: list[ReplayedOutput] = []
     steps = calls["step"].unique().to_list()
-    own = all(run.is_own(rank, number) for number in steps)
-    with nullcontext() if own else calls_of_others():
+    is_all_own = all(run.is_own(rank, number) for number in steps)
+    with nullcontext() if is_all_own else calls_of_others():
         for step_calls in calls.partition_by("step", maintain_order=True):
             rows += _replay_step(run, step_calls, torch_dtype, torch_device)
     return Replay(device=device, dtype=dtype, rows=tuple(rows))

@@ -5,6 +5,7 @@ Its checksum says that it is what was written, and not who wrote it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -39,28 +40,53 @@ def _read(path: Path) -> pl.DataFrame:
 
 
 def _fault(table: pl.DataFrame, place: tuple[int | None, int | None]) -> str | None:
+    """Say what is wrong with a table first, or None."""
+    return next(filter(None, _faults(table, place)), None)
+
+
+def _faults(
+    table: pl.DataFrame, place: tuple[int | None, int | None]
+) -> Iterator[str | None]:
+    """Check one thing after the other; each may trust what was checked before it."""
+    yield _fault_in_place(table, place)
+    yield _fault_in_keys(table)
+    for name in _LISTS:
+        yield _fault_in_lists(table, name)
+    for names in _TOGETHER:
+        yield _fault_in_group(table, names)
+    yield _fault_in_sizes(table)
+
+
+def _fault_in_place(
+    table: pl.DataFrame, place: tuple[int | None, int | None]
+) -> str | None:
     for name, number in zip(("rank", "step"), place, strict=True):
-        if name not in table.columns or not (table[name] == number).all(
-            ignore_nulls=False
-        ):
+        if name not in table.columns:
             return f"column {name!r} is not that of the folder"
+        if not (table[name] == number).all(ignore_nulls=False):
+            return f"column {name!r} is not that of the folder"
+    return None
+
+
+def _fault_in_keys(table: pl.DataFrame) -> str | None:
     for name in _ALWAYS:
         if name not in table.columns or table[name].null_count():
             return f"column {name!r} is missing, or has nulls"
     if table["record"].n_unique() < table.height:
         return "two rows of one record"
-    for name in _LISTS:
-        fault = _fault_in_lists(table, name)
-        if fault is not None:
-            return fault
-    for names in _TOGETHER:
-        present = [name for name in names if name in table.columns]
-        masks = [table[name].is_null() for name in present]
-        if present and (
-            len(present) < len(names) or any((m != masks[0]).any() for m in masks)
-        ):
-            return f"one of {', '.join(names)} without the others"
-    return _fault_in_sizes(table)
+    return None
+
+
+def _fault_in_group(table: pl.DataFrame, names: Sequence[str]) -> str | None:
+    """Say where a tensor has some of these columns and not all."""
+    present = [name for name in names if name in table.columns]
+    if not present:
+        return None
+    masks = [table[name].is_null() for name in present]
+    is_uneven = any((mask != masks[0]).any() for mask in masks)
+    if is_uneven or len(present) < len(names):
+        return f"one of {', '.join(names)} without the others"
+    return None
 
 
 def _fault_in_lists(table: pl.DataFrame, name: str) -> str | None:

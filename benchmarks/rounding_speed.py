@@ -8,8 +8,8 @@ that torch casts quickly; torch's own two casts stand beside, since its fp8 cast
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -44,8 +44,12 @@ def cases(x: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def main() -> None:
-    millions = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 15
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("millions", nargs="?", type=float, default=1.0)
+    parser.add_argument("rounds", nargs="?", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="does it run?")
+    args = parser.parse_args()
+    millions, rounds = (0.1, 1) if args.quick else (args.millions, args.rounds)
     torch.set_num_threads(1)
     x = torch.randn(
         int(millions * 2**20) // 1024, 1024, generator=torch.Generator().manual_seed(0)

@@ -57,14 +57,16 @@ KEPT = {
 def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rounds = 3 if args.quick else ROUNDS
+    names = ("gpt2", "resnet18")
+    if args.quick:
+        names = names[1:]
     rows, gains = [], []
-    for name in ("gpt2", "resnet18"):
+    for name in names:
         if args.only is not None and name not in args.only:
             continue
         ways = dict(contenders(name))
         casts = {label: counted(way) for label, way in ways.items()}
-        times = take_turns(ways, rounds)
+        times = take_turns(ways, 0, 2) if args.quick else take_turns(ways, WARM, ROUNDS)
         for label in ("the built-in lists", "every site named", "rules for operators"):
             other = "by hand" if label == "rules for operators" else "torch.autocast"
             ratio, low, high = quartiles(times[label], times[other])
@@ -183,16 +185,16 @@ def upcast(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
 
 
 def take_turns(
-    ways: dict[str, Callable[[], None]], rounds: int
+    ways: dict[str, Callable[[], None]], warm: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Processor seconds of each way in each round."""
+    """Processor seconds of each way in each round after the first, ``warm`` ones."""
     order, times = list(ways), {label: [] for label in ways}
     shuffled = random.Random(0)
-    for number in range(WARM + rounds):
+    for number in range(warm + rounds):
         shuffled.shuffle(order)
         for label in order:
             seconds = clock(ways[label])[1]
-            if number >= WARM:
+            if number >= warm:
                 times[label].append(seconds)
     return times
 

@@ -9,6 +9,7 @@ loader filled wrongly.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
@@ -65,6 +66,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two right and two faulty ports"
     )
+    parser.add_argument(
+        "--drawn",
+        type=int,
+        metavar="N",
+        help="N ports drawn at random, always the same",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     networks = [
@@ -75,6 +82,8 @@ def main() -> None:
         entries = [e for e in entries if any(name in e.title for name in args.names)]
     if args.quick:
         entries = entries[:2] + entries[-2:]
+    if args.drawn:
+        entries = random.Random(0).sample(entries, min(args.drawn, len(entries)))
     outcomes: list[Outcome] = []
     for entry in entries:
         began = time.process_time()

@@ -12,10 +12,11 @@ runs agree" is said of a fault.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,17 +69,26 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two faults of two scripts"
     )
+    parser.add_argument(
+        "--drawn",
+        type=int,
+        metavar="N",
+        help="N faults drawn at random, always the same",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     scripts = args.script or [n for n in NAMES if args.apart or n not in KEPT_APART]
     if args.quick:
         scripts = scripts[:2]
+    faults = {script: chosen(script, args.kind, args.name) for script in scripts}
+    if args.quick:
+        faults = {script: of_script[:2] for script, of_script in faults.items()}
+    if args.drawn:
+        faults = drawn(faults, args.drawn)
     for keep in BARS if args.keep == "both" else [args.keep]:
         outcomes: list[Outcome] = []
-        for script in scripts:
-            faults = chosen(script, args.kind, args.name)
-            faults = faults[:2] if args.quick else faults
-            outcomes += measured(script, faults, keep, args.steps, args.texts)
+        for script, of_script in faults.items():
+            outcomes += measured(script, of_script, keep, args.steps, args.texts)
         report(outcomes, keep)
 
 
@@ -92,6 +102,15 @@ def chosen(
         if (not kinds or fault.kind in kinds)
         and (not names or any(part in fault.name for part in names))
     ]
+
+
+def drawn(
+    faults: Mapping[str, Sequence[ScriptFault]], count: int
+) -> dict[str, list[ScriptFault]]:
+    """Return this many faults, drawn at random with a fixed seed, by script."""
+    every = [fault for of_script in faults.values() for fault in of_script]
+    sample = random.Random(0).sample(every, min(count, len(every)))
+    return {script: [f for f in sample if f.script == script] for script in faults}
 
 
 def measured(

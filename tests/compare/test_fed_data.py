@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import roundoff
 
@@ -90,3 +91,30 @@ def test_inputs_of_calls_that_one_run_alone_has_are_no_data(keep, tmp_path):
     found = roundoff.compare(reference=right, candidate=wrong)
     assert not found.agrees
     assert "other data" not in {culprit.looks_like for culprit in found.culprits()}
+
+
+def picking(folder, keep, samples, *, detached):
+    """Record a program that makes its model and its data while it is recorded."""
+    with roundoff.capture(folder, keep=keep) as run:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = torch.linspace(-1, 1, 60).view(10, 6)
+        layer = nn.Linear(6, 6)
+        weight = layer.weight.detach() if detached else layer.weight
+        for _ in range(2):
+            batch = torch.stack([data[number] for number in samples])
+            model(functional.linear(batch, weight)).square().mean().backward()
+            optimizer.step()
+            run.step()
+    return folder
+
+
+@KEEP
+@pytest.mark.parametrize("detached", [False, True])
+def test_samples_picked_one_by_one_are_data(detached, keep, tmp_path):
+    """Also in the step that makes the model: the calls that pick only show it."""
+    right = picking(tmp_path / "right", keep, [3, 8, 1, 5], detached=detached)
+    wrong = picking(tmp_path / "wrong", keep, [0, 1, 2, 4], detached=detached)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert [culprit.looks_like for culprit in found.culprits()] == ["other data"]

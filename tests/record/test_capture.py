@@ -301,6 +301,15 @@ def test_kept_tensors_are_the_tensors_views_and_strides_included(path):
     assert table["blob"].n_unique() == 5
 
 
+@pytest.mark.parametrize("keep", ["stats", "tensors"])
+def test_naming_the_parameters_of_a_new_model_is_no_call(path, keep):
+    with roundoff.capture(path, keep=keep):
+        model = torch.nn.Linear(3, 2)
+        model(torch.ones(4, 3))
+    assert "weight" in rows(path)["name"].to_list()
+    assert rows(path, operator="detach").is_empty()
+
+
 def test_sample_and_hash(path, tmp_path):
     x = torch.randn(100, 100)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

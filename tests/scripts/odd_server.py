@@ -6,6 +6,7 @@ A process of its own, since it forks: one that has used polars cannot.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -18,8 +19,7 @@ from tests.scripts.odd import PRELUDE, SCRIPTS
 
 PLAIN = "plain"
 WAYS = {
-    "captured": ["capture", "-o", "run", "--steps", "all", "--"],
-    "captured with tensors": ["capture", "-o", "run", "--keep", "tensors", "--"],
+    "captured": ["capture", "-o", "run", "--keep", "tensors", "--steps", "all", "--"],
     "watched": ["watch", "--"],
 }
 ARGUMENTS = ["script.py", "--a", "1"]
@@ -27,18 +27,26 @@ ARGUMENTS = ["script.py", "--a", "1"]
 
 def main() -> None:
     """Read ``[name, folder]`` in lines, and answer ``{way: [exit code, output, errors]}``."""
-    import torch
-
-    import roundoff.record
-    import roundoff.verbs.watch  # noqa: F401 - imported once
-
-    torch.set_num_threads(1)
+    import_once()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         name, folder = json.loads(line)
         endings = {way: ended(name, way, Path(folder, way)) for way in (PLAIN, *WAYS)}
         answers.write(json.dumps(endings) + "\n")
         answers.flush()
+
+
+def import_once() -> None:
+    """Import what the scripts and verbs need, so that no fork has to; polars is not among it."""
+    import torch
+    import torch._dynamo  # as any optimizer does
+
+    import roundoff.cli.app
+    import roundoff.record
+    import roundoff.verbs.watch  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage of any script
 
 
 def ended(name: str, way: str, folder: Path) -> tuple[int, str, str]:

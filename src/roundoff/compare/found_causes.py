@@ -132,8 +132,9 @@ def is_shown(row: ComparedRow, causes: Sequence[Cause], *, tensors: bool) -> boo
         if _is_setting_shown(row, cause) or _is_left_from_before(row, cause):
             return True
         later = row.step > cause.step or (row.call or 0) >= cause.at
-        if cause.decides and later and not tensors:
-            return row.looks_like not in _OF_CALLS
+        decides = cause.decides and later and not tensors
+        if decides and row.looks_like not in _OF_CALLS:
+            return True
     return False
 
 

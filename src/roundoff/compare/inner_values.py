@@ -15,8 +15,19 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_sketch import sketch_of_tensor
 from roundoff.errors import RunError
-from roundoff.ops import base, may_be_opened, overload_of, restore
+from roundoff.ops import Refusal, base, checked_arguments, may_be_opened, overload_of
 
+#: What checks, kernels and torch's decompositions raise of a call.
+_FAILURES = (
+    Refusal,
+    RunError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+)
 #: A call that computes more steps inside is left whole.
 MOST = 2000
 
@@ -101,11 +112,11 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
             keys[id(copied)] = record
             return copied
 
-        args, kwargs = restore(first.arguments, value, torch.device("cpu"))
+        args, kwargs = checked_arguments(func, first.arguments, value)
         watch = _Watch(keys, max(flow.values) + 1)
         with torch.no_grad(), watch:
             result = decomposed(*args, **kwargs)
-    except (RunError, RuntimeError, TypeError, ValueError, KeyError, IndexError):
+    except _FAILURES:
         # it stays whole: the region is larger, and nothing is lost
         return False
     return _enter(flow, row, watch, result)

@@ -115,8 +115,12 @@ def _made_up(row: RecordedRow) -> Tensor:
     dtype = getattr(torch, row.dtype or "", None)
     if not isinstance(dtype, torch.dtype) or row.shape is None:
         raise CannotRun("its format was not recorded")
+    if math.prod(row.shape) != row.numel or row.numel > MOST_ELEMENTS:
+        raise CannotRun("its shape is not that of its elements, or too large")
     low = row.min or 0.0
     high = row.max or 0.0
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise CannotRun("its range is not finite")
     if low == high or not row.numel:
         return torch.full(list(row.shape), low).to(dtype)
     generator = torch.Generator().manual_seed(row.record)
@@ -134,11 +138,11 @@ def _whole_numbers(
 ) -> Tensor:
     """Return the numbers from ``low`` to ``high`` once where these fit, else drawn ones."""
     shape = list(row.shape or ())
-    if _is_count(row):
-        return torch.arange(low, high + 1).reshape(shape)
     try:
+        if _is_count(row):
+            return torch.arange(low, high + 1).reshape(shape)
         return torch.randint(low, high + 1, shape, generator=generator)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OverflowError) as error:
         raise CannotRun("its numbers are too large") from error
 
 

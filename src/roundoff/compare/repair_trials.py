@@ -39,7 +39,7 @@ from roundoff.compare.traced_calls import (
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
 from roundoff.compare.value_sketch import MASK, Sketch, SketchIndex, sketch_of_tensor
-from roundoff.ops import operators_that
+from roundoff.ops import operators_that, run_in_this_process
 
 #: Calls after the place where two programs part, whose edits are tried.
 MOST_CALLS = 64
@@ -53,6 +53,8 @@ SEVERAL = 2
 BUDGET = 25 * 10**7
 #: A call costs as much as so many elements.
 CALL = 20_000
+#: In another process a call, and an element that goes there and back, costs so many times that.
+ELSEWHERE = 10
 #: Values of fewer elements agree by chance.
 FEWEST = 16
 #: Parameters of each side, and what they might hold, that are tried.
@@ -168,9 +170,10 @@ class Trials:
         right = set()
         waited = 0
         twins = self.program.flow
+        factor = 1 if run_in_this_process() else ELSEWHERE
         try:
             for row, tensor in self.program.again(edits, leaves):
-                self.left -= tensor.numel() + CALL
+                self.left -= (tensor.numel() + CALL) * factor
                 if self.left < 0:
                     return False, set()
                 if self.goal.is_right_end(row.record, tensor):

@@ -18,7 +18,7 @@ from roundoff.compare.noise_floor import (
     paired,
 )
 from roundoff.errors import RunError
-from roundoff.ops import base, operators_that
+from roundoff.ops import base, operators_that, overload_of
 from roundoff.record import STATISTICS, Run, content_hash
 
 RANDOM = "draws random numbers without a seed"
@@ -222,7 +222,7 @@ def _note(row: dict[str, Any]) -> str:
 
 def _tags(overload: str | None) -> Sequence[Any]:
     """Return torch's tags of an operator, ``aten.bernoulli_.float``; none of an unknown one."""
-    operator: Any = torch.ops
-    for part in (overload or "").split("."):
-        operator = getattr(operator, part, None) if part else None
-    return getattr(operator, "tags", ())
+    try:
+        return list(overload_of(overload or "").tags)
+    except RunError:
+        return ()

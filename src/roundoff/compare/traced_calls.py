@@ -10,19 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from roundoff.compare.recorded_calls import CannotRun, is_written_in_python
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow
-from roundoff.errors import RunError
-from roundoff.ops import base, operators_that, overload_of, restore, tensors_made
+from roundoff.ops import Reason, base, operators_that, run_unchanged
 
 #: Stands in an edit's arguments for what the step before it gives.
 BEFORE = -1
 _DRAW = operators_that("draw") | operators_that("drop out")
-_WRITE_UNSAID = operators_that("write running statistics")
 #: Their kernels believe the sizes that they are given.
 _TRUSTING = operators_that("normalize") | (
     operators_that("multiply") - operators_that("add up terms")
@@ -157,8 +154,9 @@ class TracedProgram:
         results = self._run(entry, edit, changed)
         for row in entry.rows:
             place = row.place or 0
-            if place < len(results):
-                yield row, results[place]
+            result = results[place] if 0 <= place < len(results) else None
+            if result is not None:
+                yield row, result
 
     def _value(self, record: int, changed: Mapping[int, Tensor]) -> Tensor:
         tensor = changed.get(record)
@@ -170,7 +168,7 @@ class TracedProgram:
 
     def _run(
         self, call: TracedCall, edit: Edit | None, changed: Mapping[int, Tensor]
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         wanted = self._shapes_read(call)
         if edit is None:
             overload = call.first.overload
@@ -183,15 +181,14 @@ class TracedProgram:
 
             _check_shapes(overload, text, value, wanted)
             return run_one(overload, text, value)
-        results: list[Tensor] = []
+        results: list[Tensor | None] = []
         for step in edit.steps:
-            previous = results
+            previous = results[0] if results else None
 
-            def edited(record: int, previous: Sequence[Tensor] = previous) -> Tensor:
-                if record == BEFORE:
-                    return previous[0]
-                if record < BEFORE:
-                    return edit.held[record]
+            def edited(record: int, previous: Tensor | None = previous) -> Tensor:
+                held = previous if record == BEFORE else edit.held.get(record)
+                if held is not None:
+                    return held
                 return self._value(record, changed)
 
             text = json.dumps(step.arguments)
@@ -214,13 +211,16 @@ class TracedProgram:
         source = self._whole_before(written, alias)
         values = self._value(written.record, changed)
         whole = self._value(source.record, changed).contiguous().clone()
-        if written.numel == alias.numel:
+        if written.numel == alias.numel and values.numel() == whole.numel():
             return values.reshape(whole.shape)
         place = rows[written.inputs[0]] if written.is_call else written
         if place.stride is None or place.shape is None:
             raise CannotRun("where it was written was not recorded")
         offset = (place.offset or 0) - (alias.offset or 0)
-        view = whole.as_strided(list(place.shape), list(place.stride), offset)
+        try:
+            view = whole.as_strided(list(place.shape), list(place.stride), offset)
+        except RuntimeError as error:  # beyond the end
+            raise CannotRun("it was written where the whole is not") from error
         if view.shape != values.shape:
             raise CannotRun("what is written has another shape")
         view.copy_(values)
@@ -263,29 +263,14 @@ def _check_shapes(
         raise CannotRun("an input has another shape than was recorded")
 
 
-def run_one(overload: str, text: str, value: Any) -> list[Tensor]:
+def run_one(overload: str, text: str, value: Any) -> list[Tensor | None]:
     """Run one call on tensors that may not be changed. Raises ``CannotRun``."""
     if is_written_in_python(overload):
         raise CannotRun("its kernel is the user's, and may be what is wrong")
-    try:
-        func = overload_of(overload)
-        name = str(func._schema.name).rpartition("::")[2]
-        if name.strip("_") in _DRAW or name in _DRAW:
-            raise CannotRun("it draws random numbers")
-        writes = func._schema.is_mutable or name in _WRITE_UNSAID
-        args, kwargs = restore(
-            text, (lambda record: value(record).clone()) if writes else value
-        )
-        with torch.no_grad():
-            result = func(*args, **kwargs)
-        return [each.contiguous() for each in tensors_made(func, args, kwargs, result)]
-    except RunError as error:
-        raise CannotRun(error.what) from error
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-        NotImplementedError,
-    ) as error:
-        raise CannotRun(str(error).partition("\n")[0][:200]) from error
+    name = overload.partition(".")[2].rpartition(".")[0]
+    if name.strip("_") in _DRAW or name in _DRAW:
+        raise CannotRun("it draws random numbers")
+    results = run_unchanged(overload, text, value)
+    if isinstance(results, Reason):
+        raise CannotRun(results.text)
+    return [None if each is None else each.contiguous() for each in results]

@@ -31,6 +31,9 @@ from roundoff.ops.table import base, operators_that
 
 _OTHER: ContextVar[OtherProcess | None] = ContextVar("process for calls", default=None)
 _SAFE = operators_that("are safe from a recording")
+_WRITE_UNSAID = operators_that("write running statistics")
+#: What kernels raise of arguments that do not suit them.
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 
 @contextmanager
@@ -85,6 +88,45 @@ def run_recorded(
     return other.run(call)
 
 
+def run_unchanged(
+    overload: str, arguments: str, tensor_of: Callable[[int], Tensor]
+) -> list[Result] | Reason:
+    """Return what a recorded call, or an edit of one, makes in its own formats, or why it is not run.
+
+    Unlike ``run_recorded`` it copies only the tensors that the call writes.
+    """
+    if _OTHER.get() is not None:
+        return run_recorded(
+            overload, arguments, tensor_of, dtype=None, exact_as_is=True
+        )
+    try:
+        func = _operator(overload)
+        written = _copies_of(tensor_of) if _writes(func) else tensor_of
+        args, kwargs = checked_arguments(func, arguments, written)
+    except Refusal as refusal:
+        return refusal.reason
+    with torch.no_grad():
+        try:
+            result = func(*args, **kwargs)
+        except _FAILURES as error:
+            return _failure(error)
+    return list(tensors_made(func, args, kwargs, result))
+
+
+def _copies_of(tensor_of: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    return lambda record: tensor_of(record).clone()
+
+
+def _writes(func: OpOverload) -> bool:
+    """Return True for an operator that writes arguments, whether its schema says so or not."""
+    return func._schema.is_mutable or base(_name(func)) in _WRITE_UNSAID
+
+
+def run_in_this_process() -> bool:
+    """Return False inside ``calls_of_others``, where a call costs much more."""
+    return _OTHER.get() is None
+
+
 def may_be_opened(func: OpOverload) -> bool:
     """Return True where a recorded call's operator may be run step by step in this process."""
     return _OTHER.get() is None and (_is_custom(func) or _is_safe(func))
@@ -123,10 +165,14 @@ def run_checked(
     with outside_of_modes(func):
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            return Reason(f"{type(error).__name__}: {first_line}"[:200])
+        except _FAILURES as error:
+            return _failure(error)
     return list(tensors_made(func, args, kwargs, result))
+
+
+def _failure(error: Exception) -> Reason:
+    first_line = next(iter(str(error).splitlines()), "")
+    return Reason(f"{type(error).__name__}: {first_line}"[:200])
 
 
 def _checked(
@@ -136,21 +182,41 @@ def _checked(
     device: torch.device | str | None,
 ) -> tuple[OpOverload, tuple[Any, ...], Any]:
     """Return the operator and its arguments. Raises ``Refusal``."""
+    func = _operator(overload)
+    args, kwargs = checked_arguments(func, arguments, tensor_of, device)
+    if _is_custom(func) and _OTHER.get() is not None:
+        raise Refusal(_not_listed(func).text)
+    return func, args, kwargs
+
+
+def _operator(overload: str) -> OpOverload:
+    """Return an operator that may be run. Raises ``Refusal``."""
     try:
         func = overload_of(overload)
     except RunError as error:
         raise Refusal(f"{error.what}: {error.do}") from error
     if not _is_safe(func) and not _is_custom(func):
         _refuse_by_name(func)
+    return func
+
+
+def checked_arguments(
+    func: OpOverload,
+    arguments: str,
+    tensor_of: Callable[[int], Tensor],
+    device: torch.device | str | None = None,
+) -> tuple[tuple[Any, ...], Any]:
+    """Return the arguments that a recording gives to an operator.
+
+    Raises ``Refusal`` where they do not fit it, or each other.
+    """
     try:
         # recorded tensors are read into the host's memory
         args, kwargs = restore(arguments, tensor_of, torch.device(device or "cpu"))
     except RunError as error:
         raise Refusal(error.what) from error
     check_arguments(func, args, kwargs)
-    if _is_custom(func) and _OTHER.get() is not None:
-        raise Refusal(_not_listed(func).text)
-    return func, args, kwargs
+    return args, kwargs
 
 
 def _refuse_by_name(func: OpOverload) -> None:
@@ -167,8 +233,12 @@ def _not_listed(func: OpOverload) -> Reason:
 
 
 def _is_safe(func: OpOverload) -> bool:
-    space, _, name = func._schema.name.partition("::")
-    return space == "aten" and base(name) in _SAFE and not _writes_out(func)
+    is_aten = func.namespace == "aten"
+    return is_aten and base(_name(func)) in _SAFE and not _writes_out(func)
+
+
+def _name(func: OpOverload) -> str:
+    return str(func._schema.name).partition("::")[2]
 
 
 def _writes_out(func: OpOverload) -> bool:

@@ -448,9 +448,9 @@ _TRAITS: dict[Trait, str] = {
         linalg_cross linalg_det linalg_inv linalg_inv_ex linalg_matrix_exp
         linalg_matrix_norm linalg_norm linalg_pinv linalg_qr linalg_solve
         linalg_solve_triangular linalg_vector_norm linear linspace log log10 log1p log2
-        log_sigmoid_backward log_sigmoid_forward log_softmax logaddexp logaddexp2
-        logcumsumexp logdet logical_and logical_not logical_or logical_xor logit
-        logit_backward logspace logsumexp lt masked_fill masked_scatter
+        log_sigmoid log_sigmoid_backward log_sigmoid_forward log_softmax logaddexp
+        logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor
+        logit logit_backward logspace logsumexp lt masked_fill masked_scatter
         masked_scatter_backward masked_select matmul max max_pool1d max_pool2d
         max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d
         max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d

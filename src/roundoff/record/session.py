@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -415,13 +415,18 @@ class Capture:
         """Name what was written to a model's parameters before its first call."""
         if self.stopped is not None:
             return
+        paused = nullcontext() if self._mode is None else self._mode.paused()
         try:
-            for tensor in (*root.parameters(), *root.buffers()):
-                name = self.paths.name_of(tensor)
-                if name is not None:
-                    self.recorder.name(tensor, name)
+            with paused:
+                self._name_all(root)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
+
+    def _name_all(self, root: nn.Module) -> None:
+        for tensor in (*root.parameters(), *root.buffers()):
+            name = self.paths.name_of(tensor)
+            if name is not None:
+                self.recorder.name(tensor, name)
 
     def _name_gradients(self) -> None:
         if not self.recorder.has_backward:

@@ -49,7 +49,9 @@ from roundoff.train import (
     WatchSummary,
     explain_skip,
     has_bf16,
+    unseen,
     vanishing_eps,
+    without_our_hooks,
 )
 from roundoff.unforeseen import OurPart
 
@@ -146,6 +148,12 @@ def _printed() -> Iterator[Say]:
         yield say
 
 
+def _script(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Script a model as the program has it: hooks would be compiled with it."""
+    with without_our_hooks(model):
+        return original(model, *args, **kwargs)
+
+
 class _Watcher:
     """The state of a training while it runs; ``listening`` hears of every model,
     optimizer and scaler of the process.
@@ -218,6 +226,7 @@ class _Watcher:
             (scaler, "scale", self._scale_loss),
             (scaler, "step", self._torch_scaler_step),
             (torch.autograd, "backward", self._backward),
+            (torch.jit, "script", _script),
             (LossScaler, "step", self._roundoff_scaler_step),
             (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule_step),
         ]
@@ -266,7 +275,10 @@ class _Watcher:
         # what this one was called with
         frame = _frame_of_call()
         if frame is not None and not torch.compiler.is_compiling():
-            steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
+            with unseen():
+                steps.before(
+                    steps.model, frame.f_locals["args"], frame.f_locals["kwargs"]
+                )
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundoff.preserve import random_states, set_random_states
+from roundoff.train.our_hooks import OurHook, unseen
 from roundoff.train.scaling.backward_graph import OUTPUT
 from roundoff.train.scaling.step_gradients import write_count
 from roundoff.unforeseen import OurPart
@@ -232,10 +233,8 @@ class StepCalls:
         call.gradients.setdefault(place, []).append(gradient.detach())
 
 
-class _Hook:
-    """A hook that doesn't keep ``StepCalls`` alive, and that copies and pickles of the
-    model don't take along.
-    """
+class _Hook(OurHook):
+    """A hook that doesn't keep ``StepCalls`` alive."""
 
     def __init__(self, calls: StepCalls, name: str) -> None:
         self.calls = weakref.ref(calls)
@@ -244,15 +243,8 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         calls = self.calls()
         if calls is not None and not torch.compiler.is_compiling():
-            calls.ours(getattr(calls, self.name), *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    def __call__(self, *args: Any) -> None:
-        """Do nothing: what is left of a hook in a copy."""
+            with unseen():
+                calls.ours(getattr(calls, self.name), *args)
 
 
 class _GradientHook:

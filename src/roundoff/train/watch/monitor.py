@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from roundoff.errors import PatternError, RoundoffError, warn
 from roundoff.record import compiled, module_path
 from roundoff.site import matches
+from roundoff.train.our_hooks import OurHook, unseen
 from roundoff.train.scaling.step_gradients import write_count
 from roundoff.train.watch.compiled_summary import SummarySink
 from roundoff.train.watch.tensor_summary import (
@@ -272,10 +273,10 @@ class Monitor:
             kind = type(module).__name__
             sink = SummarySink(module, self.gradients)
             self._sinks[path] = (kind, sink)
-            hook = functools.partial(self._after_forward, path, kind, sink)
+            hook = OurHook(functools.partial(self._after_forward, path, kind, sink))
             self._stack.callback(module.register_forward_hook(hook).remove)
         if inner is not model:
-            handle = model.register_forward_hook(self._after_compiled)
+            handle = model.register_forward_hook(OurHook(self._after_compiled))
             self._stack.callback(handle.remove)
 
     def step(self) -> None:
@@ -384,7 +385,8 @@ class Monitor:
         if step is None or self.paused:
             return None
         try:
-            self._observe(step, path, kind, output)
+            with unseen():
+                self._observe(step, path, kind, output)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._fail(error)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class NoHook:
         """Do nothing."""
 
 
-def unseen() -> AbstractContextManager[None]:
+@contextmanager
+def unseen() -> Iterator[None]:
     """Keep the operators inside from the program's own dispatch modes, which may count them."""
     if torch._C._len_torch_dispatch_stack() == 0:
-        return nullcontext()
-    modes: AbstractContextManager[None] = _disable_current_modes()
-    return modes
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 @contextmanager

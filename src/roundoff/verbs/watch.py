@@ -264,6 +264,7 @@ class _Watcher:
     # -- the model
     # -------------------------------------------------------------------------------------------------------
 
+    @unseen()
     def _new_model(self, model: nn.Module, prefix: str) -> None:
         """Listen to a model that no other one contains, before its first call."""
         if not any(True for _ in model.parameters()):
@@ -275,10 +276,7 @@ class _Watcher:
         # what this one was called with
         frame = _frame_of_call()
         if frame is not None and not torch.compiler.is_compiling():
-            with unseen():
-                steps.before(
-                    steps.model, frame.f_locals["args"], frame.f_locals["kwargs"]
-                )
+            steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)

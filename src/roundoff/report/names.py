@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from roundoff.foreign import visible
+
 GAP = "…"
 #: Where a name may be broken: behind these.
 BREAKS = re.compile(r"(?<=[./_# ])")
@@ -14,13 +16,14 @@ def wrap(name: str, width: int) -> str:
     """Break a name into lines of at most ``width`` characters, behind a dot or slash if
     it can be.
 
-    Nothing is left out: joined, the lines are the name.
+    Nothing is left out: joined, the lines are the name, its control characters made
+    visible, ends of lines too.
 
     >>> wrap("encoder.layer.0.output.dense/linear", 16).splitlines()
     ['encoder.layer.0.', 'output.dense/', 'linear']
     """
     lines = [""]
-    for part in BREAKS.split(name):
+    for part in BREAKS.split(visible(name, lines=False)):
         if len(lines[-1]) + len(part) > width and lines[-1]:
             lines.append("")
         while len(part) > width:

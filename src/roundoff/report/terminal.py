@@ -65,7 +65,8 @@ def print_table(
 ) -> None:
     """Print a table whose numbers keep their width, whatever the console's.
 
-    Only the columns named in ``prose`` wrap. ``styles`` has a style for each row.
+    Only the columns named in ``prose`` wrap; cells that are broken into lines stay so (see
+    ``names.wrap``). ``styles`` has a style for each row.
     """
     fixed = {
         name: ["x" * PROSE_LEAST] if name in prose else cells
@@ -92,7 +93,7 @@ def print_table(
             min_width=_cell_width(name, fixed[name]),
         )
     for index, values in enumerate(zip(*columns.values(), strict=True)):
-        cells = [Text(visible(value, lines=False)) for value in values]
+        cells = [Text(visible(value)) for value in values]
         table.add_row(*cells, style=styles[index] if styles else None)
     console.print(table, crop=False, highlight=False)
 

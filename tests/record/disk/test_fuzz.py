@@ -143,6 +143,9 @@ def read(path: Path, file: Path) -> dict[str, Any]:
         file == FILES["checksums"]
     ):  # a checksum with another digit looks as if its file had other bytes
         known.append(f"{(path / file).parent}")
+    if file == FILES["tensors"]:
+        # a step that is not as its mark says is another's: its table is checked whole
+        known.append(str(path / FILES["ops"]))
     assert [text for text in errors if not any(place in text for place in known)] == []
     return found
 

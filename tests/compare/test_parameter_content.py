@@ -8,12 +8,10 @@ from torch import nn
 
 from roundoff.compare.parameter_content import (
     JOINED,
-    PART,
     PARTLY_ZERO,
     REORDERED,
     SCALED,
     ZERO,
-    match_contents,
     relation,
 )
 
@@ -76,22 +74,3 @@ def test_split_and_joined():
 )
 def test_other_values_are_not_related(other):
     assert relation(WEIGHT, other) is None
-
-
-def test_names_never_decide():
-    ours = {"a.weight": WEIGHT, "b.weight": WEIGHT + 1, "one": torch.ones(8)}
-    theirs = {"b.weight": WEIGHT.t(), "x": WEIGHT + 1, "y": torch.ones(8)}
-    pairs = match_contents(ours, theirs)
-    assert {(p.references, p.candidates) for p in pairs} == {
-        (("a.weight",), ("b.weight",)),
-        (("b.weight",), ("x",)),
-    }
-
-
-def test_a_fused_projection_holds_all_three():
-    q, k, v = (torch.randn(4, 4) for _ in range(3))
-    [pair] = match_contents({"q": q, "k": k, "v": v}, {"qkv": torch.cat([q, k, v])})
-    assert pair.references == ("q", "k", "v")
-    assert pair.relation.kind == JOINED
-    split = match_contents({"qkv": torch.cat([q, k, v])}, {"q": q, "k": k, "v": v})
-    assert [p.relation.kind for p in split] == [PART] * 3

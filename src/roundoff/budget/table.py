@@ -191,15 +191,13 @@ class Budget:
     def __repr__(self) -> str:
         about = self.about
         worst = next((c for c in self.costs if c.sqnr_db is not None), None)
-        said = ""
+        worst_row = ""
         if worst is not None:
-            said = (
+            worst_row = (
                 f"; most noise: {worst.site} in {worst.format}, {worst.sqnr_db:.1f} dB"
             )
         formats = ", ".join(about.formats)
-        return (
-            f"<Budget of {about.workload}: {len(self.sites)} sites in {formats}{said}>"
-        )
+        return f"<Budget of {about.workload}: {len(self.sites)} sites in {formats}{worst_row}>"
 
     def _repr_html_(self) -> str:
         rows = [

@@ -45,8 +45,6 @@ NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
 MOST_AXES = 5
 #: Indexes of an axis that are tried in place of another.
 MOST_INDEXES = 8
-#: Values nearest before the call, of the shape of an input, that are read instead.
-MOST_INPUTS = 24
 
 _UNARY = operators_that("work element by element") | {"relu", "abs", "neg"}
 _PAIRS = operators_that("pair elements")

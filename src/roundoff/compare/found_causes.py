@@ -124,18 +124,22 @@ def is_shown(row: ComparedRow, causes: Sequence[Cause], *, tensors: bool) -> boo
     """Return True for a row made by an operator that only shows one of the causes."""
     if row.cause != OWN or row.step is None:
         return False
-    for cause in causes:
-        if cause.rank != row.rank or cause.step > row.step:
-            continue
-        if cause.step == row.step and row.record in cause.shown_by:
-            return True
-        if _is_setting_shown(row, cause) or _is_left_from_before(row, cause):
-            return True
-        later = row.step > cause.step or (row.call or 0) >= cause.at
-        decides = cause.decides and later and not tensors
-        if decides and row.looks_like not in _OF_CALLS:
-            return True
-    return False
+    return any(
+        _is_shown_by(row, cause, tensors=tensors)
+        for cause in causes
+        if cause.rank == row.rank and cause.step <= row.step
+    )
+
+
+def _is_shown_by(row: ComparedRow, cause: Cause, *, tensors: bool) -> bool:
+    """Return True where a cause, of the same step or an earlier one, makes the row differ."""
+    if cause.step == row.step and row.record in cause.shown_by:
+        return True
+    if _is_setting_shown(row, cause) or _is_left_from_before(row, cause):
+        return True
+    if tensors or not cause.decides or row.looks_like in _OF_CALLS:
+        return False
+    return cause.step != row.step or (row.call or 0) >= cause.at
 
 
 def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:

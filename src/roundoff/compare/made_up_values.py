@@ -112,25 +112,31 @@ def _with_tensors(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
 
 def _made_up(row: RecordedRow) -> Tensor:
     """Return numbers of a row's shape, range and spread. Raises ``CannotRun``."""
-    dtype = getattr(torch, row.dtype or "", None)
-    if not isinstance(dtype, torch.dtype) or row.shape is None:
-        raise CannotRun("its format was not recorded")
-    if math.prod(row.shape) != row.numel or row.numel > MOST_ELEMENTS:
-        raise CannotRun("its shape is not that of its elements, or too large")
+    dtype, shape = _format_and_shape(row)
     low = row.min or 0.0
     high = row.max or 0.0
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CannotRun("its range is not finite")
     if low == high or not row.numel:
-        return torch.full(list(row.shape), low).to(dtype)
+        return torch.full(shape, low).to(dtype)
     generator = torch.Generator().manual_seed(row.record)
     if dtype.is_floating_point:
-        numbers = torch.randn(list(row.shape), generator=generator, dtype=torch.float64)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
         numbers = numbers * (row.std or 0.0) + (row.mean or 0.0)
         return numbers.clamp(low, high).to(dtype)
     if dtype == torch.bool:
         return _mask(row, generator)
     return _whole_numbers(row, int(low), int(high), generator).to(dtype)
+
+
+def _format_and_shape(row: RecordedRow) -> tuple[torch.dtype, list[int]]:
+    """Return both where they agree with the number of elements. Raises ``CannotRun``."""
+    dtype = getattr(torch, row.dtype or "", None)
+    if not isinstance(dtype, torch.dtype) or row.shape is None:
+        raise CannotRun("its format was not recorded")
+    if math.prod(row.shape) != row.numel or row.numel > MOST_ELEMENTS:
+        raise CannotRun("its shape is not that of its elements, or too large")
+    return dtype, list(row.shape)
 
 
 def _whole_numbers(

@@ -7,7 +7,7 @@ for each index of an axis, as batch normalisation is folded into a convolution).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -32,8 +32,6 @@ JOINED = "joined"
 SCALED = "scaled"
 ZERO = "zero"
 PARTLY_ZERO = "partly zero"
-#: All of the other's values are there once, none else.
-REARRANGED = frozenset((EQUAL, TRANSPOSED, RESHAPED, FLIPPED, REORDERED, SHUFFLED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +45,6 @@ class Relation:
 
     kind: str
     words: str
-
-    @property
-    def is_rearranged(self) -> bool:
-        """True where the values are the same, in whatever order."""
-        return self.kind in REARRANGED
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPair:
-    """Parameters of both sides that hold the same values.
-
-    One name on both sides, several references in one candidate (joined), or one
-    reference in several candidates (split).
-    """
-
-    references: tuple[str, ...]
-    candidates: tuple[str, ...]
-    relation: Relation
 
 
 def relation(reference: Tensor, candidate: Tensor) -> Relation | None:
@@ -257,75 +237,3 @@ def _part(ours: Tensor, theirs: Tensor, allowed: float) -> Relation | None:
                 words = f"part {number + 1} of {parts} along axis {axis}"
                 return Relation(PART, words)
     return None
-
-
-def match_contents(
-    reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]
-) -> list[ContentPair]:
-    """Pair the tensors of both sides by what they hold.
-
-    First those that are each other's values in another order, the best relation first;
-    of equal ones those with more of their names in common. Then the parts of what was
-    split and the wholes that were joined, then those that are scaled. What is left has
-    no partner. Constant tensors (all zeros, all ones) say nothing, and are left out.
-    """
-    ours = {name: t for name, t in reference.items() if not _is_constant(t)}
-    theirs = {name: t for name, t in candidate.items() if not _is_constant(t)}
-    pairs: list[ContentPair] = []
-    for wanted in (REARRANGED, (PART, JOINED), (SCALED,)):
-        pairs += _matched(ours, theirs, frozenset(wanted))
-    return pairs
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    values = tensor.reshape(-1)
-    return not values.numel() or bool((values == values[0]).all())
-
-
-def _matched(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], kinds: frozenset[str]
-) -> list[ContentPair]:
-    """Take out the pairs of these kinds of relation."""
-    pairs: list[ContentPair] = []
-    for name, tensor in list(theirs.items()):
-        related = [each for each in _related(ours, tensor) if each[1].kind in kinds]
-        if not related:
-            continue
-        best = min(related, key=lambda r: (_rank(r[1]), -_common(r[0], name)))
-        if best[1].kind == JOINED:
-            names = tuple(other for other, r in related if r.kind == JOINED)
-            pairs.append(ContentPair(names, (name,), best[1]))
-        else:
-            pairs.append(ContentPair((best[0],), (name,), best[1]))
-        del theirs[name]
-    for pair in pairs:
-        for other in pair.references:
-            ours.pop(other, None)
-    return pairs
-
-
-def _related(
-    ours: Mapping[str, Tensor], tensor: Tensor
-) -> Iterator[tuple[str, Relation]]:
-    for other, reference in ours.items():
-        if not _may_be_related(reference, tensor):
-            continue
-        how = relation(reference, tensor)
-        if how is not None:
-            yield other, how
-
-
-def _may_be_related(one: Tensor, other: Tensor) -> bool:
-    larger = max(one.numel(), other.numel())
-    smaller = min(one.numel(), other.numel())
-    return bool(smaller) and larger % smaller == 0
-
-
-def _rank(how: Relation) -> int:
-    order = (EQUAL, RESHAPED, TRANSPOSED, FLIPPED, REORDERED, SHUFFLED)
-    return order.index(how.kind) if how.kind in order else len(order)
-
-
-def _common(one: str, other: str) -> int:
-    """Return how many words two dotted names share."""
-    return len({*one.split(".")} & {*other.split(".")})

@@ -61,11 +61,11 @@ def _bound(func: OpOverload, args: Sequence[Any], kwargs: Keywords) -> dict[str,
     if len(args) > len(names) or not set(kwargs) <= set(names):
         raise _does_not_fit("the operator has no such argument")
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    missing = [name for name in names if name not in values and name not in given]
+    passed = dict(zip(names, args, strict=False)) | dict(kwargs)
+    missing = [name for name in names if name not in values and name not in passed]
     if missing:
         raise _does_not_fit(f"no {missing[0]}")
-    return values | given
+    return values | passed
 
 
 # -- types -----------------------------------------------------------------------------
@@ -131,15 +131,15 @@ def _lists_of_tensors(func: OpOverload, values: Values) -> list[list[Tensor]]:
     names = [a.name for a in func._schema.arguments if str(a.type) == "List[Tensor]"]
     lists = [values[name] for name in names]
     return [
-        [each for each in one if isinstance(each, Tensor)]
-        for one in lists
-        if isinstance(one, list | tuple) and len(one)
+        [each for each in tensors if isinstance(each, Tensor)]
+        for tensors in lists
+        if isinstance(tensors, list | tuple) and len(tensors)
     ]
 
 
 def _fits_as_lists(lists: list[list[Tensor]], is_step: bool) -> bool:
     """Return True for lists of one length; of a fused step, with as many elements at each place."""
-    if len({len(one) for one in lists}) > 1:
+    if len({len(tensors) for tensors in lists}) > 1:
         return False
     if not is_step:
         return True

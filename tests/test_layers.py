@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "roundoff"
 # above it.
 ORDER = (
     "errors files foreign site packages notebook unforeseen preserve engine workload formats ops record compare plan budget "
-    "train quantize export check lint advise report verbs roundoff cli __main__"
+    "train quantize export check lint migrate advise report verbs roundoff cli __main__"
 ).split()
 REASON = (
     "A package imports only from those above it (design.md, section 3), also inside functions and "

@@ -8,7 +8,7 @@ at fault. Without tensors, contents alone speak.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
@@ -24,7 +24,8 @@ from roundoff.compare.parameter_content import (
     axis_orders,
     relation,
 )
-from roundoff.compare.recorded_calls import CannotRun, result_at, run_call
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
 from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
@@ -137,14 +138,18 @@ def _proven(
         return None
     named = _next_values(sides, value.row.record if value.inner else value.key)
     named = [key for key in named if key not in sides.twins]
-    trials = iter(range(TRIALS))
+    program = TracedProgram(sides.candidate)
+    needed = {leaf.key: between(sides.candidate, leaf.key, named) for leaf in theirs}
 
     def agrees(leaf: Value, other: Tensor) -> bool:
-        if next(trials, None) is None:
-            return False
-        return any(_agrees_with(sides, key, leaf.key, other) for key in named)
+        values = values_with(program, needed[leaf.key], leaf.key, other)
+        return any(
+            _is_in_reference(sides, tensor)
+            for record, tensor in values
+            if record in named
+        )
 
-    return tried_leaves(sides, ours, theirs, agrees)
+    return tried_leaves(sides, ours, theirs, agrees, TRIALS)
 
 
 def _next_values(sides: Sides, key: int) -> list[int]:
@@ -169,8 +174,13 @@ def tried_leaves(
     ours: Sequence[Value],
     theirs: Sequence[Value],
     agrees: Callable[[Value, Tensor], bool],
+    most: int,
 ) -> Blamed | None:
-    """Return the first leaf that makes the two agree once it holds other values."""
+    """Return the first leaf that makes the two agree once it holds other values.
+
+    None too where ``most`` trials were in vain.
+    """
+    trials = 0
     for leaf in theirs:
         held = sides.candidate.tensor(leaf.key)
         if held is None:
@@ -180,7 +190,12 @@ def tried_leaves(
             if how is not None and how.kind == EQUAL and held.dim() < 2:
                 continue
             for other in _layouts(content, held):
-                if not torch.equal(other, held) and agrees(leaf, other):
+                if torch.equal(other, held):
+                    continue
+                if trials == most:
+                    return None
+                trials += 1
+                if agrees(leaf, other):
                     words = _in_words(leaf, wanted, content, held)
                     return Blamed(leaf, wanted, words, other)
     return None
@@ -257,44 +272,33 @@ def _gates_of(content: Tensor) -> Iterator[Tensor]:
                     yield torch.cat([gates[i] for i in order], axis)
 
 
-def _agrees_with(sides: Sides, named: int, leaf: int, other: Tensor) -> bool:
-    """Return True where the candidate's value agrees once a leaf holds other values."""
-    try:
-        result = run_with(sides.candidate, named, leaf, other)
-    except CannotRun:
-        return False
-    sketch = sketch_of_tensor(result)
+def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
+    """Return True where the reference has a value that says something and agrees."""
+    sketch = sketch_of_tensor(tensor)
     if sketch is None:
         return False
     index = sides.near_in_reference(sketch)
     return any(not sides.reference.values[key].says_nothing for key in index)
 
 
-def run_with(flow: Flow, key: int, leaf: int, other: Tensor) -> Tensor:
-    """Return a recorded value as it would be with other values in a leaf.
+def values_with(
+    program: TracedProgram, needed: Collection[int], leaf: int, other: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield recorded values as they would be with other values in a leaf.
 
-    Raises ``CannotRun``.
+    Of the records that are needed, in the order of execution; none from the first call
+    on that cannot run.
     """
-    changed: dict[int, Tensor] = {leaf: other}
-    for record in sorted(_between(flow, leaf, key)):
-        row = flow.step.rows[record]
-        first = flow.first.get(row.call)
-        if first is None or first.arguments is None or first.overload is None:
-            raise CannotRun("its arguments were not recorded")
+    try:
+        for row, tensor in program.again({}, {leaf: other}, needed):
+            yield row.record, tensor
+    except CannotRun:
+        return
 
-        def value(of: int) -> Tensor:
-            if of in changed:
-                return changed[of].clone()
-            tensor = flow.step.tensor(of)
-            if tensor is None:
-                raise CannotRun("one of its inputs was not stored")
-            return tensor.clone()
 
-        results = run_call(first.overload, first.arguments, value, other.dtype)
-        changed[record] = result_at(results, row.place)
-    if key not in changed:
-        raise CannotRun("it is not made of this")
-    return changed[key]
+def between(flow: Flow, leaf: int, keys: Iterable[int]) -> set[int]:
+    """Return the records that lead from a leaf to some values, these among them."""
+    return {record for key in keys for record in _between(flow, leaf, key)}
 
 
 def _between(flow: Flow, leaf: int, key: int) -> set[int]:
@@ -599,14 +603,17 @@ def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
     ours = _read_by(sides.reference, sides.reference.values[twin], sides.agreeing)
     theirs = _read_by(sides.candidate, wrong, sides.twins)
 
-    def agrees(leaf: Value, other: Tensor) -> bool:
-        try:
-            result = run_with(sides.candidate, wrong.key, leaf.key, other)
-        except CannotRun:
-            return False
-        return same_layout(expected, result)
+    program = TracedProgram(sides.candidate)
+    flow = sides.candidate
+    needed = {leaf.key: between(flow, leaf.key, [wrong.key]) for leaf in theirs}
 
-    proven = None if wrong.inner else tried_leaves(sides, ours, theirs, agrees)
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        values = dict(values_with(program, needed[leaf.key], leaf.key, other))
+        return wrong.key in values and same_layout(expected, values[wrong.key])
+
+    proven = None
+    if not wrong.inner:
+        proven = tried_leaves(sides, ours, theirs, agrees, TRIALS)
     if proven is not None:
         return proven
     words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"

@@ -45,8 +45,11 @@ from roundoff.ops import operators_that, run_in_this_process
 MOST_CALLS = 64
 #: Calls before it, which only move values.
 MOST_MOVES = 24
-#: Values that an edit changes without one that the reference has: it is given up.
-PATIENCE = 24
+#: Values that an edit changes without one that the reference has: it is given up. The
+#: longest way to write out one operator of the reference that ports take is a turn of a
+#: recurrent cell: two products, their biases, four gates and their use, 13 calls that
+#: compute; normalization takes 9, attention 8.
+PATIENCE = 13
 #: Fewer values that an edit gives may be chance, or that edit itself.
 SEVERAL = 2
 #: Elements that the trials of one kind of edit may compute together.
@@ -510,6 +513,10 @@ class _Similar:
         for row in self._rows.values():
             if not row.is_call and row.name:
                 self._label(row, label_of(row))
+        self._alike: dict[object, list[RecordedRow]] = defaultdict(list)
+        for row in self._rows.values():
+            if row.record in self._labels:
+                self._alike[_form(row)].append(row)
 
     def _label(self, row: RecordedRow, label: object) -> None:
         self._labels[row.record] = label
@@ -522,17 +529,11 @@ class _Similar:
         read = self._rows.get(record)
         if read is None or record not in self._labels:
             return
-        rows = [row for row in self._rows.values() if self._fits(row, read, call)]
+        rows = [row for row in self._alike[_form(read)] if _fits(row, read, call)]
         rows.sort(key=lambda row: abs(row.record - record))
         labels = dict.fromkeys(self._labels[row.record] for row in rows)
         for label in list(labels)[:SIMILAR]:
             yield self._chooser(label)
-
-    def _fits(self, row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
-        if row.record not in self._labels or row.record == read.record:
-            return False
-        is_there = not row.is_call or row.record < call.first.record
-        return is_there and row.shape == read.shape and row.dtype == read.dtype
 
     def _chooser(self, label: object) -> Callable[[TracedCall], int | None]:
         rows = self._by_label[label]
@@ -545,6 +546,15 @@ class _Similar:
             return before[-1] if before else None
 
         return choose
+
+
+def _form(row: RecordedRow) -> object:
+    return tuple(row.shape or ()), row.dtype
+
+
+def _fits(row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
+    """Return True for another value than the one read, which is there before the call."""
+    return row is not read and (not row.is_call or row.record < call.first.record)
 
 
 def leaves_of(flow: Flow, keys: Iterable[int]) -> list[Value]:
@@ -579,12 +589,13 @@ def leaf_on_trial(
     theirs = leaves_of(
         sides.candidate, [row.record for call in calls for row in call.rows]
     )
-    left = iter(range(MOST_CONTENTS))
 
     def agrees(leaf: Value, other: Tensor) -> bool:
-        if next(left, None) is None or trials.left < 0:
+        if trials.left < 0:
             return False
         ends, gained = trials.outcome({}, {leaf.key: other})
         return ends or (several is not None and len(gained) >= several)
 
-    return tried_leaves(sides, ours[:MOST_LEAVES], theirs[:MOST_LEAVES], agrees)
+    ours = ours[:MOST_LEAVES]
+    theirs = theirs[:MOST_LEAVES]
+    return tried_leaves(sides, ours, theirs, agrees, MOST_CONTENTS)

@@ -56,11 +56,14 @@ class Edit:
         steps: calls, one after the other; the last one's results are those of the call.
         words: what is done, as in "with eps=1e-05".
         held: tensors that its arguments name by negative records below ``BEFORE``.
+        places: which of the results of the last step stand at each place; None: as they
+            come.
     """
 
     steps: tuple[EditStep, ...]
     words: str
     held: Mapping[int, Tensor] = field(default_factory=dict)
+    places: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,8 @@ class TracedProgram:
             required = self._shapes_read(call) if step.shapes is None else step.shapes
             text = json.dumps(step.arguments)
             results = _PreparedCall(step.overload, text, required).run(value)
+        if edit.places is not None and len(edit.places) == len(results):
+            return [results[place] for place in edit.places]
         return results
 
     def _shapes_read(self, call: TracedCall) -> tuple[tuple[int, ...], ...]:

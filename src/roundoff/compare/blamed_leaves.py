@@ -484,7 +484,7 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
         return None
     ours = _parameters(sides.reference)
     holders = _holders(sides, ours, list(lost.values()))
-    missing = [(key,) for key in lost]
+    missing: list[_Piece] = [(key,) for key in lost]
     missing += [piece for piece in _pieces_beside(holders) if piece not in holders]
     for piece, leaves in holders.items():
         if len(leaves) <= _times_in_reference(sides, ours, leaves[0]):

@@ -337,7 +337,7 @@ def _changing_pairs(
 ) -> Template:
     def template(call: TracedCall) -> Edit | None:
         positional = call.parsed[0]
-        numbers = positional[place] if place < len(positional) else None
+        numbers: Any = positional[place] if place < len(positional) else None
         if not _is_pairs(numbers) or change(numbers) == numbers:
             return None
         changed = change(numbers)

@@ -238,7 +238,7 @@ def _of_kinds(
                 continue
             edited = families[call.first.call]
             if proposal.on_line:
-                edited = by_line.get(call.first.line, edited)
+                edited = by_line.get(call.first.line or "", edited)
             repair = _tried(trials, proposal, call, edited)
             if repair is not None:
                 yield repair

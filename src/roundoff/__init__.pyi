@@ -11,6 +11,7 @@ from .train.autocast.context import autocast as autocast
 from .train.scaling.scaler import LossScaler as LossScaler
 from .verbs.bench import bench as bench
 from .verbs.capture import capture as capture
+from .verbs.check import check as check
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose

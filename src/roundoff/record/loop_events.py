@@ -65,11 +65,15 @@ class LoopEvent:
 class LoopLog:
     """Gathers the events of the step that runs now.
 
-    ``calls`` says how many operator calls have run in it.
+    ``calls`` says how many operator calls have run in it; ``told`` is given each call,
+    its arguments and its result, in steps that are not recorded too.
     """
 
-    def __init__(self, calls: Callable[[], int]) -> None:
+    def __init__(
+        self, calls: Callable[[], int], told: Callable[[str, Any, Any, Any], None]
+    ) -> None:
         self._calls = calls
+        self._told = told
         self._events: list[LoopEvent] = []
         self._names: dict[int, str] = {}
         self._depth = 0
@@ -161,13 +165,17 @@ class LoopLog:
         kwargs: Any,
     ) -> Any:
         # what one of these calls inside is its own affair
-        if self._depth == 0 and not torch.compiler.is_compiling():
+        is_noted = self._depth == 0 and not torch.compiler.is_compiling()
+        if is_noted:
             self.add(what, of=thing, numbers=numbers)
         self._depth += 1
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             self._depth -= 1
+        if is_noted:
+            self._told(what, args, kwargs, result)
+        return result
 
     def _optimizer_steps(self, optimizer: Any, *_: Any) -> None:
         numbers: dict[str, float] = {}
@@ -176,6 +184,7 @@ class LoopLog:
             settings = {f"{key}{suffix}": value for key, value in group.items()}
             numbers |= _numbers(settings)
         self.add("optimizer.step", of=optimizer, numbers=numbers)
+        self._told("optimizer.step", (optimizer,), {}, None)
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:

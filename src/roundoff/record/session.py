@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +33,10 @@ from roundoff.record.modules import ModuleRecording
 from roundoff.record.noise import Noise
 from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
+from roundoff.record.set_up_log import SetUpLog
 from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
+from roundoff.record.step_log import EVERY
 from roundoff.record.step_numbers import StepNumbers
 from roundoff.record.tensor_keeper import Keeper
 from roundoff.record.triton_kernels import TritonCalls
@@ -170,8 +172,10 @@ class Capture:
         stack.callback(after.remove)
         self.keeper = Keeper(self.keep, self.writer, self.seed)
         self.recorder = self._new_recorder()
-        self.loop = LoopLog(lambda: self.recorder.calls)
+        self.set_up = SetUpLog(self.paths, self._paused)
+        self.loop = LoopLog(lambda: self.recorder.calls, self.set_up.told)
         stack.enter_context(self.loop.follow())
+        stack.enter_context(self.set_up.follow())
         if self.level == "op":
             self._listen_to_operators(stack)
         else:
@@ -233,6 +237,8 @@ class Capture:
             if is_step and self.recorder.rows and not self.stopped:
                 unfinished = None if kind is None else self.number
                 self._write()
+            self.set_up.finish()
+            self._write_set_up(all_of_it=True)
         finally:
             self._stack.close()
             self.writer.close(
@@ -272,6 +278,7 @@ class Capture:
         if self.recorder.rows and not self.stopped:
             self._write()
         self.loop.take()
+        self._end_of_set_up_step(scalars)
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
                 if isinstance(value, Tensor):
@@ -357,6 +364,26 @@ class Capture:
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
+    def _end_of_set_up_step(self, scalars: Mapping[str, float | Tensor]) -> None:
+        log = self.set_up
+        is_early = log.is_early
+        if isinstance(scalars.get("loss"), int | float | Tensor):
+            log.numbers.set("loss", scalars["loss"])
+        log.end_step()
+        if is_early or log.step % EVERY == 0:
+            self._write_set_up(all_of_it=is_early)
+
+    def _write_set_up(self, *, all_of_it: bool) -> None:
+        if self.stopped:
+            return
+        with self._paused():
+            self.writer.numbers(self.set_up.numbers.take())
+        if all_of_it:
+            self.writer.set_up(self.set_up.content())
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._mode is None else self._mode.paused()
+
     def _failed(self, error: Exception) -> None:
         """Stop the recording, with one warning."""
         if self.stopped is not None:
@@ -415,9 +442,8 @@ class Capture:
         """Name what was written to a model's parameters before its first call."""
         if self.stopped is not None:
             return
-        paused = nullcontext() if self._mode is None else self._mode.paused()
         try:
-            with paused:
+            with self._paused():
                 self._name_all(root)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)

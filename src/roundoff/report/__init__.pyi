@@ -4,6 +4,8 @@ from .bench_text import as_text as as_text
 from .bench_text import print_bench as print_bench
 from .candidate_text import candidate_sentences as candidate_sentences
 from .candidate_text import print_candidate as print_candidate
+from .check_text import check_sentences as check_sentences
+from .check_text import print_check as print_check
 from .comparison_answer import answer_comparison as answer_comparison
 from .comparison_html import write_comparison as write_comparison
 from .comparison_text import print_comparison as print_comparison

@@ -1,0 +1,9 @@
+from .findings import CHANGES as CHANGES
+from .findings import NOTE as NOTE
+from .findings import ROUNDING as ROUNDING
+from .findings import Agreement as Agreement
+from .findings import Check as Check
+from .findings import Difference as Difference
+from .findings import LossCurves as LossCurves
+from .findings import NotRecorded as NotRecorded
+from .set_ups import check_runs as check_runs

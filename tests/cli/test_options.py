@@ -76,6 +76,7 @@ BAD: dict[str, list[str]] = {
     "--cost-table": ["missing.toml", ""],
     "--pin": PATTERN_FORMAT,
     "--allow": [*PATTERN_FORMAT, "*=bf16,bf17"],
+    "--tie": ["operators", "", "Site"],
     "overflow --allow": [""],
     "--of": [""],
     "--probes": [*COUNT, "0"],

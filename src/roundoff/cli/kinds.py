@@ -277,6 +277,13 @@ def cost(text: str) -> str:
     return one_of(text, UNITS)
 
 
+def tie(text: str) -> str:
+    """Return what shares a format: see ``roundoff.plan``."""
+    from roundoff.budget import TIES
+
+    return one_of(text, TIES)
+
+
 def cost_of_codes(text: str) -> str:
     """Return the name of a cost model that knows integer kernels: all but seconds."""
     from roundoff.plan import UNITS

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from roundoff.cli import kinds
 from roundoff.cli import options as o
 from roundoff.cli.talk import talk
 from roundoff.errors import RoundoffError
 
 if TYPE_CHECKING:
-    from roundoff.lint import LintResult, Rule
+    from roundoff.lint import LintResult
 
 
 class OutputFormat(enum.StrEnum):
@@ -35,17 +36,19 @@ def command(
         ),
     ] = None,
     select: Annotated[
-        list[str] | None,
-        typer.Option(
+        list[kinds.Names] | None,
+        kinds.option(
             "--select",
+            parse=kinds.lint_codes,
             help="Run these rules alone: codes or their beginnings, with commas. Repeatable.",
             metavar="CODES",
         ),
     ] = None,
     ignore: Annotated[
-        list[str] | None,
-        typer.Option(
+        list[kinds.Names] | None,
+        kinds.option(
             "--ignore",
+            parse=kinds.lint_codes,
             help="Leave these rules out. Repeatable.",
             metavar="CODES",
         ),
@@ -60,9 +63,10 @@ def command(
         OutputFormat, typer.Option("--format", help="How findings are written.")
     ] = OutputFormat.TEXT,
     explain: Annotated[
-        str | None,
-        typer.Option(
+        kinds.Names | None,
+        kinds.option(
             "--explain",
+            parse=kinds.lint_code,
             help="Print a rule, why it matters and its examples; `all` lists the rules.",
             metavar="CODE",
         ),
@@ -93,9 +97,9 @@ def command(
     return 1 if result.findings else 0
 
 
-def _codes(options: list[str] | None) -> list[str]:
-    """Return the codes of an option that may be repeated and may have commas."""
-    return [code for option in options or () for code in option.split(",")]
+def _codes(options: list[kinds.Names] | None) -> list[str]:
+    """Return the codes of an option that may be repeated."""
+    return [code for option in options or () for code in option]
 
 
 def _print(result: LintResult, output_format: OutputFormat) -> None:
@@ -124,15 +128,15 @@ def _print_diff(result: LintResult) -> None:
         sys.stdout.write(line if line.endswith("\n") else f"{line}\n")
 
 
-def _explain(code: str) -> int:
-    from roundoff.lint import RULES, check_codes
+def _explain(codes: kinds.Names) -> int:
+    """Print the rules of some codes: one whole, several as a list."""
+    from roundoff.lint import RULES
     from roundoff.report import rule_text
 
-    if code == "all":
-        for rule in RULES:
-            print(f"{rule.code} {rule.name}: {rule.message}")
+    chosen = [rule for rule in RULES if rule.code in codes]
+    if len(chosen) == 1:
+        print(rule_text(chosen[0]))
         return 0
-    (prefix,) = check_codes([code], "--explain")
-    chosen: list[Rule] = [rule for rule in RULES if rule.code.startswith(prefix)]
-    print("\n\n".join(rule_text(rule) for rule in chosen))
+    for rule in chosen:
+        print(f"{rule.code} {rule.name}: {rule.message}")
     return 0

@@ -63,12 +63,14 @@ def _longest(beginnings: Sequence[str], code: str) -> int | None:
     return max(lengths, default=None)
 
 
-def check_codes(codes: Sequence[str], where: str) -> tuple[str, ...]:
+def check_codes(codes: Sequence[str], where: str | None = None) -> tuple[str, ...]:
     """Return codes in capitals. Raises ``RoundoffError`` for one that fits no rule.
 
     >>> check_codes(["ro1"], "--select")
     ('RO1',)
     """
+    if not codes and where is None:
+        raise RoundoffError("no code is named", expected="such as RO1,RO402")
     upper = tuple(code.strip().upper() for code in codes if code.strip())
     for code in upper:
         fits = any(rule.code.startswith(code) for rule in RULES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundoff.lint.rule import Rule
-from roundoff.lint.rules import scaler
+from roundoff.lint.rules import autocast, scaler
 
 #: A theme each; the first digit of a code says which.
 THEMES = {
@@ -20,7 +20,7 @@ THEMES = {
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (*scaler.RULES,),
+        (*scaler.RULES, *autocast.RULES),
         key=lambda rule: rule.code,
     )
 )

@@ -44,7 +44,12 @@ def command(
     ] = None,
     apply: Annotated[
         Path | None,
-        typer.Option("--apply", help="Write the winners (TOML).", metavar="FILE"),
+        kinds.option(
+            "--apply",
+            parse=kinds.toml_file,
+            help="Write the winners (TOML).",
+            metavar="FILE",
+        ),
     ] = None,
     trace: Annotated[
         Path | None,

@@ -22,6 +22,7 @@ from roundoff.cli import (
     compare,
     diagnose,
     diff,
+    lint,
     overflow,
     plan_group,
     quantize,
@@ -74,6 +75,7 @@ for _name, _verb in {
     "diff": diff,
     "replay": replay,
     "watch": watch,
+    "lint": lint,
     "bench": bench,
     "advise": advise,
 }.items():

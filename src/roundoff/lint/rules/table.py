@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundoff.lint.rule import Rule
-from roundoff.lint.rules import autocast, scaler
+from roundoff.lint.rules import autocast, paddle, scaler, tensorflow, tensorflow_losses
 
 #: A theme each; the first digit of a code says which.
 THEMES = {
@@ -20,7 +20,13 @@ THEMES = {
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (*scaler.RULES, *autocast.RULES),
+        (
+            *scaler.RULES,
+            *autocast.RULES,
+            *paddle.RULES,
+            *tensorflow.RULES,
+            *tensorflow_losses.RULES,
+        ),
         key=lambda rule: rule.code,
     )
 )

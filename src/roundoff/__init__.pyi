@@ -4,11 +4,13 @@ from .errors import RoundoffError as RoundoffError
 from .formats.named import FORMATS as FORMATS
 from .formats.round_tensor import round_tensor as round_tensor
 from .formats.types import Format as Format
+from .lint.findings import LintResult as LintResult
 from .plan.rules import Plan as Plan
 from .record.disk.loading import load as load
 from .record.disk.reader import Run as Run
 from .train.autocast.context import autocast as autocast
 from .train.scaling.scaler import LossScaler as LossScaler
+from .verbs.advise import advise as advise
 from .verbs.bench import bench as bench
 from .verbs.capture import capture as capture
 from .verbs.check import check as check
@@ -16,6 +18,7 @@ from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.diff import diff as diff
+from .verbs.lint import lint as lint
 from .verbs.overflow import overflow as overflow
 from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from roundoff.cli import (
+    advise,
     bench,
     budget,
     capture,
@@ -22,6 +23,7 @@ from roundoff.cli import (
     compare,
     diagnose,
     diff,
+    lint,
     overflow,
     plan_group,
     quantize,
@@ -75,7 +77,9 @@ for _name, _verb in {
     "diff": diff,
     "replay": replay,
     "watch": watch,
+    "lint": lint,
     "bench": bench,
+    "advise": advise,
 }.items():
     if _verb is plan_group:
         app.add_typer(plan_group.app, name=_name)

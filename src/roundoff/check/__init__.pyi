@@ -1,3 +1,10 @@
+from .baseline import Baseline as Baseline
+from .baseline import check_baseline as check_baseline
+from .checkpoint_files import is_checkpoint as is_checkpoint
+from .checkpoints import CheckpointCheck as CheckpointCheck
+from .checkpoints import Renamed as Renamed
+from .checkpoints import TensorChange as TensorChange
+from .checkpoints import check_checkpoints as check_checkpoints
 from .findings import CHANGES as CHANGES
 from .findings import NOTE as NOTE
 from .findings import ROUNDING as ROUNDING

@@ -167,7 +167,7 @@ def quantized_already() -> nn.Module:
 
 def test_what_is_quantized_already_has_a_budget_of_the_rest() -> None:
     answer = roundoff.diagnose(workload(quantized_already()), formats=["bf16"])
-    assert set(answer.budget.table["site"]) == {"1/relu"}
+    assert "1/relu" in set(answer.budget.table["site"])
 
 
 def test_what_is_quantized_already_is_not_quantized_again() -> None:

@@ -47,8 +47,11 @@ class Step:
         reads: the memory that it reads, see ``_memory``.
         writes: the memory that its results lie in, and that it writes into.
         mutates: the memory that it writes into.
-        places: positions of the arguments with tensors that the program made.
-        names: keywords of such arguments.
+        places: positions of the arguments that are tensors which the program made, each
+            with the tensor's id.
+        nested: positions of other arguments with such tensors in them.
+        names: keywords of arguments with such tensors.
+        alone: the id and the shape of the only result; None for others.
     """
 
     number: int
@@ -60,8 +63,10 @@ class Step:
     reads: frozenset[int]
     writes: frozenset[int]
     mutates: frozenset[int]
-    places: tuple[int, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+    nested: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    alone: tuple[int, torch.Size] | None = None
 
     @property
     def is_read(self) -> bool:
@@ -75,12 +80,22 @@ class Step:
 
     def link(self, made: set[int]) -> None:
         """Find the arguments that earlier steps made, and add the results to ``made``."""
+        holding = [
+            (place, value)
+            for place, value in enumerate(self.args)
+            if _holds(value, made)
+        ]
         self.places = tuple(
-            place for place, value in enumerate(self.args) if _holds(value, made)
+            (place, id(value)) for place, value in holding if isinstance(value, Tensor)
+        )
+        self.nested = tuple(
+            place for place, value in holding if not isinstance(value, Tensor)
         )
         self.names = tuple(
             name for name, value in self.kwargs.items() if _holds(value, made)
         )
+        if len(self.results) == 1:
+            self.alone = (id(self.results[0]), self.results[0].shape)
         made.update(map(id, self.results))
 
     def arguments(
@@ -88,9 +103,11 @@ class Step:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments; ``changed`` has other tensors for those of these ids."""
         args: Sequence[Any] = self.args
-        if self.places:
+        if self.places or self.nested:
             args = list(args)
-            for place in self.places:
+            for place, tensor in self.places:
+                args[place] = changed.get(tensor, args[place])
+            for place in self.nested:
                 args[place] = _replaced(args[place], changed)
         kwargs = self.kwargs
         if self.names:
@@ -100,6 +117,12 @@ class Step:
 
     def keep(self, result: Any, changed: dict[int, Tensor]) -> None:
         """Note the result of running it once more; raise ``DivergedError`` if it is none of the kind."""
+        if self.alone is not None and isinstance(result, Tensor):
+            number, shape = self.alone
+            if result.shape != shape:
+                raise DivergedError("another shape")
+            changed[number] = result
+            return
         if self.is_read:
             if not _same(result, self.value):
                 raise DivergedError("another value was read")
@@ -208,7 +231,7 @@ class Program:
             self._created |= step.writes - step.mutates
             self._last_write.update(dict.fromkeys(step.mutates, place))
         self._is_useful = self._useful()
-        self._last_used = self._last_uses()
+        self._last_used = self._last_uses(numbered)
 
     @property
     def calls(self) -> Calls:
@@ -267,23 +290,25 @@ class Program:
         for place in order:
             step = self.steps[place]
             args, kwargs = step.arguments(changed)
-            change = changes.get(place)
-            if change is None:
-                result = step.func(*args, **kwargs)
+            if place in changes:
+                result = changes[place](step, args, kwargs)
             else:
-                result = change(step, args, kwargs)
+                result = step.func(*args, **kwargs)
             step.keep(result, changed)
             for tensor in self._last_used[place]:
                 changed.pop(tensor, None)
         return {name: changed.get(id(t), t) for name, t in self.targets.items()}
 
-    def _last_uses(self) -> list[set[int]]:
-        """Return for each step the ids of the tensors that no later one, and no target, is."""
+    def _last_uses(self, made: set[int]) -> list[tuple[int, ...]]:
+        """Return for each step the ids of the tensors that no later one, and no target, is.
+
+        Of those ``made`` by the program.
+        """
         needed = set(map(id, self.targets.values()))
         last_uses = []
         for step in reversed(self.steps):
-            used = step.inputs | set(map(id, step.results))
-            last_uses.append(used - needed)
+            used = (step.inputs | set(map(id, step.results))) & made
+            last_uses.append(tuple(used - needed))
             needed |= used
         return last_uses[::-1]
 

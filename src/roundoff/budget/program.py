@@ -453,10 +453,15 @@ def _perturbed(
 
 
 def _factors(tensor: Tensor, size: float) -> Tensor:
-    """Return factors near 1, which no scale takes out of a tensor."""
+    """Return factors near 1, which no scale takes out of a tensor.
+
+    Those of whole numbers are 1: a count that is no whole number any more may be cut to
+    the next one, and be the wrong size of what follows.
+    """
     unit = min(size * torch.finfo(tensor.dtype).eps, 2.0**-4)
     places = torch.arange(tensor.numel(), device=tensor.device) % 7 - 3
-    return (1 + unit * places).to(tensor.dtype).view(tensor.shape)
+    factors = (1 + unit * places).to(tensor.dtype).view(tensor.shape)
+    return factors.masked_fill_(tensor == tensor.round(), 1.0)
 
 
 def _is_near(ours: Tensor, theirs: Tensor, exact: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from roundoff.errors import WorkloadError
 from roundoff.ops import Operator, float_tensors, function_body, operators_that
 
 _READS = operators_that("give numbers to Python")
@@ -31,6 +32,10 @@ Calls = tuple[tuple[int, Callable[..., Any]], ...]
 
 class DivergedError(Exception):
     """The model would have gone on in another way than the recorded one."""
+
+
+#: What a call raises that cannot run with other values: the run is given up.
+GIVEN_UP = (DivergedError, RuntimeError, LookupError, ValueError, ArithmeticError)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +56,7 @@ class Step:
             with the tensor's id.
         nested: positions of other arguments with such tensors in them.
         names: keywords of arguments with such tensors.
-        alone: the id and the shape of the only result; None for others.
+        alone: the id and the shape of a result that is a tensor; None for others.
     """
 
     number: int
@@ -94,8 +99,6 @@ class Step:
         self.names = tuple(
             name for name, value in self.kwargs.items() if _holds(value, made)
         )
-        if len(self.results) == 1:
-            self.alone = (id(self.results[0]), self.results[0].shape)
         made.update(map(id, self.results))
 
     def arguments(
@@ -206,6 +209,7 @@ class ProgramMode(TorchFunctionMode):
             reads=frozenset(map(_memory, read)),
             writes=mutates | frozenset(map(_memory, results)),
             mutates=mutates,
+            alone=(id(result), result.shape) if isinstance(result, Tensor) else None,
         )
         self.steps.append(step)
 
@@ -264,8 +268,13 @@ class Program:
     def _order(self, place: int) -> list[int]:
         order = self._orders.get(place)
         if order is None:
-            order = self._orders[place] = self._following(place)
+            order = self._orders[place] = self._following([place])
         return order
+
+    def step(self, number: int) -> Step | None:
+        """Return the step that is call ``number``."""
+        place = self._places.get(number)
+        return None if place is None else self.steps[place]
 
     def share_after(self, number: int) -> float:
         """Return the share of the steps that follow from call ``number``; 1 without it."""
@@ -279,9 +288,10 @@ class Program:
         change: Callable[[Step, Sequence[Any], dict[str, Any]], Any],
         numbers: Collection[int],
     ) -> dict[str, Tensor]:
-        """Run all of it, with the results of some calls changed."""
+        """Run what follows from some calls, with their results changed."""
         changes = {self._places[n]: change for n in numbers if n in self._places}
-        return self._run(range(len(self.steps)), changes)
+        order = self._following(changes) if changes else []
+        return self._run(order, changes)
 
     def _run(
         self, order: Sequence[int], changes: Mapping[int, Callable[..., Any]]
@@ -323,13 +333,14 @@ class Program:
             useful.append(is_useful)
         return useful[::-1]
 
-    def _following(self, start: int) -> list[int]:
-        """Return the steps to run when ``start`` has another result, in their order."""
-        other = set(self.steps[start].writes)
-        order = [start]
-        for place in range(start + 1, len(self.steps)):
+    def _following(self, starts: Collection[int]) -> list[int]:
+        """Return the steps to run when some have other results, in their order."""
+        other: set[int] = set()
+        order = []
+        for place in range(min(starts), len(self.steps)):
             step = self.steps[place]
-            if self._is_useful[place] and not step.reads.isdisjoint(other):
+            is_reached = self._is_useful[place] and not step.reads.isdisjoint(other)
+            if place in starts or is_reached:
                 order.append(place)
                 other |= step.writes
         return self._with_writes(order) if self.writes_over else order
@@ -426,10 +437,10 @@ def _agrees(
     with torch.no_grad():
         try:
             ours = program.run_changed(perturb, numbers)
-        except (DivergedError, RuntimeError):
+            with _PerturbingMode(numbers, size):
+                theirs = forward()
+        except (*GIVEN_UP, WorkloadError):
             return False
-        with _PerturbingMode(numbers, size):
-            theirs = forward()
     return all(
         name in theirs and _is_near(ours[name], theirs[name], exact)
         for name, exact in program.targets.items()

@@ -4,6 +4,7 @@ from .errors import RoundoffError as RoundoffError
 from .formats.named import FORMATS as FORMATS
 from .formats.round_tensor import round_tensor as round_tensor
 from .formats.types import Format as Format
+from .lint.findings import LintResult as LintResult
 from .plan.rules import Plan as Plan
 from .record.disk.loading import load as load
 from .record.disk.reader import Run as Run
@@ -15,6 +16,7 @@ from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.diff import diff as diff
+from .verbs.lint import lint as lint
 from .verbs.overflow import overflow as overflow
 from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize

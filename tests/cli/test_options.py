@@ -54,6 +54,7 @@ COMMANDS = {
     "replay": "a",
     "watch": "",
     "bench": "net.py",
+    "lint": "net.py",
 }
 #: Folders in which no run is.
 RUNS = ("a", "b")
@@ -76,6 +77,7 @@ BAD: dict[str, list[str]] = {
     "--cost-table": ["missing.toml", ""],
     "--pin": PATTERN_FORMAT,
     "--allow": [*PATTERN_FORMAT, "*=bf16,bf17"],
+    "--tie": ["operators", "", "Site"],
     "overflow --allow": [""],
     "--of": [""],
     "--probes": [*COUNT, "0"],
@@ -149,6 +151,9 @@ BAD: dict[str, list[str]] = {
     "--seeds": [*COUNT, "0"],
     "--every": [*COUNT, "0"],
     "--explain": COUNT,
+    "lint --explain": ["RO999", "", "every"],
+    "--select": ["RO999", "", "E501", "RO1,E501"],
+    "--ignore": ["RO999", ""],
     "--lines": [*COUNT, "0"],
     "plan --output": ["plan.txt"],
     "verify --output": ["plan.txt"],

@@ -21,6 +21,7 @@ from roundoff.cli import (
     compare,
     diagnose,
     diff,
+    lint,
     overflow,
     plan_group,
     quantize,
@@ -73,6 +74,7 @@ for _name, _verb in {
     "diff": diff,
     "replay": replay,
     "watch": watch,
+    "lint": lint,
     "bench": bench,
 }.items():
     if _verb is plan_group:

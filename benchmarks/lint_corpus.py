@@ -52,12 +52,18 @@ def report(folder: Path, places: bool) -> None:
     scores = score(zip(labelled, lint_each(labelled), strict=True))
     seconds = time.process_time() - start
     rate = len(labelled) / seconds
-    table(f"{folder.name}, by rule", ["rule", "right", "wrong", "missed"], rows_of(scores))
+    table(
+        f"{folder.name}, by rule", ["rule", "right", "wrong", "missed"], rows_of(scores)
+    )
     right_scripts = sum(not each.labels for each in labelled)
     summary = [
         ("scripts (right ones)", f"{len(labelled)} ({right_scripts})", ""),
         ("scripts a second of processor time", f"{rate:.0f}", ""),
-        ("precision", f"{scores.precision():.3f}", verdict(scores.precision(), PRECISION)),
+        (
+            "precision",
+            f"{scores.precision():.3f}",
+            verdict(scores.precision(), PRECISION),
+        ),
         ("recall", f"{scores.recall():.3f}", verdict(scores.recall(), RECALL)),
     ]
     table(folder.name, ["what", "value", "bar"], summary)
@@ -73,7 +79,8 @@ def lint_each(labelled: Sequence[LabelledScript]) -> list[list[Finding]]:
         for path, script in zip(paths, labelled, strict=True):
             path.write_text(script.text)
         result = ro.lint(paths)
-    assert not result.unread, result.unread
+    if result.unread:
+        raise SystemExit(str(result.unread))
     by_name: dict[str, list[Finding]] = {script.name: [] for script in labelled}
     for finding in result.findings:
         by_name[Path(finding.path).name].append(finding)

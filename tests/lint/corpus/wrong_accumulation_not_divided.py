@@ -5,7 +5,7 @@ ACCUM = 8
 
 
 def train(model, loader, optimizer, scheduler, device):
-    scaler = torch.cuda.amp.GradScaler()
+    scaler = torch.cuda.amp.GradScaler()  # expect: RO101
     model.train()
     for step, batch in enumerate(loader):
         batch = {k: v.to(device) for k, v in batch.items()}

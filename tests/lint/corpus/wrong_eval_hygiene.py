@@ -19,7 +19,7 @@ def train(model, loader, criterion, optimizer, device):
 
 
 def validate(model, loader, criterion, device):
-    model.eval()
+    model.eval()  # expect: RO605
     running, correct = 0.0, 0
     for inputs, labels in loader:
         inputs, labels = inputs.to(device), labels.to(device)
@@ -40,7 +40,7 @@ def main(model, train_loader, val_loader, epochs=25):
     for epoch in range(epochs):
         since = time.time()
         train_loss = train(model, train_loader, criterion, optimizer, device)
-        val_loss, val_acc = validate(model, val_loader, criterion, device)  # expect: RO605
+        val_loss, val_acc = validate(model, val_loader, criterion, device)
         print(f"{epoch} {train_loss:.4f} {val_loss:.4f} {val_acc:.4f} {time.time() - since:.0f}s")
         if val_acc > best:
             best = val_acc

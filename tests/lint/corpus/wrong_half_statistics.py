@@ -13,7 +13,7 @@ class FeatureStats:
     def update(self, feats):
         feats = feats.half()
         self.total += feats.sum(0)  # expect: RO305
-        self.square += feats.pow(2).sum(0)  # expect: RO305
+        self.square += feats.pow(2).sum(0)  # expect: RO305 RO306
         self.count += feats.size(0)
 
     def result(self):

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from roundoff.lint.rule import Rule
-from roundoff.lint.rules import scaler
+from roundoff.lint.rules import (
+    formulas,
+    loop,
+    losses,
+    low_precision,
+    pipeline,
+    scaler,
+)
 
 #: A theme each; the first digit of a code says which.
 THEMES = {
@@ -20,7 +27,14 @@ THEMES = {
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (*scaler.RULES,),
+        (
+            *scaler.RULES,
+            *formulas.RULES,
+            *losses.RULES,
+            *loop.RULES,
+            *pipeline.RULES,
+            *low_precision.RULES,
+        ),
         key=lambda rule: rule.code,
     )
 )

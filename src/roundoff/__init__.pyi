@@ -10,6 +10,7 @@ from .record.disk.loading import load as load
 from .record.disk.reader import Run as Run
 from .train.autocast.context import autocast as autocast
 from .train.scaling.scaler import LossScaler as LossScaler
+from .verbs.advise import advise as advise
 from .verbs.bench import bench as bench
 from .verbs.capture import capture as capture
 from .verbs.compare import Comparison as Comparison

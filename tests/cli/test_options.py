@@ -54,6 +54,7 @@ COMMANDS = {
     "replay": "a",
     "watch": "",
     "bench": "net.py",
+    "advise": "net.py",
     "lint": "net.py",
 }
 #: Folders in which no run is.
@@ -155,12 +156,15 @@ BAD: dict[str, list[str]] = {
     "--select": ["RO999", "", "E501", "RO1,E501"],
     "--ignore": ["RO999", ""],
     "--lines": [*COUNT, "0"],
+    "--least": ["much", "", "-1dB", "0", "nan"],
+    "--seconds": FINITE,
+    "--apply": ["tuned.txt", ""],
     "plan --output": ["plan.txt"],
     "verify --output": ["plan.txt"],
     "tune --output": ["plan.txt"],
 }
 #: Any text is one: a folder or file to write, which is checked when it is made.
-FREE = {"--output", "--html", "--save", "-o"}
+FREE = {"--output", "--html", "--save", "--trace", "-o"}
 
 
 def options() -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from roundoff.cli import (
+    advise,
     bench,
     budget,
     capture,
@@ -76,6 +77,7 @@ for _name, _verb in {
     "watch": watch,
     "lint": lint,
     "bench": bench,
+    "advise": advise,
 }.items():
     if _verb is plan_group:
         app.add_typer(plan_group.app, name=_name)

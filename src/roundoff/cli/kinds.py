@@ -555,6 +555,16 @@ def plan_file(text: str) -> Path:
     return path
 
 
+def toml_file(text: str) -> Path:
+    """Return where a TOML file is written: a name that ends in .toml."""
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise RunError(
+            "the file is TOML", expected="a name that ends in .toml", got=repr(text)
+        )
+    return path
+
+
 def lint_codes(text: str) -> Names:
     """Return codes of lint rules, or their beginnings.
 

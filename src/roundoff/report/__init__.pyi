@@ -1,3 +1,6 @@
+from .advise_html import write_advice as write_advice
+from .advise_text import advice_as_text as advice_as_text
+from .advise_text import print_advice as print_advice
 from .answer import answer_diagnosis as answer_diagnosis
 from .bench_html import write_bench as write_bench
 from .bench_text import as_text as as_text

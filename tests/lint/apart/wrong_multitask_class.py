@@ -12,7 +12,7 @@ class MultiTask:
         self.head_b = head_b.cuda()
         self.opt_trunk = torch.optim.AdamW(self.trunk.parameters(), lr=1e-4)
         self.opt_heads = torch.optim.AdamW([*self.head_a.parameters(), *self.head_b.parameters()], lr=1e-3)
-        self.scaler = GradScaler()
+        self.scaler = GradScaler()  # expect: RO115
         self.loaders = loaders
         self.ce = nn.CrossEntropyLoss()
         self.mse = nn.MSELoss()
@@ -25,7 +25,7 @@ class MultiTask:
             x, y_class, y_value = x.cuda(), y_class.cuda(), y_value.cuda()
             self.opt_trunk.zero_grad()
             self.opt_heads.zero_grad()
-            with autocast():
+            with autocast():  # expect: RO209
                 h = self.trunk(x)
                 loss = self.ce(self.head_a(h), y_class) + self.mse(self.head_b(h), y_value)
                 self.scaler.scale(loss).backward()  # expect: RO201
@@ -40,7 +40,7 @@ class MultiTask:
         self.head_b.eval()
         hits = 0
         for x, y_class, _ in self.loaders["valid"]:
-            with autocast():
+            with autocast():  # expect: RO209
                 out = self.head_a(self.trunk(x.cuda()))  # expect: RO604
             hits += (out.argmax(1).cpu() == y_class).sum().item()
         return hits

@@ -20,7 +20,7 @@ net = nn.Sequential(
 net.cuda()
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-scaler = torch.cuda.amp.GradScaler()
+scaler = torch.cuda.amp.GradScaler()  # expect: RO115
 
 # In[4]:
 for epoch in range(10):
@@ -28,7 +28,7 @@ for epoch in range(10):
     for i, (inputs, labels) in enumerate(trainloader):
         inputs, labels = inputs.cuda(), labels.cuda()
         optimizer.zero_grad()
-        with torch.cuda.amp.autocast():
+        with torch.cuda.amp.autocast():  # expect: RO209
             outputs = net(inputs)
             loss = criterion(outputs, labels)  # expect: RO502
         scaler.scale(loss).backward()
@@ -42,7 +42,7 @@ net.eval()
 correct = 0
 with torch.no_grad():
     for inputs, labels in testloader:
-        with torch.cuda.amp.autocast():
+        with torch.cuda.amp.autocast():  # expect: RO209
             outputs = net(inputs.cuda())
         correct += (outputs.argmax(1).cpu() == labels).sum().item()
 print(correct / len(testset))

@@ -12,7 +12,7 @@ class Trainer:
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-        self.scaler = GradScaler(enabled=cfg.amp)
+        self.scaler = GradScaler(enabled=cfg.amp)  # expect: RO115
         self.cfg = cfg
         self.best = 0.0
 
@@ -22,7 +22,7 @@ class Trainer:
         for step, batch in enumerate(self.train_loader):
             x = batch["image"].cuda(non_blocking=True)
             y = batch["label"].cuda(non_blocking=True)
-            with autocast(enabled=self.cfg.amp):
+            with autocast(enabled=self.cfg.amp):  # expect: RO209
                 out = self.model(x)
                 loss = self.criterion(out, y)
             self.scaler.scale(loss).backward()
@@ -44,7 +44,7 @@ class Trainer:
             for batch in self.val_loader:
                 x = batch["image"].cuda(non_blocking=True)
                 y = batch["label"].cuda(non_blocking=True)
-                with autocast(enabled=self.cfg.amp):
+                with autocast(enabled=self.cfg.amp):  # expect: RO209
                     out = self.model(x)
                 hits += (out.argmax(dim=1) == y).float().sum()
                 count += y.size(0)

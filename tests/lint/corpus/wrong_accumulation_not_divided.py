@@ -5,11 +5,11 @@ ACCUM = 8
 
 
 def train(model, loader, optimizer, scheduler, device):
-    scaler = torch.cuda.amp.GradScaler()  # expect: RO101
+    scaler = torch.cuda.amp.GradScaler()  # expect: RO101 RO115
     model.train()
     for step, batch in enumerate(loader):
         batch = {k: v.to(device) for k, v in batch.items()}
-        with torch.cuda.amp.autocast():
+        with torch.cuda.amp.autocast():  # expect: RO209
             outputs = model(batch["input_ids"], batch["attention_mask"])
             loss = F.cross_entropy(outputs, batch["labels"])
         scaler.scale(loss).backward()  # expect: RO113
@@ -27,7 +27,7 @@ def evaluate(model, loader, device):
     with torch.no_grad():
         for batch in loader:
             batch = {k: v.to(device) for k, v in batch.items()}
-            with torch.cuda.amp.autocast():
+            with torch.cuda.amp.autocast():  # expect: RO209
                 outputs = model(batch["input_ids"], batch["attention_mask"])
             hits += (outputs.argmax(-1) == batch["labels"]).sum()
     return int(hits)

@@ -9,14 +9,14 @@ gen = Generator(latent).cuda()
 critic = Critic().cuda()
 opt_gen = torch.optim.Adam(gen.parameters(), lr=1e-4, betas=(0.0, 0.9))
 opt_critic = torch.optim.Adam(critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
-scaler = GradScaler()
+scaler = GradScaler()  # expect: RO115
 bce = nn.BCELoss()
 
 
 def train_step(real):
     noise = torch.randn(real.size(0), latent, device=real.device)
     opt_critic.zero_grad()
-    with autocast():
+    with autocast():  # expect: RO209
         fake = gen(noise)
         d_real = critic(real)
         d_fake = critic(fake.detach())
@@ -28,7 +28,7 @@ def train_step(real):
     scaler.update()  # expect: RO106
 
     opt_gen.zero_grad()
-    with autocast():
+    with autocast():  # expect: RO209
         d_fake = critic(fake)
         loss_g = nn.functional.binary_cross_entropy_with_logits(d_fake, torch.ones_like(d_fake))
     scaler.scale(loss_g).backward()

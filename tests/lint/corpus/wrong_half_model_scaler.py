@@ -7,7 +7,7 @@ net = net.cuda()
 net.half()  # expect: RO110
 criterion = nn.CrossEntropyLoss().cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-scaler = torch.cuda.amp.GradScaler()
+scaler = torch.cuda.amp.GradScaler()  # expect: RO115
 
 
 def train(train_loader):

@@ -11,14 +11,14 @@ def fit(net, loader, epochs=20, lr=1e-3):
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.Adam(net.parameters(), lr=lr)
     for epoch in range(epochs):
-        scaler = GradScaler()  # expect: RO101
+        scaler = GradScaler()  # expect: RO101 RO115
         net.train()
         epoch_loss = 0
         for imgs, masks in loader:
             imgs = imgs.cuda(non_blocking=True)
             masks = masks.cuda(non_blocking=True)
             optimizer.zero_grad()
-            with autocast():
+            with autocast():  # expect: RO209
                 pred = net(imgs)
                 loss = criterion(pred, masks)
             scaler.scale(loss).backward()
@@ -34,7 +34,7 @@ def predict(net, loader):
     results = []
     with torch.no_grad():
         for imgs, _ in loader:
-            with autocast():
+            with autocast():  # expect: RO209
                 results.append(net(imgs.cuda()).argmax(1).cpu())
     return torch.cat(results)
 

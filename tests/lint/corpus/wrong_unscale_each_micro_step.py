@@ -11,7 +11,7 @@ class Engine:
         self.optimizer = optimizer
         self.accumulate = accumulate
         self.clip = clip
-        self.scaler = GradScaler()
+        self.scaler = GradScaler()  # expect: RO115
         self.loss_fn = nn.MSELoss()
 
     def train_one_epoch(self, loader):
@@ -19,7 +19,7 @@ class Engine:
         self.optimizer.zero_grad()
         for index, (x, y) in enumerate(loader):
             x, y = x.cuda(), y.cuda()
-            with autocast():
+            with autocast():  # expect: RO209
                 loss = self.loss_fn(self.model(x), y)
                 loss = loss / self.accumulate
             self.scaler.scale(loss).backward()
@@ -35,7 +35,7 @@ class Engine:
         total = 0.0
         with torch.inference_mode():
             for x, y in loader:
-                with autocast():
+                with autocast():  # expect: RO209
                     total += self.loss_fn(self.model(x.cuda()), y.cuda())
         return total.item() / len(loader)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roundoff.lint.rule import Rule
 from roundoff.lint.rules import (
+    autocast,
     formulas,
     loop,
     losses,
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = tuple(
     sorted(
         (
             *scaler.RULES,
+            *autocast.RULES,
             *formulas.RULES,
             *losses.RULES,
             *loop.RULES,

@@ -1,9 +1,9 @@
 """How often findings are right on labelled scripts, and how many mistakes are found."""
 
 import pytest
+from tests.lint.labelled import APART, CORPUS, Label, LabelledScript, score, scripts
 
 from roundoff.lint import LintConfig, lint_paths
-from tests.lint.labelled import APART, CORPUS, Label, LabelledScript, score, scripts
 
 #: The least share of findings that are right, and of mistakes that are found.
 PRECISION = 0.95

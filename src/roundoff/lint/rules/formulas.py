@@ -125,6 +125,8 @@ def _log_of_softmax(script: Script) -> Iterator[Hit]:
     for log in operations(script, "log"):
         if output_of(script, log.first) is not Output.SOFTMAX:
             continue
+        if _is_clamped(script, log.first):
+            continue
         softmax = operation(script, log.first)
         edits: tuple[Edit, ...] = ()
         if softmax is not None and softmax.name == "softmax":
@@ -137,6 +139,12 @@ def _log_of_softmax(script: Script) -> Iterator[Hit]:
         yield Hit(log.call, edits=edits)
 
 
+def _is_clamped(script: Script, node: ast.expr | None) -> bool:
+    """Return True where probabilities were kept from 0 before."""
+    each = operation(script, without_views(script, node))
+    return each is not None and each.name in _BOUNDS
+
+
 def _log_of_sigmoid(script: Script) -> Iterator[Hit]:
     for log in operations(script, "log"):
         value = value_of(script, log.first)
@@ -145,6 +153,8 @@ def _log_of_sigmoid(script: Script) -> Iterator[Hit]:
             if is_rest and output_of(script, value.right) is Output.SIGMOID:
                 message = "log(1 - sigmoid(x)) is -inf from x = 17 on in float32: write F.logsigmoid(-x)"
                 yield Hit(log.call, message)
+        elif _is_clamped(script, log.first):
+            continue
         elif output_of(script, log.first) is Output.SIGMOID:
             yield Hit(log.call)
 
@@ -187,6 +197,8 @@ def _quotients(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
 
 
 def _root_at_zero(script: Script) -> Iterator[Hit]:
+    if not script.uses("torch.nn") and not script.method_calls("backward"):
+        return
     for root in operations(script, "sqrt"):
         inside = value_of(script, root.first)
         if not _is_sum_of_squares(script, inside) or _NO_GRADIENT.search(

@@ -16,7 +16,7 @@ _IN_MEMORY = ("torch.utils.data.TensorDataset",)
 _FACTORIES = ("zeros", "ones", "full", "arange", "eye", "empty", "linspace")
 _RANDOM = ("randn", "rand", "randint", "randperm")
 _WAITS = ("item", "cpu", "tolist", "numpy")
-#: More than this many waits a step are said.
+#: More than this many values that are waited for in each step are said.
 _FEW_WAITS = 1
 
 
@@ -101,7 +101,8 @@ def _waits_in_loop(script: Script) -> Iterator[Hit]:
             continue
         waits = _waits(script, loop)
         prints = [call for call in waits if _is_printed(script, call)]
-        if len(waits) > _FEW_WAITS or prints:
+        values = {ast.unparse(call.func) for call in waits}
+        if len(values) > _FEW_WAITS or prints:
             yield Hit(waits[0])
 
 

@@ -15,7 +15,7 @@ def train(dataset, epochs=3, accumulate=2):
     opt = paddle.optimizer.AdamW(learning_rate=1e-3, parameters=model.parameters())
     loader = DataLoader(dataset, batch_size=64, shuffle=True)
     for epoch in range(epochs):
-        scaler = paddle.amp.GradScaler(init_loss_scaling=2**16)  # expect: P-SCALER-LOOP
+        scaler = paddle.amp.GradScaler(init_loss_scaling=2**16)  # expect: RO801
         model.train()
         for step, (tokens, label) in enumerate(loader):
             with paddle.amp.auto_cast(level="O1", dtype="float16"):
@@ -23,7 +23,7 @@ def train(dataset, epochs=3, accumulate=2):
                 loss = F.cross_entropy(logits, label)
             scaled = scaler.scale(loss)
             scaled.backward()
-            opt.step()  # expect: P-BARE-STEP
+            opt.step()  # expect: RO802
             opt.clear_grad()
             if step % 50 == 0:
                 print(epoch, step, float(loss))

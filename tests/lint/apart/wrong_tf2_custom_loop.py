@@ -10,7 +10,7 @@ def make_encoder(vocab, dim, classes):
     x = keras.layers.Embedding(vocab, dim)(tokens)
     x = keras.layers.Bidirectional(keras.layers.LSTM(dim))(x)
     x = keras.layers.Dense(dim, activation="relu")(x)
-    out = keras.layers.Dense(classes, activation="softmax")(x)  # expect: T-SOFTMAX-HALF
+    out = keras.layers.Dense(classes, activation="softmax")(x)  # expect: RO906
     return keras.Model(tokens, out)
 
 
@@ -28,7 +28,7 @@ def step(x, y):
         loss = loss_fn(y, p)
         scaled = optimizer.get_scaled_loss(loss)
     grads = tape.gradient(scaled, model.trainable_variables)
-    grads, norm = tf.clip_by_global_norm(grads, 1.0)  # expect: T-CLIP-SCALED
+    grads, norm = tf.clip_by_global_norm(grads, 1.0)  # expect: RO901
     optimizer.apply_gradients(zip(grads, model.trainable_variables))
     train_metric.update_state(loss)
     return norm

@@ -47,6 +47,6 @@ def main(train_loader, val_loader, n, classes):
         hits = 0
         with torch.no_grad():
             for x, y in val_loader:
-                logits = model(x.cuda())  # expect: RO208
+                logits = model(x.cuda())  # expect: RO210
                 hits += (logits.argmax(1).cpu() == y).sum().item()
         print(epoch, hits / len(val_loader.dataset))

@@ -18,7 +18,7 @@ def make_model():
     )
     model.compile(
         optimizer="adam",
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),  # expect: T-FROM-LOGITS
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),  # expect: RO912
         metrics=["accuracy"],
     )
     return model

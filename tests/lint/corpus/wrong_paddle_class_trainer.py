@@ -19,8 +19,8 @@ class PaddleTrainer:
                 out = self.model(img)
                 loss = self.criterion(out, label)
                 scaled = self.scaler.scale(loss)
-                scaled.backward()  # expect: P-BACKWARD-IN-AUTOCAST
-            self.scaler.step(self.optimizer)  # expect: P-NO-UPDATE
+                scaled.backward()  # expect: RO807
+            self.scaler.step(self.optimizer)  # expect: RO803
             self.optimizer.clear_grad()
             if i % 20 == 0:
                 print(epoch, i, loss.item())

@@ -23,13 +23,13 @@ def main():
         for batch_id, data in enumerate(train_loader()):
             x_data = data[0]
             y_data = data[1]
-            scaler = paddle.amp.GradScaler(init_loss_scaling=1024)  # expect: P-SCALER-LOOP
+            scaler = paddle.amp.GradScaler(init_loss_scaling=1024)  # expect: RO801
             with paddle.amp.auto_cast():
                 predicts = model(x_data)
                 loss = loss_fn(predicts, y_data)
             scaled = scaler.scale(loss)
             scaled.backward()
-            optim.step()  # expect: P-BARE-STEP
+            optim.step()  # expect: RO802
             optim.clear_grad()
             if batch_id % 50 == 0:
                 print(f"epoch {epoch} batch {batch_id} loss {float(loss)}")

@@ -36,11 +36,11 @@ class Trainer:
             self.checkpoint(epoch)
 
     def checkpoint(self, epoch):
-        torch.save(
+        torch.save(  # expect: RO108
             {
                 "epoch": epoch,
                 "model": self.model.state_dict(),
-                "optimizer": self.opt.state_dict(),  # expect: RO108
+                "optimizer": self.opt.state_dict(),
                 "scheduler": self.sched.state_dict(),
             },
             f"{self.args.out}/epoch{epoch}.pt",

@@ -16,7 +16,7 @@ y = tf.placeholder(tf.int64, [None])
 h = tf.nn.relu(dense(tf.cast(x, tf.float16), 256, "fc1"))
 logits = tf.cast(dense(h, 10, "fc2"), tf.float32)
 probs = tf.nn.softmax(logits)
-loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=probs))  # expect: T-DOUBLE-SOFTMAX
+loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=probs))  # expect: RO911
 accuracy = tf.reduce_mean(tf.cast(tf.equal(tf.argmax(logits, 1), y), tf.float32))
 
 optimizer = tf.train.AdamOptimizer(1e-3)

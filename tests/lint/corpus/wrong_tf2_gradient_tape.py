@@ -11,7 +11,7 @@ class ConvNet(tf.keras.Model):
         self.conv1 = layers.Conv2D(32, 3, activation="relu")
         self.conv2 = layers.Conv2D(64, 3, activation="relu")
         self.pool = layers.GlobalAveragePooling2D()
-        self.dense = layers.Dense(classes, activation="softmax")  # expect: T-SOFTMAX-HALF
+        self.dense = layers.Dense(classes, activation="softmax")  # expect: RO906
 
     def call(self, x, training=False):
         x = self.conv2(self.conv1(x))
@@ -30,7 +30,7 @@ class Trainer:
         with tf.GradientTape() as tape:
             predictions = self.model(x, training=True)
             loss = self.loss_fn(y, predictions)
-        grads = tape.gradient(loss, self.model.trainable_variables)  # expect: T-NO-SCALING
+        grads = tape.gradient(loss, self.model.trainable_variables)  # expect: RO904
         self.optimizer.apply_gradients(zip(grads, self.model.trainable_variables))
         self.accuracy.update_state(y, predictions)
         return loss

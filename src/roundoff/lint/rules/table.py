@@ -9,8 +9,11 @@ from roundoff.lint.rules import (
     loop,
     losses,
     low_precision,
+    paddle,
     pipeline,
     scaler,
+    tensorflow,
+    tensorflow_losses,
 )
 
 #: A theme each; the first digit of a code says which.
@@ -29,13 +32,16 @@ THEMES = {
 RULES: tuple[Rule, ...] = tuple(
     sorted(
         (
-            *scaler.RULES,
             *autocast.RULES,
             *formulas.RULES,
-            *losses.RULES,
             *loop.RULES,
-            *pipeline.RULES,
+            *losses.RULES,
             *low_precision.RULES,
+            *paddle.RULES,
+            *pipeline.RULES,
+            *scaler.RULES,
+            *tensorflow.RULES,
+            *tensorflow_losses.RULES,
         ),
         key=lambda rule: rule.code,
     )

@@ -30,6 +30,7 @@ from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
 from roundoff.record.step_log import StepLog
 from roundoff.record.tensor_content import content_of
+from roundoff.unforeseen import OurPart
 
 #: Steps, and batches of each source, whose content is noted.
 FIRST = 8
@@ -61,7 +62,8 @@ class SetUpLog:
         self._received = 0
         self._is_begun = False
         self._mode = ""
-        self._stopped: str | None = None
+        # what stopped it stands in the file, and is no reason to warn
+        self._ours = OurPart("the notes of the set-up", lambda _: None)
         self._loaders = LoaderLog(self._add, self._add_batch, self._guarded)
         self.step = 0
         self.numbers = StepLog()
@@ -72,7 +74,7 @@ class SetUpLog:
             facts=tuple(self._facts.values()),
             batches=tuple(self._batches),
             parameters=tuple(self._parameters.values()),
-            stopped=self._stopped,
+            stopped=self._ours.stopped,
         )
 
     @property
@@ -194,7 +196,7 @@ class SetUpLog:
         """The hook of every module's forward; what the outermost received is noted."""
         if torch.compiler.is_compiling() or self._received >= FIRST:
             return
-        if self._paths.position.path or self._stopped is not None:
+        if self._paths.position.path or self._ours.stopped is not None:
             return
         if torch.is_grad_enabled():
             self._guarded(lambda: self._note_inputs(args, kwargs))
@@ -338,13 +340,12 @@ class SetUpLog:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do what must never stop the program; after a fault nothing more is noted."""
-        if self._stopped is not None or torch._C._is_tracing() or in_graph_capture():
-            return
-        try:
-            with torch.no_grad(), self._paused():
-                work()
-        except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
-            self._stopped = f"{type(error).__name__}: {error}"[:300]
+        if not torch._C._is_tracing() and not in_graph_capture():
+            self._ours(self._quietly, work)
+
+    def _quietly(self, work: Callable[[], None]) -> None:
+        with torch.no_grad(), self._paused():
+            work()
 
 
 def _remove(hook: Any) -> None:

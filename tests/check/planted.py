@@ -6,10 +6,10 @@ told for is written beside it: words that the first line must have, and both val
 
 from __future__ import annotations
 
-import contextlib
-import io
+import functools
 import multiprocessing
-import os
+import runpy
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -385,31 +385,18 @@ ALIKE = (
 )
 
 
-def write_pair(case: Planted | Alike, folder: Path) -> tuple[Path, Path]:
-    """Write the two scripts, each ``train.py`` in a folder of its own."""
-    scripts = []
-    new = case.script.replace(case.old, case.new) if case.old else case.script
-    if case.old:
-        assert new != case.script, case.name
-    for side, text in (("a", case.script), ("b", new)):
-        path = folder / side / "train.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(text, encoding="utf-8")
-        scripts.append(path)
-    return scripts[0], scripts[1]
-
-
 def record_pair(case: Planted | Alike, folder: Path) -> tuple[Path, Path]:
-    """Record both scripts; return the folders of the runs."""
+    """Record both scripts, each ``train.py`` in a folder; return those of the runs."""
     steps = case.steps if isinstance(case, Planted) else "0-1"
-    runs = []
-    for script, environment in zip(
-        write_pair(case, folder), ((), case.environment), strict=True
-    ):
-        run = script.parent / "run"
-        record_in_fork(script, run, environment, steps=steps, level=case.level)
-        runs.append(run)
-    return runs[0], runs[1]
+    text = case.script.replace(case.old, case.new) if case.old else case.script
+    if case.old:
+        assert text != case.script, case.name
+    path = folder / "b" / "train.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    run = path.parent / "run"
+    record_in_fork(path, run, case.environment, steps=steps, level=case.level)
+    return _reference(case.script, steps, case.level), run
 
 
 def record_in_fork(
@@ -427,8 +414,11 @@ def record_in_fork(
     context.set_forkserver_preload(
         ["torch._dynamo", "polars", "roundoff.record.script"]
     )
-    arguments = (script, run, environment, options)
-    process = context.Process(target=_record, args=arguments)
+    arguments = (str(script), str(run), tuple(environment), options)
+    child = str(Path(__file__).with_name("record_child.py"))
+    process = context.Process(
+        target=runpy.run_path, args=(child, {"arguments": arguments})
+    )
     process.start()
     process.join(120)
     if process.exitcode != 0:
@@ -436,14 +426,18 @@ def record_in_fork(
     assert process.exitcode == 0, f"{script} could not be recorded"
 
 
-def _record(
-    script: Path,
-    run: Path,
-    environment: Sequence[tuple[str, str]],
-    options: dict[str, str],
-) -> None:
-    from roundoff.record import capture_script
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """The folder of recordings that several pairs share; it ends with the process."""
+    return tempfile.TemporaryDirectory()
 
-    os.environ.update(dict(environment))
-    with contextlib.redirect_stdout(io.StringIO()):
-        capture_script([str(script)], run, **options)
+
+@functools.cache
+def _reference(script: str, steps: str, level: str) -> Path:
+    """Record a script that several pairs have for their reference, once."""
+    folder = Path(_folder().name, str(len(list(Path(_folder().name).iterdir()))), "a")
+    path = folder / "train.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(script, encoding="utf-8")
+    record_in_fork(path, folder / "run", steps=steps, level=level)
+    return folder / "run"

@@ -200,7 +200,7 @@ class _Walker:
                 self.expressions(child, around)
         if isinstance(node, ast.Call):
             self.call(node, around)
-        elif isinstance(node, ast.Attribute | ast.Assign):
+        elif isinstance(node, ast.Attribute | ast.Assign | ast.AugAssign):
             self.events(node, around)
 
     def call(self, call: ast.Call, around: _Around) -> None:

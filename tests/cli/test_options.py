@@ -54,6 +54,8 @@ COMMANDS = {
     "replay": "a",
     "watch": "",
     "bench": "net.py",
+    "advise": "net.py",
+    "lint": "net.py",
 }
 #: Folders in which no run is.
 RUNS = ("a", "b")
@@ -150,13 +152,19 @@ BAD: dict[str, list[str]] = {
     "--seeds": [*COUNT, "0"],
     "--every": [*COUNT, "0"],
     "--explain": COUNT,
+    "lint --explain": ["RO999", "", "every"],
+    "--select": ["RO999", "", "E501", "RO1,E501"],
+    "--ignore": ["RO999", ""],
     "--lines": [*COUNT, "0"],
+    "--least": ["much", "", "-1dB", "0", "nan"],
+    "--seconds": FINITE,
+    "--apply": ["tuned.txt", ""],
     "plan --output": ["plan.txt"],
     "verify --output": ["plan.txt"],
     "tune --output": ["plan.txt"],
 }
 #: Any text is one: a folder or file to write, which is checked when it is made.
-FREE = {"--output", "--html", "--save", "-o"}
+FREE = {"--output", "--html", "--save", "--trace", "-o"}
 
 
 def options() -> list[tuple[str, Any]]:

@@ -15,12 +15,14 @@ from typing import Annotated, Any
 import typer
 
 from roundoff.cli import (
+    advise,
     bench,
     budget,
     capture,
     compare,
     diagnose,
     diff,
+    lint,
     overflow,
     plan_group,
     quantize,
@@ -73,7 +75,9 @@ for _name, _verb in {
     "diff": diff,
     "replay": replay,
     "watch": watch,
+    "lint": lint,
     "bench": bench,
+    "advise": advise,
 }.items():
     if _verb is plan_group:
         app.add_typer(plan_group.app, name=_name)

@@ -555,6 +555,38 @@ def plan_file(text: str) -> Path:
     return path
 
 
+def toml_file(text: str) -> Path:
+    """Return where a TOML file is written: a name that ends in .toml."""
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise RunError(
+            "the file is TOML", expected="a name that ends in .toml", got=repr(text)
+        )
+    return path
+
+
+def lint_codes(text: str) -> Names:
+    """Return codes of lint rules, or their beginnings.
+
+    >>> lint_codes("RO1,ro101")
+    ('RO1', 'RO101')
+    """
+    from roundoff.lint import check_codes
+
+    return Names(check_codes(_split(text)))
+
+
+def lint_code(text: str) -> Names:
+    """Return the codes of the rules that a code, its beginning or ``all`` stands for."""
+    from roundoff.lint import RULES
+
+    codes = [rule.code for rule in RULES]
+    if text == "all":
+        return Names(codes)
+    beginnings = lint_codes(text)
+    return Names(code for code in codes if code.startswith(beginnings))
+
+
 def input_file(text: str) -> Path:
     """Return the path of a file that is there."""
     path = Path(text)

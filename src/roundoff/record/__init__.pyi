@@ -70,6 +70,7 @@ from .session import Capture as Capture
 from .session import check_noise as check_noise
 from .setting import Setting as Setting
 from .setting import settings_of as settings_of
+from .source_lines import user_line as user_line
 from .statistics import STATISTICS as STATISTICS
 from .statistics import in_memory_order as in_memory_order
 from .statistics import measure as measure

@@ -1,3 +1,6 @@
+from .advise_html import write_advice as write_advice
+from .advise_text import advice_as_text as advice_as_text
+from .advise_text import print_advice as print_advice
 from .answer import answer_diagnosis as answer_diagnosis
 from .bench_html import write_bench as write_bench
 from .bench_text import as_text as as_text
@@ -28,6 +31,12 @@ from .diagnosis import VerifiedResult as VerifiedResult
 from .diagnosis import VerifiedRound as VerifiedRound
 from .diff_text import print_diff as print_diff
 from .html import write_html as write_html
+from .lint_formats import github_lines as github_lines
+from .lint_formats import lint_json as lint_json
+from .lint_formats import lint_sarif as lint_sarif
+from .lint_text import diff_lines as diff_lines
+from .lint_text import lint_lines as lint_lines
+from .lint_text import rule_text as rule_text
 from .overflow_text import print_overflow as print_overflow
 from .quantize_html import write_quantize as write_quantize
 from .quantize_text import print_files as print_files

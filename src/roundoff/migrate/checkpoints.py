@@ -26,8 +26,8 @@ class Checkpoints:
 
     def migrate(self) -> None:
         """Add the scaler's state wherever an optimizer's is saved or loaded."""
-        for entries, key, optimizer in list(self._saved()):
-            self._save(entries, key, optimizer)
+        for key, optimizer in list(self._saved()):
+            self._save(key, optimizer)
         for call in self.script.method_calls("load_state_dict"):
             if isinstance(call.func, ast.Attribute) and self._is_optimizer(
                 call.func.value
@@ -37,7 +37,7 @@ class Checkpoints:
     def _is_optimizer(self, node: ast.expr) -> bool:
         return self.script.things.kind(node) is Kind.OPTIMIZER
 
-    def _saved(self) -> Iterator[tuple[ast.Dict, ast.expr, ast.expr]]:
+    def _saved(self) -> Iterator[tuple[ast.expr, ast.expr]]:
         """Yield each dictionary entry that is the state of an optimizer."""
         for entries in self.script.nodes(ast.Dict):
             for key, value in zip(entries.keys, entries.values, strict=True):
@@ -47,10 +47,10 @@ class Checkpoints:
                     and optimizer is not None
                     and self._is_optimizer(optimizer)
                 ):
-                    yield entries, key, optimizer
+                    yield key, optimizer
                     break
 
-    def _save(self, entries: ast.Dict, key: ast.expr, optimizer: ast.expr) -> None:
+    def _save(self, key: ast.expr, optimizer: ast.expr) -> None:
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
             self._note(key, "the scaler's state is not saved: its key is computed")
             return
@@ -58,7 +58,7 @@ class Checkpoints:
         if scaler is None:
             return
         start, _ = self.script.span(key)
-        line, column = self.script.position(start)
+        line, _ = self.script.position(start)
         line_start = self.script.offset(line, 0)
         in_front = self.script.source[line_start:start].decode()
         behind = f"{self.edits.newline}{in_front}" if not in_front.strip() else " "
@@ -66,19 +66,16 @@ class Checkpoints:
         self.edits.replace_span(start, start, text, _SAVED)
 
     def _load(self, call: ast.Call, optimizer: ast.expr) -> None:
-        loaded = call.args[0] if call.args else None
-        key = loaded.slice if isinstance(loaded, ast.Subscript) else None
+        loaded = _loaded(call)
         statement = self.script.statement(call)
-        is_text = isinstance(key, ast.Constant) and isinstance(key.value, str)
-        if not is_text or not isinstance(statement, ast.Expr):
+        if loaded is None or not isinstance(statement, ast.Expr):
             self._note(call, "load the scaler's state beside the optimizer's")
             return
         scaler = self._scaler(optimizer)
         if scaler is None:
             return
-        assert isinstance(loaded, ast.Subscript)  # noqa: S101 - as is_text says
-        name = scaler_key(key.value)  # type: ignore[union-attr, arg-type]
-        checkpoint = self.script.segment(loaded.value)
+        checkpoint = self.script.segment(loaded[0])
+        name = scaler_key(loaded[1])
         lines = [
             f'if "{name}" in {checkpoint}:  # older checkpoints have none',
             f'{self.edits.unit}{scaler}.load_state_dict({checkpoint}["{name}"])',
@@ -98,10 +95,20 @@ class Checkpoints:
 
 def _state_of(value: ast.expr) -> ast.expr | None:
     """Return ``x`` of ``x.state_dict()``."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        if value.func.attr == "state_dict":
-            return value.func.value
-    return None
+    function = value.func if isinstance(value, ast.Call) else None
+    is_state = isinstance(function, ast.Attribute) and function.attr == "state_dict"
+    return function.value if is_state else None  # type: ignore[union-attr]
+
+
+def _loaded(call: ast.Call) -> tuple[ast.expr, str] | None:
+    """Return the checkpoint and the key of ``x.load_state_dict(checkpoint["key"])``."""
+    loaded = call.args[0] if call.args else None
+    if not isinstance(loaded, ast.Subscript) or not isinstance(
+        loaded.slice, ast.Constant
+    ):
+        return None
+    key = loaded.slice.value
+    return (loaded.value, key) if isinstance(key, str) else None
 
 
 def scaler_key(key: str) -> str:

@@ -9,7 +9,13 @@ from roundoff.lint import Script, argument_for
 from roundoff.migrate.names import is_visible
 
 _DEEPEST = 5
-_NOT_DEVICES = ("torch.float", "torch.half", "torch.bfloat", "torch.double", "torch.int")
+_NOT_DEVICES = (
+    "torch.float",
+    "torch.half",
+    "torch.bfloat",
+    "torch.double",
+    "torch.int",
+)
 
 
 def device_type(
@@ -25,10 +31,9 @@ def device_type(
     """
     named = list(_device_expressions(script))
     visible = [node for node in named if is_visible(script, node, place)]
-    inside = [node for node in visible if script.scope(node) is script.scope(place)]
-    for node in (*inside, *visible):
-        return _type_of(script, node, torch)
-    if any(True for _ in _cuda_calls(script)):
+    if visible:
+        return _type_of(script, _nearest(script, visible, place), torch)
+    if script.method_calls("cuda"):
         return '"cuda"'
     if not named:
         return '"cpu"'
@@ -38,21 +43,35 @@ def device_type(
     return '"cuda"'
 
 
+def _nearest(script: Script, nodes: list[ast.expr], place: ast.AST) -> ast.expr:
+    """Return the first of some nodes in the function of a place, or the first at all."""
+    function = script.scope(place)
+    return next((node for node in nodes if script.scope(node) is function), nodes[0])
+
+
+def names_cpu_alone(script: Script) -> bool:
+    """Return True where every device that the script names is the CPU, or it names none."""
+    if script.method_calls("cuda"):
+        return False
+    values: list[ast.expr] = []
+    for node in _device_expressions(script):
+        values += _values(script, node) or _branches(node)
+    return all("cpu" in ast.unparse(value) for value in values)
+
+
 def _device_expressions(script: Script) -> Iterator[ast.expr]:
-    """Yield what ``.to(...)`` and ``device=`` are given in the script."""
+    """Yield what ``.to(...)`` and ``device=`` are given, and uses of such parameters."""
     for call in script.method_calls("to"):
-        keyword = _keyword(call, "device")
-        argument = keyword or (call.args[0] if call.args else None)
+        argument = call.args[0] if call.args else None
         if argument is not None and _may_be_device(script, argument):
             yield argument
     for call in script.nodes(ast.Call):
         argument = _keyword(call, "device")
-        is_to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
-        if argument is not None and not is_to:
+        if argument is not None:
             yield argument
-    for arg in script.nodes(ast.arg):
-        if arg.arg == "device":
-            yield from _uses(script, arg)
+    for parameter in script.nodes(ast.arg):
+        if parameter.arg == "device":
+            yield from _uses(script, parameter)
 
 
 def _uses(script: Script, parameter: ast.arg) -> Iterator[ast.expr]:
@@ -72,10 +91,6 @@ def _may_be_device(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.Attribute) and node.attr == "dtype":
         return False
     return isinstance(node, ast.Name | ast.Attribute | ast.Constant | ast.Subscript)
-
-
-def _cuda_calls(script: Script) -> Iterator[ast.Call]:
-    yield from script.method_calls("cuda")
 
 
 def _type_of(script: Script, node: ast.expr, torch: str) -> str:

@@ -8,10 +8,16 @@ import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from roundoff.lint import Act, Event, Kind, Loop, Script
+from roundoff.lint import Act, Event, Loop, Script, block_of
 from roundoff.migrate.checkpoints import Checkpoints
-from roundoff.migrate.devices import device_type
-from roundoff.migrate.names import add_import, free_name, imported_as, is_visible, root_name
+from roundoff.migrate.devices import device_type, names_cpu_alone
+from roundoff.migrate.names import (
+    add_import,
+    free_name,
+    imported_as,
+    is_visible,
+    root_name,
+)
 from roundoff.migrate.programs import Places
 from roundoff.migrate.regions import Regions, forward_calls, models_in
 from roundoff.migrate.result import Migration, NotUnderstoodError, Remark
@@ -29,6 +35,21 @@ from roundoff.migrate.text_edits import TextEdits
 _BANNED = (
     "torch.nn.BCELoss",
     "torch.nn.functional.binary_cross_entropy",
+)
+_MANAGED = (
+    "a library (accelerate, Fabric, DeepSpeed ...) runs backward and step: set its own "
+    "mixed precision"
+)
+_PROBABILITIES = (
+    "binary cross-entropy of probabilities raises under autocast on CUDA: use "
+    "BCEWithLogitsLoss on the logits, without the sigmoid, then migrate"
+)
+_PENALTY = (
+    "torch.autograd.grad in the loss (a gradient penalty): its gradients have to be "
+    "scaled and unscaled by hand; bf16 needs no scaler (--to bf16)"
+)
+_ON_CPU = (
+    "this script names no device but the CPU, where fp16 is slower than fp32: --to bf16"
 )
 _STEP = "skips the step where a gradient is not finite"
 _UPDATE = "the scale moves once an iteration, behind all steps"
@@ -123,11 +144,13 @@ class _Work:
         self.scalers = Scalers(self.script, self.places, self.edits, name, self._make)
         self.models = forward_calls(self.script)
         self._trained: dict[str, ast.expr] = {}
-        self._done: set[ast.AST] = set()
+        self._marked: set[tuple[ast.AST, str]] = set()
 
     def _make(self, place: ast.AST) -> str:
         """Return what makes a scaler at a place."""
         models = list(self._trained.values())
+        if self.to == "amp" and names_cpu_alone(self.script):
+            self.notes.append(Remark(0, _ON_CPU))
         visible = [each for each in models if is_visible(self.script, each, place)]
         texts = {self.script.segment(model) for model in visible}
         model = texts.pop() if len(texts) == 1 else ""
@@ -144,8 +167,7 @@ class _Work:
         """Migrate one training loop."""
         _check(self.script, loop, scales=self.scales)
         for event in loop.of(Act.BACKWARD):
-            if event.node not in self._done:
-                self._done.add(event.node)
+            if self._is_new(event.node, "backward"):
                 self._forward(loop, event)
         if self.scales:
             steps = self._steps(loop)
@@ -157,7 +179,8 @@ class _Work:
         call = event.node
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             raise NotUnderstoodError(
-                getattr(call, "lineno", 0), "a backward pass of another shape than loss.backward()"
+                getattr(call, "lineno", 0),
+                "a backward pass of another shape than loss.backward()",
             )
         loss = call.func.value
         statement = self.script.statement(call)
@@ -209,7 +232,9 @@ class _Work:
         header = self._header([statement])
         lines = [header, f"{self.edits.unit}{name} = {text}"]
         self.edits.before(
-            statement, lines, "forward and loss in low precision; the backward pass stays outside"
+            statement,
+            lines,
+            "forward and loss in low precision; the backward pass stays outside",
         )
         if self.scales:
             self._scale(call, loss, loop, name)
@@ -261,21 +286,23 @@ class _Work:
     def _steps(self, loop: Loop) -> list[Step]:
         steps = steps_of(self.script, loop)
         if not steps:
-            raise NotUnderstoodError(_line(loop.node), "no optimizer steps in this loop")
+            raise NotUnderstoodError(
+                _line(loop.node), "no optimizer steps in this loop"
+            )
         return steps
 
     def _unscale(self, loop: Loop, steps: list[Step]) -> None:
         for unscaling in unscalings(self.places, loop, steps):
-            if (unscaling.before, "unscale") in self._marks():
+            if not self._is_new(unscaling.before, "unscale"):
                 continue
-            self._marks().add((unscaling.before, "unscale"))
             lines = self._unscale_lines(unscaling.before, unscaling.steps)
             self.edits.before(unscaling.before, lines, _UNSCALE)
 
-    def _marks(self) -> set[tuple[ast.AST, str]]:
-        if not hasattr(self, "_marked"):
-            self._marked: set[tuple[ast.AST, str]] = set()
-        return self._marked
+    def _is_new(self, node: ast.AST, what: str) -> bool:
+        """Return True the first time; helpers are part of several loops."""
+        is_new = (node, what) not in self._marked
+        self._marked.add((node, what))
+        return is_new
 
     def _unscale_lines(self, before: ast.stmt, steps: Sequence[Step]) -> list[str]:
         units = list(dict.fromkeys(step.unit for step in steps))
@@ -298,7 +325,9 @@ class _Work:
 
     def _loop_header(self, unit: ast.stmt) -> str:
         if not isinstance(unit, ast.For) or len(unit.body) != 1:
-            raise NotUnderstoodError(unit.lineno, "a loop over optimizers that does more")
+            raise NotUnderstoodError(
+                unit.lineno, "a loop over optimizers that does more"
+            )
         target = self.script.segment(unit.target)
         return f"for {target} in {self.script.segment(unit.iter)}:"
 
@@ -318,17 +347,14 @@ class _Work:
                 self._schedule(loop, update, f"if not {scaler}.skipped:")
             return
         for step in steps:
-            if (step.statement, "step") in self._marks():
+            if not self._is_new(step.event.node, "step"):
                 continue
-            self._marks().add((step.statement, "step"))
             scaler = self.scalers.of(step.optimizer)
             text = f"{scaler}.step({self.script.segment(step.optimizer)})"
             self.edits.replace(step.event.node, text, _STEP)
         for update in updates:
-            if (update, "update") in self._marks():
-                continue
-            self._marks().add((update, "update"))
-            self._write_update(loop, steps, update)
+            if self._is_new(update, "update"):
+                self._write_update(loop, steps, update)
 
     def _write_update(self, loop: Loop, steps: list[Step], update: ast.stmt) -> None:
         function = self.script.scope(update)
@@ -401,8 +427,6 @@ def _first_step(script: Script, loop: Loop, call: ast.Call) -> ast.expr:
 
 def _stepped_apart(script: Script, steps: Sequence[Step]) -> bool:
     """Return True where another statement stands between two steps of an iteration."""
-    from roundoff.lint import block_of
-
     units = list(dict.fromkeys(step.unit for step in steps))
     block = block_of(script, units[0])
     if any(unit not in block for unit in units):
@@ -415,27 +439,13 @@ def _check(script: Script, loop: Loop, *, scales: bool) -> None:
     """Raise ``NotUnderstoodError`` for a loop in which mixed precision is not ours."""
     for event in loop.events:
         if event.is_managed:
-            raise NotUnderstoodError(
-                _line(event.node),
-                "a library (accelerate, Fabric, DeepSpeed ...) runs backward and step: "
-                "set its own mixed precision",
-            )
-    kinds = {event.subject.kind for event in loop.events if event.subject is not None}
-    if Kind.SCALER in kinds or loop.of(Act.SCALER_STEP, Act.UNSCALE, Act.UPDATE):
+            raise NotUnderstoodError(_line(event.node), _MANAGED)
+    if loop.of(Act.SCALER_STEP, Act.UNSCALE, Act.UPDATE):
         raise NotUnderstoodError(_line(loop.node), "a gradient scaler is used already")
     if not loop.of(Act.STEP):
-        raise NotUnderstoodError(
-            _line(loop.node), "no optimizer step is seen in this loop"
-        )
+        reason = "no optimizer step is seen in this loop"
+        raise NotUnderstoodError(_line(loop.node), reason)
     for call in script.calls(*_BANNED):
-        raise NotUnderstoodError(
-            call.lineno,
-            "binary cross-entropy of probabilities raises under autocast on CUDA: use "
-            "BCEWithLogitsLoss on the logits, without the sigmoid, then migrate",
-        )
+        raise NotUnderstoodError(call.lineno, _PROBABILITIES)
     for call in script.calls("torch.autograd.grad") if scales else ():
-        raise NotUnderstoodError(
-            call.lineno,
-            "torch.autograd.grad in the loss (a gradient penalty): its gradients have "
-            "to be scaled and unscaled by hand; bf16 needs no scaler (--to bf16)",
-        )
+        raise NotUnderstoodError(call.lineno, _PENALTY)

@@ -107,7 +107,8 @@ def calls_in(node: ast.AST) -> Iterator[ast.Call]:
             yield inner
         for child in ast.iter_child_nodes(inner):
             is_scope = isinstance(
-                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+                child,
+                ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda,
             )
             if not is_scope:
                 waiting.append(child)

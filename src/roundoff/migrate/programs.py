@@ -63,7 +63,8 @@ class Places:
         statements = [self.script.statement(node)]
         for above in self.script.ancestors(statements[0]):
             if isinstance(
-                above, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+                above,
+                ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda,
             ):
                 break
             if isinstance(above, ast.stmt):

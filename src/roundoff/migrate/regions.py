@@ -95,7 +95,7 @@ class Regions:
             block = self.places.block(statement)
             blocks[id(block)] = block
             statements.setdefault(id(block), []).append(statement)
-        runs = []
+        runs: list[list[ast.stmt]] = []
         for key, block in blocks.items():
             places = sorted(block.index(each) for each in set(statements[key]))
             runs += self._without_passes(block[places[0] : places[-1] + 1])
@@ -150,13 +150,7 @@ class Regions:
 
     def _to_numpy(self, run: list[ast.stmt]) -> list[str]:
         """Return the names of outputs on which ``.numpy()`` is called afterwards."""
-        assigned = {
-            target.id
-            for statement in run
-            if isinstance(statement, ast.Assign) and self.places.computes(statement)
-            for target in statement.targets
-            if isinstance(target, ast.Name)
-        }
+        assigned = set(self._outputs(run))
         function = self.script.scope(run[0])
         names: dict[str, None] = {}
         for call in self.script.method_calls("numpy"):
@@ -168,6 +162,14 @@ class Regions:
                 names[receiver.id] = None
         return list(names)
 
+    def _outputs(self, run: list[ast.stmt]) -> Iterator[str]:
+        """Yield the names that a run of statements gives to what it computes."""
+        for statement in run:
+            if isinstance(statement, ast.Assign) and self.places.computes(statement):
+                for target in statement.targets:
+                    if isinstance(target, ast.Name):
+                        yield target.id
+
 
 def _without_call(node: ast.expr) -> ast.expr:
     return node.func if isinstance(node, ast.Call) else node
@@ -178,7 +180,9 @@ def _assigns(statement: ast.stmt, name: str | None) -> bool:
     if name is None:
         return False
     return any(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        isinstance(node, ast.Name)
+        and node.id == name
+        and isinstance(node.ctx, ast.Store)
         for node in ast.walk(statement)
     )
 
@@ -199,20 +203,20 @@ def _is_name(node: ast.AST, name: str | None) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def models_in(script: Script, run: list[ast.stmt], nodes: set[ast.AST]) -> list[ast.expr]:
+def models_in(
+    script: Script, run: list[ast.stmt], nodes: set[ast.AST]
+) -> list[ast.expr]:
     """Return the expressions of the models that a run of statements calls."""
-    found: dict[str, ast.expr] = {}
+    models: dict[str, ast.expr] = {}
     for statement in run:
         for call in calls_in(statement):
             if call in nodes:
-                found.setdefault(script.segment(call.func), call.func)
-    return list(found.values())
+                models.setdefault(script.segment(call.func), call.func)
+    return list(models.values())
 
 
 def forward_calls(script: Script) -> set[ast.AST]:
     """Return the calls of models."""
     return {
-        event.node
-        for program in script.programs
-        for event in program.of(Act.FORWARD)
+        event.node for program in script.programs for event in program.of(Act.FORWARD)
     }

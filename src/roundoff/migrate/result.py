@@ -46,14 +46,13 @@ class Migration:
 
     def diff(self) -> Iterator[str]:
         """Yield the lines of a unified diff, without line ends."""
-        for line in difflib.unified_diff(
+        yield from difflib.unified_diff(
             self.before.splitlines(),
             self.after.splitlines(),
             self.path,
             self.path,
             lineterm="",
-        ):
-            yield line
+        )
 
 
 class NotUnderstoodError(Exception):

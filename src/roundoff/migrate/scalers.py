@@ -23,7 +23,7 @@ _OPTIMIZERS = re.compile(r"opt", re.IGNORECASE)
 class _Wanted:
     """The statements that make the optimizers of one scaler, and those that use them."""
 
-    made: dict[ast.stmt, None] = field(default_factory=dict)
+    makers: dict[ast.stmt, None] = field(default_factory=dict)
     used: list[ast.stmt] = field(default_factory=list)
 
 
@@ -67,6 +67,12 @@ class Scalers:
         if name.id == "self":
             return self._of_object(optimizer)
         home = self.script.home(name)
+        return self._of_name(home, name, optimizer, depth)
+
+    def _of_name(
+        self, home: ast.AST | None, name: ast.Name, optimizer: ast.expr, depth: int
+    ) -> str:
+        """The scaler of an optimizer that a name of a function or the module holds."""
         if home is None:
             raise _not_made(optimizer)
         bindings = self.script.bindings(home)[name.id]
@@ -82,8 +88,9 @@ class Scalers:
     def _optimizers_in(self, iterated: ast.expr | None, place: ast.expr) -> ast.expr:
         """Return the list of optimizers in what a loop goes over."""
         for node in () if iterated is None else ast.walk(iterated):
-            is_name = isinstance(node, ast.Name | ast.Attribute)
-            if is_name and _OPTIMIZERS.search(self.script.segment(node)):
+            if not isinstance(node, ast.Name | ast.Attribute):
+                continue
+            if _OPTIMIZERS.search(self.script.segment(node)):
                 return node
         raise _not_made(place)
 
@@ -119,8 +126,8 @@ class Scalers:
         placed = self.places.common_block(statements)
         if placed is None:
             raise _not_made(optimizer)
-        wanted.made[placed[1][-1]] = None
-        if home in scopes_around(self.script, optimizer):
+        wanted.makers[placed[1][-1]] = None
+        if home in list(scopes_around(self.script, optimizer)):
             wanted.used.append(self.script.statement(optimizer))
 
     def write(self) -> None:
@@ -131,14 +138,14 @@ class Scalers:
         """
         for (home, name), wanted in self._wanted.items():
             behind = self._behind_all(home, wanted)
-            for statement in [behind] if behind is not None else list(wanted.made):
+            for statement in [behind] if behind is not None else list(wanted.makers):
                 self._check_order(home, statement, wanted)
                 line = f"{name} = {self.make(statement)}"
                 self.edits.after(statement, [line], _MADE)
 
     def _behind_all(self, home: ast.AST | None, wanted: _Wanted) -> ast.stmt | None:
         """Return the statement behind which all optimizers are made and none is used."""
-        placed = self.places.common_block(list(wanted.made))
+        placed = self.places.common_block(list(wanted.makers))
         if placed is None:
             return None
         last = placed[1][-1]
@@ -152,7 +159,11 @@ class Scalers:
         around = self.script.in_loop(statement)
         for use in wanted.used:
             is_inside = around is not None and around in self.places.chain(use)
-            if self.script.scope(use) is home and is_inside and use.lineno < statement.lineno:
+            if (
+                self.script.scope(use) is home
+                and is_inside
+                and use.lineno < statement.lineno
+            ):
                 raise NotUnderstoodError(
                     statement.lineno,
                     "the optimizer is made anew in the loop that uses it",
@@ -196,7 +207,9 @@ class Scalers:
 
     def _add_parameter(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         arguments = function.args
-        has_default = bool(arguments.defaults or arguments.kwonlyargs or arguments.vararg)
+        has_default = bool(
+            arguments.defaults or arguments.kwonlyargs or arguments.vararg
+        )
         text = f"{self.name}=None" if has_default else self.name
         if arguments.kwarg is not None:
             start, _ = self.script.span(arguments.kwarg)
@@ -233,11 +246,11 @@ def _takes_more(call: ast.Call) -> bool:
 
 
 def _not_made(optimizer: ast.expr) -> NotUnderstoodError:
-    reason = "where the optimizer is made is not seen, so there is no place for a scaler"
+    reason = (
+        "where the optimizer is made is not seen, so there is no place for a scaler"
+    )
     return NotUnderstoodError(optimizer.lineno, reason)
 
 
 def _line(node: ast.AST) -> int:
     return getattr(node, "lineno", 0)
-
-

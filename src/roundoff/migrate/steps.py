@@ -54,9 +54,9 @@ def steps_of(script: Script, loop: Loop) -> list[Step]:
 
 def _unit(script: Script, loop: Loop, statement: ast.stmt) -> ast.stmt:
     """Climb out of loops in which nothing runs backward: those over optimizers."""
-    unit = statement
+    unit: ast.stmt = statement
     around = script.in_loop(statement)
-    while around is not None and around is not loop.node:
+    while isinstance(around, ast.stmt) and around is not loop.node:
         if any(around in event.loops for event in loop.of(Act.BACKWARD)):
             break
         unit = around
@@ -64,7 +64,9 @@ def _unit(script: Script, loop: Loop, statement: ast.stmt) -> ast.stmt:
     return unit
 
 
-def update_places(script: Script, places: Places, steps: Sequence[Step]) -> list[ast.stmt]:
+def update_places(
+    script: Script, places: Places, steps: Sequence[Step]
+) -> list[ast.stmt]:
     """Return the statements behind which the scale is updated, once an iteration.
 
     Steps in several functions are updated in each. Raises ``NotUnderstoodError`` where
@@ -88,11 +90,14 @@ def _all_of_one(steps: Sequence[Step]) -> bool:
 def _behind(places: Places, units: list[ast.stmt]) -> ast.stmt:
     placed = places.common_block(units)
     if placed is None:
-        raise NotUnderstoodError(units[0].lineno, "steps in places without a common block")
+        raise NotUnderstoodError(
+            units[0].lineno, "steps in places without a common block"
+        )
     _, held = placed
-    if len(held) == 1 or any(unit in held for unit in units):
-        if len(held) > 1 or held[0] in units or _in_every_branch(held[0], units):
-            return held[-1]
+    is_always = any(unit in held for unit in units)
+    is_one = len(held) == 1 and _in_every_branch(held[0], units)
+    if is_always or is_one:
+        return held[-1]
     raise NotUnderstoodError(
         held[0].lineno,
         "which of the optimizers step depends on conditions: there is no one place to "
@@ -124,14 +129,12 @@ class Unscaling:
     steps: tuple[Step, ...]
 
 
-def unscalings(
-    places: Places, loop: Loop, steps: Sequence[Step]
-) -> list[Unscaling]:
+def unscalings(places: Places, loop: Loop, steps: Sequence[Step]) -> list[Unscaling]:
     """Return where gradients are unscaled: before they are clipped, logged or changed.
 
     Raises ``NotUnderstoodError`` where gradients are clipped more often than stepped.
     """
-    found: list[Unscaling] = []
+    places_of_unscaling: list[Unscaling] = []
     done: set[Step] = set()
     for event in loop.of(Act.CLIP, Act.GRADIENT):
         following = _following(loop, event, steps)
@@ -139,8 +142,10 @@ def unscalings(
         if not waiting or not _follows_backward(loop, event):
             continue
         done.update(waiting)
-        found.append(Unscaling(_anchor(places, event, waiting[0]), waiting))
-    return found
+        places_of_unscaling.append(
+            Unscaling(_anchor(places, event, waiting[0]), waiting)
+        )
+    return places_of_unscaling
 
 
 def _follows_backward(loop: Loop, event: Event) -> bool:
@@ -162,7 +167,8 @@ def _anchor(places: Places, event: Event, step: Step) -> ast.stmt:
     node = places.projected(event.node, places.script.scope(step.statement))
     if node is None:
         raise NotUnderstoodError(
-            _line(event.node), "gradients are read in a function that several places call"
+            _line(event.node),
+            "gradients are read in a function that several places call",
         )
     for statement in (step.statement, step.unit):
         block = places.block(statement)
@@ -196,7 +202,9 @@ def _line(node: ast.AST) -> int:
     return getattr(node, "lineno", 0)
 
 
-def schedules(script: Script, places: Places, loop: Loop, update: ast.stmt) -> list[ast.stmt]:
+def schedules(
+    script: Script, places: Places, loop: Loop, update: ast.stmt
+) -> list[ast.stmt]:
     """Return the statements that move a learning rate once a step, behind the update."""
     block = places.block(update)
     statements = []

@@ -76,9 +76,7 @@ class TextEdits:
         self._add(_Edit(end, end, _AFTER, text))
         self._remark(self.script.span(statement)[0], reason)
 
-    def wrap(
-        self, first: ast.stmt, last: ast.stmt, header: str, reason: str
-    ) -> None:
+    def wrap(self, first: ast.stmt, last: ast.stmt, header: str, reason: str) -> None:
         """Put a line that opens a block before some statements, which are indented."""
         for statement in (first, last):
             self._check_alone(statement)
@@ -224,6 +222,4 @@ def _without_strings(script: Script) -> str:
     """Return the lines that begin outside of strings."""
     inside = _lines_in_strings(script.text)
     lines = script.text.splitlines(keepends=True)
-    return "".join(
-        line for number, line in enumerate(lines, 1) if number not in inside
-    )
+    return "".join(line for number, line in enumerate(lines, 1) if number not in inside)

@@ -44,8 +44,11 @@ def command(
     ] = None,
     plan: Annotated[
         Path,
-        typer.Option(
-            "--plan", help="With --to roundoff: the plan that is trained under."
+        kinds.option(
+            "--plan",
+            parse=kinds.input_file,
+            help="With --to roundoff: the plan that is trained under.",
+            metavar="FILE",
         ),
     ] = Path("plan.toml"),
     write: Annotated[

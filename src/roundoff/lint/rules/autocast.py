@@ -314,7 +314,7 @@ def never_entered(script: Script) -> Iterator[Hit]:
 
 _CAST_OPERATORS = set(
     "mm bmm matmul addmm baddbmm addbmm mv einsum linear conv1d conv2d conv3d exp log pow softmax "
-    "log_softmax cumsum cumprod prod norm rsqrt reciprocal layer_norm log1p expm1 logsumexp cdist".split()
+    "log_softmax cumsum cumprod prod norm rsqrt reciprocal layer_norm log1p expm1 logsumexp cdist sum mean".split()
 )
 
 
@@ -354,14 +354,19 @@ def _casts(methods: Iterable[ast.FunctionDef]) -> bool:
     """Return True where a method calls what autocast casts."""
     for method in methods:
         for node in ast.walk(method):
-            if isinstance(node, ast.BinOp) and isinstance(
-                node.op, ast.MatMult | ast.Pow
-            ):
+            if isinstance(node, ast.BinOp) and _is_product(node):
                 return True
             function = node.func if isinstance(node, ast.Call) else None
             if isinstance(function, ast.Attribute) and function.attr in _CAST_OPERATORS:
                 return True
     return False
+
+
+def _is_product(node: ast.BinOp) -> bool:
+    """Return True for a matrix product, a power, and a quotient of two tensors."""
+    if isinstance(node.op, ast.Div):
+        return not isinstance(node.right, ast.Constant)
+    return isinstance(node.op, ast.MatMult | ast.Pow)
 
 
 def _is_custom(method: ast.FunctionDef) -> bool:
@@ -647,7 +652,7 @@ with torch.autocast("cuda", dtype=torch.float16):
         check=in_place_inside,
     ),
     Rule(
-        code="RO208",
+        code="RO210",
         name="evaluation-not-in-autocast",
         message="the model is trained in autocast and evaluated in fp32: enter the same autocast in both, or report both",
         why="The metric is that of another network than the one that is trained, and that will be served.",
@@ -705,7 +710,7 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
         check=deprecated_autocast,
     ),
     Rule(
-        code="RO210",
+        code="RO208",
         name="apex-amp",
         message="`apex.amp` is gone: use `torch.autocast` and `torch.amp.GradScaler`",
         why="NVIDIA has removed it from Apex in favour of what PyTorch brings. `roundoff migrate --from apex` rewrites it.",

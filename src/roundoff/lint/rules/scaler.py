@@ -94,9 +94,12 @@ def _attributes(script: Script) -> list[ast.Attribute]:
     return [each for each in script.nodes(ast.Attribute) if "found_inf" in each.attr]
 
 
+_SAVE = "torch.save"
+
+
 def _saved_without_scaler(script: Script) -> Iterator[Hit]:
     scalers = script.calls(*SCALERS)
-    if not scalers or not script.calls("torch.save"):
+    if not scalers or not script.calls(_SAVE):
         return
     states = {
         kind: [
@@ -110,7 +113,10 @@ def _saved_without_scaler(script: Script) -> Iterator[Hit]:
     if states[Kind.SCALER] or not states[Kind.OPTIMIZER]:
         return
     for call in states[Kind.OPTIMIZER]:
-        yield Hit(call, edits=_saved_too(script, call))
+        saves = [
+            above for above in script.ancestors(call) if script.called(above) == _SAVE
+        ]
+        yield Hit(saves[0] if saves else call, edits=_saved_too(script, call))
 
 
 def _saved_too(script: Script, call: ast.Call) -> tuple[Edit, ...]:

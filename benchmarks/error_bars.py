@@ -1,10 +1,10 @@
 """Do the error bars of a budget hold, where samples are mixed and where rows are no samples?
 
 Networks so small that trials of every row cost less are tried by default; they stand twice, once measured by the
-adjoint alone. Each model is measured with as many seeds as asked, and once with 600 probes, which is taken as the truth (its own
-error is 0.25 dB at the very most, where nothing but probes tells errors apart). Every row of every seed is compared:
-root mean square in dB, how many are within two of the standard errors that are printed beside them, and the rank
-correlation of the sites. Bars: coverage 0.93 to 0.99, rms at most 0.7 dB.
+adjoint alone. Each model is measured with as many seeds as asked, and once with 600 probes, which is taken as the
+truth (its own error is 0.25 dB at the very most, where nothing but probes tells errors apart). Every row of every
+seed is compared: root mean square in dB, how many are within two of the standard errors that are printed beside
+them, and the rank correlation of the sites. Bars: coverage 0.93 to 0.99, rms at most 0.7 dB.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ module, and replaced by ``scaled_dot_product_attention``."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 _PRODUCTS = (torch.matmul, torch.bmm, operator.matmul)
@@ -196,10 +196,8 @@ def _replace(graph: fx.Graph, attention: _Attention) -> None:
     with graph.inserting_before(attention.result):
         mask: Any = None
         if attention.mask is not None:
-            how, mask = attention.mask
-            if how == "fill":
-                # True marks what is left out when filling, what takes part in attention
-                mask = graph.call_function(_takes_part, (mask,))
+            how, masked = attention.mask
+            mask = graph.call_function(_MASKS[how], (masked, attention.query))
         scale = (attention.scale.value, attention.scale.divides)
         fused = graph.call_function(
             functional.scaled_dot_product_attention,
@@ -214,8 +212,20 @@ def _replace(graph: fx.Graph, attention: _Attention) -> None:
     graph.erase_node(attention.result)
 
 
-def _takes_part(condition: torch.Tensor) -> torch.Tensor:
-    return condition.logical_not()
+def _takes_part(removed: Tensor, query: Tensor) -> Tensor:
+    """Return the mask of what takes part in attention, from what a fill removes."""
+    return torch.atleast_2d(removed.logical_not()).to(query.device)
+
+
+def _added(bias: Tensor, query: Tensor) -> Tensor:
+    """Return what is added to the scores, with the axes and the dtype that it needs."""
+    return torch.atleast_2d(bias).to(query.dtype)
+
+
+_MASKS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fill": _takes_part,
+    "add": _added,
+}
 
 
 def _factor(value: Any, divides: bool) -> float:

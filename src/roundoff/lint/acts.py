@@ -15,6 +15,37 @@ CLIPS = {
     "clip_grad_norm",
     "clip_grads_with_norm_",
 }
+_LINEAR_METHODS = {
+    "zero_",
+    "detach_",
+    "mul_",
+    "div_",
+    "copy_",
+    "is_sparse",
+    "dtype",
+    "device",
+    "shape",
+    "numel",
+    "size",
+    "is_cuda",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "requires_grad_",
+    "register_hook",
+}
+_LINEAR_FUNCTIONS = {
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "append",
+    "hasattr",
+    "print",
+}
 _SAVES = {"torch.save", "paddle.save"}
 _LOSS_FUNCTIONS = (
     "torch.nn.functional.cross_entropy",
@@ -50,16 +81,29 @@ def _cleared(assign: ast.Assign) -> Iterator[Event]:
 
 
 def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
-    """``p.grad`` where its value is used: not ``p.grad is None``, not ``p.grad.zero_()``."""
+    """``p.grad`` where its value counts: not ``p.grad is None``, and not where a factor
+    makes no difference, as in sums over ranks and tests for NaN.
+    """
     if node.attr != "grad" or not isinstance(node.ctx, ast.Load):
         return
     if script.qualified(node) is not None:
         return
     above = script.parent(node)
-    is_test = isinstance(above, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp)
-    is_cleared = isinstance(above, ast.Attribute) and above.attr == "zero_"
-    if not is_test and not is_cleared:
-        yield Event(Act.GRADIENT, node, None)
+    while isinstance(above, ast.Attribute) and above.attr in ("data", "grad"):
+        above = script.parent(above)
+    if isinstance(above, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
+        return
+    if isinstance(above, ast.Attribute) and above.attr in _LINEAR_METHODS:
+        return
+    if isinstance(above, ast.Call) and _is_linear(script, above):
+        return
+    yield Event(Act.GRADIENT, node, None)
+
+
+def _is_linear(script: Script, call: ast.Call) -> bool:
+    """Return True for calls to which a factor of the gradient makes no difference."""
+    name = script.called(call) or ast.unparse(call.func)
+    return name.rpartition(".")[2] in _LINEAR_FUNCTIONS
 
 
 def _of_call(script: Script, call: ast.Call) -> Iterator[Event]:

@@ -98,9 +98,9 @@ def _joined(batches: list[Any]) -> Any | None:
     if structure != other_structure:
         return None
     joined = []
-    for one, other in zip(leaves, others, strict=True):
-        is_batch = isinstance(one, Tensor) and one.dim() > 0
-        if is_batch and one.shape[1:] != other.shape[1:]:
+    for leaf, other in zip(leaves, others, strict=True):
+        is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0
+        if is_batch and leaf.shape[1:] != other.shape[1:]:
             return None
-        joined.append(torch.cat([one, other]) if is_batch else one)
+        joined.append(torch.cat([leaf, other]) if is_batch else leaf)
     return tree_unflatten(joined, structure)

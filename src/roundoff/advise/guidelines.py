@@ -270,13 +270,6 @@ def _elementwise(facts: Facts, calls: Sequence[LayerCall]) -> _Case | None:
         return None
     passes = sum(row.calls for row in inside)
     shape = max(inside, key=lambda row: row.bytes_moved).shape
-    x = torch.randn([int(size) for size in shape.split("×")], device=facts.device)
-    y = torch.empty_like(x)
-
-    def several() -> None:
-        for _ in range(passes):
-            torch.mul(x, 1.0001, out=y)
-
     return _Case(
         name="elementwise_share",
         seen=f"element-wise operators take {share:.0%} of the step; "
@@ -286,11 +279,24 @@ def _elementwise(facts: Facts, calls: Sequence[LayerCall]) -> _Case | None:
         do="fewer of them, in place, or fused by torch.compile",
         why="they do little work and move every element",
         number="G4",
-        unchanged=several,
-        changed=lambda: torch.mul(x, 1.0001, out=y),
+        unchanged=_passes(shape, passes, facts.device),
+        changed=_passes(shape, 1, facts.device),
         share=share,
         reason="which of them can go is the author's to say",
     )
+
+
+def _passes(shape: str, number: int, device: torch.device) -> Callable[[], None]:
+    """Return a call of element-wise operators on tensors of a shape, one after
+    another."""
+    x = torch.randn([int(size) for size in shape.split("×")], device=device)
+    result = torch.empty_like(x)
+
+    def run() -> None:
+        for _ in range(number):
+            torch.mul(x, 1.0001, out=result)
+
+    return run
 
 
 def _is_elementwise(row: OperatorCount) -> bool:

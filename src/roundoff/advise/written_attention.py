@@ -170,10 +170,11 @@ def _skip_mask(node: Any) -> tuple[Any, Any]:
 def _skip_scale(node: Any) -> tuple[_Scale, Any]:
     """Return how the scores are scaled, and the product below."""
     if _calls(node, (operator.mul, torch.mul), ("mul",)):
-        scores, factor = node.args[:2]
-        if not isinstance(scores, fx.Node):
-            scores, factor = factor, scores
-        return _Scale(factor, divides=False), scores
+        first = node.args[0]
+        second = node.args[1]
+        if not isinstance(first, fx.Node):
+            return _Scale(first, divides=False), second
+        return _Scale(second, divides=False), first
     if _calls(node, (operator.truediv, torch.div), ("div",)):
         return _Scale(node.args[1], divides=True), node.args[0]
     return _Scale(1.0, divides=False), node
@@ -214,12 +215,16 @@ def _replace(graph: fx.Graph, attention: _Attention) -> None:
 
 def _takes_part(removed: Tensor, query: Tensor) -> Tensor:
     """Return the mask of what takes part in attention, from what a fill removes."""
-    return torch.atleast_2d(removed.logical_not()).to(query.device)
+    return _with_two_axes(removed.logical_not()).to(query.device)
 
 
 def _added(bias: Tensor, query: Tensor) -> Tensor:
     """Return what is added to the scores, with the axes and the dtype that it needs."""
-    return torch.atleast_2d(bias).to(query.dtype)
+    return _with_two_axes(bias).to(query.dtype)
+
+
+def _with_two_axes(mask: Tensor) -> Tensor:
+    return mask if mask.dim() >= 2 else mask.expand(1, *mask.shape or (1,))
 
 
 _MASKS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -195,7 +195,7 @@ class _Watcher:
         self.steps: list[StepCalls] = []
         self.graph = BackwardGraph()
         self.ours = OurPart("watching")
-        self.ends = StepBoundaries(self.ours.around(self._end))
+        self.ends = StepBoundaries(self._end, self.ours)
         self._stopped: str | None = None
         self._bad_in_a_row = 0
         #: steps whose loss was not finite though their gradients were
@@ -221,7 +221,7 @@ class _Watcher:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen to the process; everything is undone on exit."""
-        paths = Paths()
+        paths = Paths(ours=self.ours)
         paths.root_listeners.append(self.ours.around(self._new_model))
         with ExitStack() as stack:
             stack.enter_context(quiet())
@@ -674,7 +674,7 @@ SKIP_FIELDS = (
 def _frame_of_call() -> Any:
     """Return torch's frame of the call of the model that is listened to; None where none is near."""
     frame: Any = sys._getframe(1)
-    for _ in range(12):
+    for _ in range(16):
         if frame is None:
             return None
         if {"args", "kwargs"} <= frame.f_locals.keys() and _is_of_modules(frame):

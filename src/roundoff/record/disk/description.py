@@ -26,12 +26,15 @@ class CallCoverage:
         steps: steps that were recorded.
         calls: operator calls in them; 0 at module level.
         operators: overload -> number of its calls.
+        other_threads: kind of thread -> number of its calls that are not among these,
+            since it ran beside the recorded one.
         stopped: why the recording stopped before the program; None if it did not.
     """
 
     steps: int | None = None
     calls: int | None = None
     operators: dict[str, int] | None = None
+    other_threads: dict[str, int] | None = None
     stopped: str | None = None
     failed: bool | None = None
 

@@ -24,6 +24,7 @@ from roundoff.cli import (
     diagnose,
     diff,
     lint,
+    migrate,
     overflow,
     plan_group,
     quantize,
@@ -78,6 +79,7 @@ for _name, _verb in {
     "replay": replay,
     "watch": watch,
     "lint": lint,
+    "migrate": migrate,
     "bench": bench,
     "advise": advise,
 }.items():

@@ -194,6 +194,55 @@ def test_what_is_not_seen_makes_no_program(kind):
     assert program is None
 
 
+class Counts(nn.Module):
+    """Counts, as floating-point numbers, say which rows belong together."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        counts = torch.histc(x[:, 0], 3, -2.0, 2.0)
+        ends = counts.cumsum(0, dtype=torch.int64)
+        scales = torch.tensor([1.0, 10.0, 100.0])
+        group = torch.bucketize(torch.arange(1, len(x) + 1), ends)
+        return y * scales[group][:, None]
+
+
+def test_counts_stay_whole_where_a_program_is_held_against_its_model():
+    """A hundredth of a row more or less, and the last row is in no group at all."""
+    torch.manual_seed(0)
+    model = Counts().eval().requires_grad_(False)
+    x = torch.randn(9, 4).clamp(-1.9, 1.9)
+
+    def forward():
+        return {"output": model(x)}
+
+    program = record_program(forward, set())
+    numbers = {s.number for s in program.steps if s.func.__name__ == "histc"}
+    numbers |= linear_calls(program)
+    assert len(numbers) == 2
+    assert record_program(forward, numbers) is not None
+
+
+def test_what_follows_from_several_changed_calls_runs_again():
+    torch.manual_seed(0)
+    model = Written()
+    x = torch.randn(5, 4)
+    program, numbers = recorded(model, x)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, result: doubled_result(result))
+        for layer in layers
+    ]
+    expected = model(x)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(program.run_changed(doubled, numbers)["output"], expected)
+    assert torch.equal(program.run_changed(doubled, [])["output"], model(x))
+
+
 def test_a_call_that_was_not_made():
     program, _ = recorded(Picks(), torch.randn(5, 4))
     with pytest.raises(DivergedError, match="no such call"):

@@ -503,10 +503,21 @@ class _Chosen(_Sine):
         return y * (y.argmax(-1, keepdim=True) + 1)
 
 
-@pytest.mark.parametrize(("model", "followed"), [(_Sine, []), (_Chosen, [3])])
-def test_further_batches_are_followed_where_the_first_shows_a_decision(
+class _Branches(_Sine):
+    """The sign of a sum decides what is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.sin() if x.sum() * y.sum().square() > 0 else y.cos()
+
+
+@pytest.mark.parametrize(
+    ("model", "followed"), [(_Sine, []), (_Chosen, []), (_Branches, [3])]
+)
+def test_further_batches_are_followed_where_they_may_call_others(
     model, followed, monkeypatch
 ):
+    """Batches of the same calls have their values go the same ways, decisions too."""
     asked = []
 
     def counting(workload, target=None, batches=None):
@@ -516,8 +527,8 @@ def test_further_batches_are_followed_where_the_first_shows_a_decision(
     monkeypatch.setattr("roundoff.budget.refine.record", counting)
     monkeypatch.setattr("roundoff.budget.refine.suspects", lambda *_: [])
     torch.manual_seed(0)
-    batches = [torch.randn(4, 3) for _ in range(3)]
-    budget(Workload(model(), batches), probes=4)
+    x = torch.rand(4, 3)
+    budget(Workload(model(), [x, -x, x + 1]), probes=4)
     assert asked == followed
 
 

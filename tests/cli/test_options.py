@@ -49,11 +49,15 @@ COMMANDS = {
     "capture": "-o run",
     "show": "a",
     "overflow": "a",
+    "check": "a b",
     "compare": "a b",
     "diff": "a b site",
     "replay": "a",
     "watch": "",
     "bench": "net.py",
+    "advise": "net.py",
+    "lint": "net.py",
+    "migrate": "net.py",
 }
 #: Folders in which no run is.
 RUNS = ("a", "b")
@@ -76,6 +80,7 @@ BAD: dict[str, list[str]] = {
     "--cost-table": ["missing.toml", ""],
     "--pin": PATTERN_FORMAT,
     "--allow": [*PATTERN_FORMAT, "*=bf16,bf17"],
+    "--tie": ["operators", "", "Site"],
     "overflow --allow": [""],
     "--of": [""],
     "--probes": [*COUNT, "0"],
@@ -101,8 +106,11 @@ BAD: dict[str, list[str]] = {
     "--sort": ["biggest", ""],
     "--steps": [*NOT_A_NUMBER, "-1", "0"],
     "capture --steps": ["first", "3-1", "1,,2", ""],
+    "check --steps": ["first", "3-1", "1,,2", ""],
     "--noise": COUNT,
     "--repeats": COUNT,
+    "check --repeats": ["missing"],
+    "--repeat": [*COUNT, "1"],
     "--runs": [*COUNT, "2"],
     "--batches": [*COUNT, "0"],
     "--extra": FINITE,
@@ -149,13 +157,19 @@ BAD: dict[str, list[str]] = {
     "--seeds": [*COUNT, "0"],
     "--every": [*COUNT, "0"],
     "--explain": COUNT,
+    "lint --explain": ["RO999", "", "every"],
+    "--select": ["RO999", "", "E501", "RO1,E501"],
+    "--ignore": ["RO999", ""],
     "--lines": [*COUNT, "0"],
+    "--least": ["much", "", "-1dB", "0", "nan"],
+    "--seconds": FINITE,
+    "--apply": ["tuned.txt", ""],
     "plan --output": ["plan.txt"],
     "verify --output": ["plan.txt"],
     "tune --output": ["plan.txt"],
 }
 #: Any text is one: a folder or file to write, which is checked when it is made.
-FREE = {"--output", "--html", "--save", "-o"}
+FREE = {"--output", "--html", "--save", "--trace", "-o"}
 
 
 def options() -> list[tuple[str, Any]]:

@@ -172,3 +172,22 @@ def test_the_page_about_lists_runs(
     assert capsys.readouterr().out == printed
     for line in commands.splitlines():
         assert run(line.removeprefix("roundoff "), capsys)[0] == 0
+
+
+def test_by_operator_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(
+        "budget net.py --formats bf16 --probes 2 -o budget.parquet -q", capsys
+    )
+    assert code == 0, err
+    line = "plan budget.parquet --target 20dB --tie operator -o plan.toml -q"
+    code, _, err = run(line, capsys)
+    assert code == 0, err
+    assert "op:linear" in Path("plan.toml").read_text()
+    code, out, err = run("plan convert plan.toml --to ascend -o mix.json", capsys)
+    assert code == 0, err
+    assert "own lists" in out
+    assert "MatMulV2" in Path("mix.json").read_text()
+    code, _, err = run(line.replace("operator", "operators"), capsys)
+    assert code == 2
+    assert "--tie" in err
+    assert "operator" in err

@@ -218,6 +218,21 @@ def test_a_budget_may_be_used_again(tuned):
     assert again.budget is found.budget
     assert again.runs[-1].name == "more"
     assert again.runs[-1].cost <= 1.1 * again.runs[1].cost * (1 + 1e-6)
+    tied = ro.tune(
+        work,
+        ["bf16"],
+        device="cuda",
+        steps=1,
+        runs=3,
+        budget=found.budget,
+        tie="ascend",
+    )
+    patterns = {pattern for rule in tied.plan.rules for pattern in rule.sites}
+    operators = {f"op:{site.operator}" for site in found.budget.sites}
+    assert patterns == operators
+    assert tied.plan.about["tie"] == "ascend"
+    with pytest.raises(PlanError, match="no such tie"):
+        ro.tune(work, ["bf16"], tie="type")
     with pytest.raises(PlanError, match="not one of these gradients"):
         ro.tune(work, ["bf16", "fp16"], steps=1, budget=found.budget)
     with pytest.raises(PlanError, match="not one of these gradients"):

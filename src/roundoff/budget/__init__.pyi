@@ -43,3 +43,4 @@ from .targets import drop_to_db as drop_to_db
 from .targets import metric_at as metric_at
 from .terms import TermKey as TermKey
 from .terms import Terms as Terms
+from .ties import TIES as TIES

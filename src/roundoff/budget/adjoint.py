@@ -61,7 +61,7 @@ _TOGETHER_BYTES = 2**22
 #: Bytes of the outputs of all sites from which on gradients are stored in bf16.
 _LARGE = 2**22
 #: Up to here probes cost less one by one than batched, where their gradients may be kept.
-FEW_PROBES = 8
+FEW_PROBES = 16
 #: Share of the sites that may mix samples before another division is tried.
 FEW_MIXED = 0.1
 

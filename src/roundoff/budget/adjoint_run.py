@@ -106,6 +106,7 @@ class AdjointRun(BudgetRun):
                 self.way, self.writes = self.other_ways.pop(0)
                 forget()
         forget_graph(self.workload.model)
+        self.named_passes += 1
         self.add_signal(values, division)
         terms = probe.terms
         self.batches.append(

@@ -15,6 +15,7 @@ from roundoff.budget.noise_power import Term, casts, keeps
 from roundoff.budget.outputs import powers
 from roundoff.budget.sqnr_target import SqnrTarget
 from roundoff.budget.table import Budget
+from roundoff.budget.ties import SITE, groups_of, plan_by_operator
 from roundoff.errors import InfeasibleError, PlanError
 from roundoff.formats import parse_format
 from roundoff.plan import (
@@ -81,7 +82,7 @@ class Problem:
         if self.goal.cost == "storage":
             self._store_once()
         self._rules = _rules(self.goal, budget.sites)
-        self.groups = _tied(budget.sites)
+        self.groups = groups_of(budget.sites, self.goal.tie)
         self.owner = {
             site: name for name, group in self.groups.items() for site in group
         }
@@ -204,7 +205,11 @@ class Problem:
     def _tie(self, site: str, other: str) -> str:
         theirs = self.info[other].params
         weights = [name for name in self.info[site].params if name in theirs]
-        return f"shares {weights[0]} with {other}" if weights else f"is tied to {other}"
+        if weights:
+            return f"shares {weights[0]} with {other}"
+        if self.goal.tie != SITE:
+            return f"is tied by its operator to {other}"
+        return f"is tied to {other}"
 
     def _refusals(self, group: Sequence[str]) -> list[str]:
         """Return why the sites of a group do not run in some format."""
@@ -357,6 +362,9 @@ class Problem:
         if forwards > 1:
             # numbers of calls go over that many forward passes
             about["forwards"] = forwards
+        if self.goal.tie != SITE:
+            about["tie"] = self.goal.tie
+            return plan_by_operator(self.budget.sites, chosen, about)
         return Plan.from_formats(chosen, about)
 
 
@@ -466,26 +474,3 @@ def _cheapest_format(decision: Decision) -> str:
 
 def _if_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _tied(sites: Sequence[MeasuredSite]) -> dict[str, list[str]]:
-    """Group sites that share a parameter, or write into one tensor.
-
-    Each group goes by the name of its first site.
-    """
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    for site in sites:
-        # no site has a name that starts with a NUL
-        parameters = ["\0" + parameter for parameter in site.params]
-        for other in (*parameters, *site.tied):
-            parent[root(other)] = root(site.site)
-    groups: dict[str, list[str]] = {}
-    for site in sites:
-        groups.setdefault(root(site.site), []).append(site.site)
-    return {group[0]: group for group in groups.values()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roundoff.budget.aim import is_drop, parse_drop
 from roundoff.budget.sqnr_target import SqnrTarget, TargetText, parse_target
 from roundoff.budget.targets import drop_to_db
+from roundoff.budget.ties import SITE, check_tie
 from roundoff.errors import PlanError, did_you_mean, nearest
 from roundoff.formats import parse_format
 from roundoff.plan import UNITS
@@ -36,6 +37,9 @@ class Goal:
         pin: format of sites, by glob patterns over site and parameter names.
         allow: formats that sites may take, by patterns likewise; first match first.
         formats: offered formats; None for all that the budget measured.
+        tie: what runs in one format: each ``site`` for itself, all calls of an
+            ``operator``, or all of one operator type of ``ascend``, ``paddle`` or
+            ``tensorflow``.
     """
 
     target: TargetText | None = None
@@ -46,6 +50,7 @@ class Goal:
     pin: Mapping[str, str] = field(default_factory=dict)
     allow: Mapping[str, Sequence[str]] = field(default_factory=dict)
     formats: Sequence[str] | None = None
+    tie: str = SITE
 
     def __post_init__(self) -> None:
         if is_drop(self.target) and self.metric_drop is None:
@@ -77,7 +82,8 @@ class Goal:
         return [name for name, value in aims.items() if value is not None]
 
     def _check_names(self) -> None:
-        """Raise for a cost model or a format that does not exist."""
+        """Raise for a cost model, a tie or a format that does not exist."""
+        check_tie(self.tie)
         if self.cost not in UNITS:
             raise PlanError(
                 "unknown cost model",

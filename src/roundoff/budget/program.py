@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from roundoff.errors import WorkloadError
 from roundoff.ops import Operator, float_tensors, function_body, operators_that
 
 _READS = operators_that("give numbers to Python")
@@ -31,6 +32,10 @@ Calls = tuple[tuple[int, Callable[..., Any]], ...]
 
 class DivergedError(Exception):
     """The model would have gone on in another way than the recorded one."""
+
+
+#: What a call raises that cannot run with other values: the run is given up.
+GIVEN_UP = (DivergedError, RuntimeError, LookupError, ValueError, ArithmeticError)
 
 
 @dataclass(eq=False, slots=True)
@@ -47,8 +52,11 @@ class Step:
         reads: the memory that it reads, see ``_memory``.
         writes: the memory that its results lie in, and that it writes into.
         mutates: the memory that it writes into.
-        places: positions of the arguments with tensors that the program made.
-        names: keywords of such arguments.
+        places: positions of the arguments that are tensors which the program made, each
+            with the tensor's id.
+        nested: positions of other arguments with such tensors in them.
+        names: keywords of arguments with such tensors.
+        alone: the id and the shape of a result that is a tensor; None for others.
     """
 
     number: int
@@ -60,8 +68,10 @@ class Step:
     reads: frozenset[int]
     writes: frozenset[int]
     mutates: frozenset[int]
-    places: tuple[int, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+    nested: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    alone: tuple[int, torch.Size] | None = None
 
     @property
     def is_read(self) -> bool:
@@ -75,8 +85,16 @@ class Step:
 
     def link(self, made: set[int]) -> None:
         """Find the arguments that earlier steps made, and add the results to ``made``."""
+        holding = [
+            (place, value)
+            for place, value in enumerate(self.args)
+            if _holds(value, made)
+        ]
         self.places = tuple(
-            place for place, value in enumerate(self.args) if _holds(value, made)
+            (place, id(value)) for place, value in holding if isinstance(value, Tensor)
+        )
+        self.nested = tuple(
+            place for place, value in holding if not isinstance(value, Tensor)
         )
         self.names = tuple(
             name for name, value in self.kwargs.items() if _holds(value, made)
@@ -88,9 +106,11 @@ class Step:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments; ``changed`` has other tensors for those of these ids."""
         args: Sequence[Any] = self.args
-        if self.places:
+        if self.places or self.nested:
             args = list(args)
-            for place in self.places:
+            for place, tensor in self.places:
+                args[place] = changed.get(tensor, args[place])
+            for place in self.nested:
                 args[place] = _replaced(args[place], changed)
         kwargs = self.kwargs
         if self.names:
@@ -100,6 +120,12 @@ class Step:
 
     def keep(self, result: Any, changed: dict[int, Tensor]) -> None:
         """Note the result of running it once more; raise ``DivergedError`` if it is none of the kind."""
+        if self.alone is not None and isinstance(result, Tensor):
+            number, shape = self.alone
+            if result.shape != shape:
+                raise DivergedError("another shape")
+            changed[number] = result
+            return
         if self.is_read:
             if not _same(result, self.value):
                 raise DivergedError("another value was read")
@@ -183,6 +209,7 @@ class ProgramMode(TorchFunctionMode):
             reads=frozenset(map(_memory, read)),
             writes=mutates | frozenset(map(_memory, results)),
             mutates=mutates,
+            alone=(id(result), result.shape) if isinstance(result, Tensor) else None,
         )
         self.steps.append(step)
 
@@ -208,7 +235,7 @@ class Program:
             self._created |= step.writes - step.mutates
             self._last_write.update(dict.fromkeys(step.mutates, place))
         self._is_useful = self._useful()
-        self._last_used = self._last_uses()
+        self._last_used = self._last_uses(numbered)
 
     @property
     def calls(self) -> Calls:
@@ -241,8 +268,13 @@ class Program:
     def _order(self, place: int) -> list[int]:
         order = self._orders.get(place)
         if order is None:
-            order = self._orders[place] = self._following(place)
+            order = self._orders[place] = self._following([place])
         return order
+
+    def step(self, number: int) -> Step | None:
+        """Return the step that is call ``number``."""
+        place = self._places.get(number)
+        return None if place is None else self.steps[place]
 
     def share_after(self, number: int) -> float:
         """Return the share of the steps that follow from call ``number``; 1 without it."""
@@ -256,9 +288,10 @@ class Program:
         change: Callable[[Step, Sequence[Any], dict[str, Any]], Any],
         numbers: Collection[int],
     ) -> dict[str, Tensor]:
-        """Run all of it, with the results of some calls changed."""
+        """Run what follows from some calls, with their results changed."""
         changes = {self._places[n]: change for n in numbers if n in self._places}
-        return self._run(range(len(self.steps)), changes)
+        order = self._following(changes) if changes else []
+        return self._run(order, changes)
 
     def _run(
         self, order: Sequence[int], changes: Mapping[int, Callable[..., Any]]
@@ -267,23 +300,25 @@ class Program:
         for place in order:
             step = self.steps[place]
             args, kwargs = step.arguments(changed)
-            change = changes.get(place)
-            if change is None:
-                result = step.func(*args, **kwargs)
+            if place in changes:
+                result = changes[place](step, args, kwargs)
             else:
-                result = change(step, args, kwargs)
+                result = step.func(*args, **kwargs)
             step.keep(result, changed)
             for tensor in self._last_used[place]:
                 changed.pop(tensor, None)
         return {name: changed.get(id(t), t) for name, t in self.targets.items()}
 
-    def _last_uses(self) -> list[set[int]]:
-        """Return for each step the ids of the tensors that no later one, and no target, is."""
+    def _last_uses(self, made: set[int]) -> list[tuple[int, ...]]:
+        """Return for each step the ids of the tensors that no later one, and no target, is.
+
+        Of those ``made`` by the program.
+        """
         needed = set(map(id, self.targets.values()))
         last_uses = []
         for step in reversed(self.steps):
-            used = step.inputs | set(map(id, step.results))
-            last_uses.append(used - needed)
+            used = (step.inputs | set(map(id, step.results))) & made
+            last_uses.append(tuple(used - needed))
             needed |= used
         return last_uses[::-1]
 
@@ -298,13 +333,14 @@ class Program:
             useful.append(is_useful)
         return useful[::-1]
 
-    def _following(self, start: int) -> list[int]:
-        """Return the steps to run when ``start`` has another result, in their order."""
-        other = set(self.steps[start].writes)
-        order = [start]
-        for place in range(start + 1, len(self.steps)):
+    def _following(self, starts: Collection[int]) -> list[int]:
+        """Return the steps to run when some have other results, in their order."""
+        other: set[int] = set()
+        order = []
+        for place in range(min(starts), len(self.steps)):
             step = self.steps[place]
-            if self._is_useful[place] and not step.reads.isdisjoint(other):
+            is_reached = self._is_useful[place] and not step.reads.isdisjoint(other)
+            if place in starts or is_reached:
                 order.append(place)
                 other |= step.writes
         return self._with_writes(order) if self.writes_over else order
@@ -401,10 +437,10 @@ def _agrees(
     with torch.no_grad():
         try:
             ours = program.run_changed(perturb, numbers)
-        except (DivergedError, RuntimeError):
+            with _PerturbingMode(numbers, size):
+                theirs = forward()
+        except (*GIVEN_UP, WorkloadError):
             return False
-        with _PerturbingMode(numbers, size):
-            theirs = forward()
     return all(
         name in theirs and _is_near(ours[name], theirs[name], exact)
         for name, exact in program.targets.items()
@@ -428,10 +464,15 @@ def _perturbed(
 
 
 def _factors(tensor: Tensor, size: float) -> Tensor:
-    """Return factors near 1, which no scale takes out of a tensor."""
+    """Return factors near 1, which no scale takes out of a tensor.
+
+    Those of whole numbers are 1: a count that is no whole number any more may be cut to
+    the next one, and be the wrong size of what follows.
+    """
     unit = min(size * torch.finfo(tensor.dtype).eps, 2.0**-4)
     places = torch.arange(tensor.numel(), device=tensor.device) % 7 - 3
-    return (1 + unit * places).to(tensor.dtype).view(tensor.shape)
+    factors = (1 + unit * places).to(tensor.dtype).view(tensor.shape)
+    return factors.masked_fill_(tensor == tensor.round(), 1.0)
 
 
 def _is_near(ours: Tensor, theirs: Tensor, exact: Tensor) -> bool:

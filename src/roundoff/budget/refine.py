@@ -120,10 +120,12 @@ def _is_enough(budget: Budget, programs: Programs, last: int) -> bool:
     """
     first = programs.recording
     places = first.batches[0].places
-    if first.decides or any(site.site not in places for site in budget.sites):
-        return False
+    is_seen = all(site.site in places for site in budget.sites)
     has_paths = all(site.no_path is None for site in budget.sites)
-    return has_paths or programs.like_first(last) is not None
+    if is_seen and has_paths and not first.decides:
+        return True
+    # batches that call the same have their values go the same ways
+    return programs.like_first(last) is not None
 
 
 def _followed(workload: Workload, programs: Programs, last: int) -> Programs:

@@ -93,6 +93,8 @@ class BudgetRun(ABC):
         self.names: tuple[str, ...] = ()
         self.rows = OutputRows([], {}, {})
         self.output: Any = None
+        #: forward passes whose calls were named
+        self.named_passes = 0
 
     @abstractmethod
     def batch(self, mode: CallMode, index: int) -> None:
@@ -119,6 +121,7 @@ class BudgetRun(ABC):
         if scan.surprise:
             forget()
             return True
+        self.named_passes += 1
         self.keep_output(index)
         check_finite(self.workload, index, self.targets)
         return False
@@ -184,8 +187,18 @@ class BudgetRun(ABC):
 
         ``wanted`` gives the output of the site that is the target.
         """
+        output = self.workload.run(self.workload.batches[index])
+        return self.take_output(index, output, wanted)
+
+    def take_output(
+        self,
+        index: int,
+        output: Any,
+        wanted: Callable[[], Tensor | None] = lambda: None,
+    ) -> list[Tensor]:
+        """Return the target tensors of an output of the model; see ``forward``."""
         batch = self.workload.batches[index]
-        self.output = self.workload.run(batch)
+        self.output = output
         targets = named_targets(
             self.workload, batch, self.output, self.target, wanted()
         )
@@ -285,7 +298,7 @@ class BudgetRun(ABC):
         return self.target or self.workload.judged.part or "output"
 
     def _facts(self, mode: CallMode, probes: int) -> Measurement:
-        batches = len(self.batches)
+        passes = max(1, self.named_passes)
         sample_signal = self.rows.sample_signal()
         outputs = self.rows.facts()
         batch_signal = np.mean([output.batch_signal for output in outputs], axis=0)
@@ -309,8 +322,8 @@ class BudgetRun(ABC):
             not_measured=self.rows.reasons(),
             around={site: fmt.name for site, fmt in self.asked.around.items()},
             batched=self.is_batched,
-            calls=mode.calls + excluded // batches,
-            excluded=excluded_calls(mode.excluded.values(), batches),
+            calls=mode.calls + excluded // passes,
+            excluded=excluded_calls(mode.excluded.values(), passes),
             environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
         )

@@ -342,6 +342,7 @@ class Budget:
         pin: Mapping[str, str] | None = None,
         allow: Mapping[str, Sequence[str]] | None = None,
         formats: Iterable[str] | None = None,
+        tie: str = "site",
     ) -> Plan:
         """Choose the cheapest plan whose outputs' predicted SQNR is at least ``target``.
 
@@ -360,6 +361,7 @@ class Budget:
             pin=pin or {},
             allow=allow or {},
             formats=None if formats is None else tuple(formats),
+            tie=tie,
         )
         return choose(self, goal)
 

@@ -26,6 +26,7 @@ from roundoff.budget.trials import (
     Programs,
     RecordedBatch,
     Recording,
+    call_at,
     measure_batch_by_trial,
 )
 from roundoff.ops import Call, CallMode, float_tensors
@@ -68,6 +69,9 @@ class TrialRun(BudgetRun):
         super().__init__(asked)
         self.seen = seen
         self.places = DescribedPlaces(self)
+        self.first: RecordedBatch | None = None
+        self.first_calls: Calls = ()
+        self.programs: Programs | None = None
         self.tried: set[Pair] = set()
 
     @property
@@ -80,7 +84,7 @@ class TrialRun(BudgetRun):
         """Measure one batch."""
         if not isinstance(mode, FollowingMode):
             raise TypeError("trials need a FollowingMode")
-        recorded = self._recorded(mode, index)
+        recorded = self._like_first(index) or self._recorded(mode, index)
         values = list(recorded.targets.values())
         division = next(iter(self.divisions(index, values)))
         outputs = len(self.rows.names)
@@ -117,16 +121,50 @@ class TrialRun(BudgetRun):
         with torch.enable_grad(), mode:
             targets = self.forward(index)
         places = self.places.finished(targets)
+        self.named_passes += 1
         self.keep_output(index)
         check_finite(self.workload, index, self.targets)
         self.names = tuple(self.targets)
+        self.programs = None
         for name, target in self.targets.items():
             if mode.follows(target):
                 self.rows.reached.add(self.rows.output_of[name])
         for site, place in places.items():
             if place.reaches:
                 self.sites[site].no_path = None
-        return RecordedBatch(places, {n: t.detach() for n, t in self.targets.items()})
+        recorded = RecordedBatch(
+            places, {n: t.detach() for n, t in self.targets.items()}
+        )
+        self.first = self.first or recorded
+        return recorded
+
+    def _like_first(self, index: int) -> RecordedBatch | None:
+        """Return a batch by its program; None unless that calls what the first one did.
+
+        Its sites then have the places of the first one's, without a pass that names
+        them.
+        """
+        if self.first is None or not self.first_calls:
+            return None
+        recording = Recording(self.target, {0: self.first}, is_pure=True)
+        programs = Programs(self.workload, recording, self.first_calls)
+        program = programs.of(index)
+        if program is None or program.calls != self.first_calls:
+            return None
+        for place in self.first.places.values():
+            step = program.step(place.number)
+            if step is not None:
+                call = call_at(place, step.args, step.kwargs)
+                outputs = float_tensors(step.results)
+                describe(call, outputs, self.sites, self.formats)
+        self.take_output(index, programs.output)
+        self.keep_output(index)
+        check_finite(self.workload, index, self.targets)
+        self.names = tuple(self.targets)
+        self.programs = programs
+        return RecordedBatch(
+            self.first.places, {n: t.detach() for n, t in self.targets.items()}
+        )
 
     def _tried(
         self, index: int, recorded: RecordedBatch, signs: DrawnSigns
@@ -140,11 +178,14 @@ class TrialRun(BudgetRun):
         ]
         recording = Recording(self.target, {index: recorded}, is_pure=True)
         views = self._views()
-        programs = Programs(self.workload, recording, self.seen)
+        programs = self.programs or Programs(self.workload, recording, self.seen)
         results = measure_batch_by_trial(
             self.workload, recording, pairs, views, signs, programs
         )
         self.seen = programs.seen
+        program = programs.of(index)
+        if recorded is self.first and program is not None:
+            self.first_calls = program.calls
         for site, fmt in pairs:
             if (site, fmt) not in results:
                 self.sites[site].refused[fmt.name] = REFUSES

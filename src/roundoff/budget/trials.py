@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from roundoff.budget.decisions import CallPlace, CallPlaces, FollowingMode
 from roundoff.budget.noise_power import casts
 from roundoff.budget.program import (
+    GIVEN_UP,
     Calls,
     DivergedError,
     Program,
@@ -207,29 +208,14 @@ class _QuickMode(TorchFunctionMode):
         place = self.place
         if place is None or self.change is None or place.call.func is not func:
             return func(*args, **kwargs)
-        return self.change(_call_at(place, args, kwargs))
+        return self.change(call_at(place, args, kwargs))
 
 
-def _call_at(place: CallPlace, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def call_at(place: CallPlace, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Return the call that was recorded at a place, with these arguments."""
     inputs = {key: value for key, value in kwargs.items() if key != "out"}
     leaves = tree_leaves((list(args), inputs))
     return replace(place.call, leaves=leaves)
-
-
-def _run_program(
-    program: Program, place: CallPlace, change: _Rounding
-) -> dict[str, Tensor]:
-    """Run what follows from the call at a place, which ``change`` runs."""
-
-    def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if step.func is not place.call.func:
-            raise DivergedError("another call")
-        if change.is_known and not step.mutates:
-            return change.next_result()
-        return change(_call_at(place, args, kwargs))
-
-    return program.run(changed, place.number)
 
 
 class _NamedCall(Plain):
@@ -262,7 +248,8 @@ class _Rounding:
     With ``in_one`` all parts are one, which takes one forward pass.
 
     ``steps`` are the parts that change the result, ``unchanged`` the others;
-    ``rounder`` rounds the operands.
+    ``rounder`` rounds the operands. ``recorded`` is the result with nothing rounded,
+    where it is known.
     """
 
     def __init__(
@@ -274,6 +261,7 @@ class _Rounding:
         self.steps: list[tuple[TermKey, Any]] = []
         self.unchanged: list[TermKey] = []
         self.forwards = 0
+        self.recorded: Tensor | None = None
         self._exact: Any = None
 
     @property
@@ -307,7 +295,10 @@ class _Rounding:
         return self.steps[self.forwards - 1][1] if self.steps else self._exact
 
     def _execute(self, call: Call) -> None:
-        self._exact = before = call.again(list(call.leaves))
+        before = self.recorded
+        if before is None:
+            before = call.again(list(call.leaves))
+        self._exact = before
         steps = rounding_steps(call, self.fmt, before, self.rounder)
         for _, grouped in itertools.groupby(steps, self._part):
             group = list(grouped)
@@ -462,6 +453,7 @@ class Programs:
         workload: whose batches are run.
         recording: of the batches.
         seen: the calls of a batch that can be run again as a program.
+        output: of the model, on the batch that was recorded last.
     """
 
     def __init__(
@@ -470,6 +462,7 @@ class Programs:
         self.workload = workload
         self.recording = recording
         self.seen = seen
+        self.output: Any = None
         self._kept: dict[int, Program | None] = {}
 
     def of(self, index: int) -> Program | None:
@@ -513,9 +506,12 @@ class Programs:
         if needs_names or not self.recording.is_pure:
             return None
         batch = self.workload.batches[index]
+        self.output = None
 
         def forward() -> dict[str, Tensor]:
             output = self.workload.run(batch)
+            # the first pass; another checks the program with other values
+            self.output = output if self.output is None else self.output
             target = self.recording.target
             return named_targets(self.workload, batch, output, target, None)
 
@@ -532,7 +528,7 @@ class Programs:
         """Return the targets of a batch with sites in formats; None where the model refuses."""
         program = self.of(index)
         if program is not None:
-            with suppress(DivergedError, RuntimeError), torch.no_grad():
+            with suppress(*GIVEN_UP), torch.no_grad():
                 return self._run_rounded(program, index, formats)
         try:
             ran = run_batches(
@@ -557,7 +553,7 @@ class Programs:
 
         def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             place, fmt = chosen[step.number]
-            return execute(_call_at(place, args, kwargs), fmt)
+            return execute(call_at(place, args, kwargs), fmt)
 
         return program.run_changed(changed, chosen)
 
@@ -578,14 +574,36 @@ class _OneCall:
         self.handler = handler
         self.quick = _QuickMode()
         self.program: Program | None = None
-        self.rounder: Rounder | None = None
+        self.rounder: RoundedOperands | None = None
+        self.calls: dict[int, Call] = {}
 
     def begin(self, program: Program | None) -> None:
         """Start a batch, with its program where it has one."""
         self.program = program
+        self.calls = {}
         # operands stay what they are, unless the program writes over them
         keeps = program is not None and not program.writes_over
         self.rounder = RoundedOperands() if keeps else None
+
+    def _run_program(
+        self, program: Program, place: CallPlace, change: _Rounding
+    ) -> dict[str, Tensor]:
+        """Run what follows from the call at a place, which ``change`` runs."""
+
+        def changed(step: Step, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            if step.func is not place.call.func:
+                raise DivergedError("another call")
+            if change.is_known and not step.mutates:
+                return change.next_result()
+            if self.rounder is None:
+                return change(call_at(place, args, kwargs))
+            if step.number not in self.calls:
+                self.calls[step.number] = call_at(place, args, kwargs)
+            if step.alone is not None:
+                change.recorded = step.results[0]
+            return change(self.calls[step.number])
+
+        return program.run(changed, place.number)
 
     def targets(
         self, index: int, place: CallPlace, change: _Rounding
@@ -594,8 +612,8 @@ class _OneCall:
         passes = change.forwards
         if self.program is not None:
             try:
-                return _run_program(self.program, place, change)
-            except (DivergedError, RuntimeError):
+                return self._run_program(self.program, place, change)
+            except GIVEN_UP:
                 change.forwards = passes
         batch = self.workload.batches[index]
         self.mode.begin()

@@ -15,12 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from roundoff.cli import (
+    advise,
     bench,
     budget,
     capture,
+    check,
     compare,
     diagnose,
     diff,
+    lint,
+    migrate,
     overflow,
     plan_group,
     quantize,
@@ -69,11 +73,15 @@ for _name, _verb in {
     "capture": capture,
     "show": show,
     "overflow": overflow,
+    "check": check,
     "compare": compare,
     "diff": diff,
     "replay": replay,
     "watch": watch,
+    "lint": lint,
+    "migrate": migrate,
     "bench": bench,
+    "advise": advise,
 }.items():
     if _verb is plan_group:
         app.add_typer(plan_group.app, name=_name)

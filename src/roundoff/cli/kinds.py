@@ -277,6 +277,27 @@ def cost(text: str) -> str:
     return one_of(text, UNITS)
 
 
+def tie(text: str) -> str:
+    """Return what shares a format: see ``roundoff.plan``."""
+    from roundoff.budget import TIES
+
+    return one_of(text, TIES)
+
+
+def migration_target(text: str) -> str:
+    """Return what a script is migrated to."""
+    from roundoff.migrate import TARGETS
+
+    return one_of(text, TARGETS)
+
+
+def migration_source(text: str) -> str:
+    """Return what a script is migrated from."""
+    from roundoff.migrate import SOURCES
+
+    return one_of(text, SOURCES)
+
+
 def cost_of_codes(text: str) -> str:
     """Return the name of a cost model that knows integer kernels: all but seconds."""
     from roundoff.plan import UNITS
@@ -546,6 +567,38 @@ def plan_file(text: str) -> Path:
             got=repr(text),
         )
     return path
+
+
+def toml_file(text: str) -> Path:
+    """Return where a TOML file is written: a name that ends in .toml."""
+    path = Path(text)
+    if path.suffix != ".toml":
+        raise RunError(
+            "the file is TOML", expected="a name that ends in .toml", got=repr(text)
+        )
+    return path
+
+
+def lint_codes(text: str) -> Names:
+    """Return codes of lint rules, or their beginnings.
+
+    >>> lint_codes("RO1,ro101")
+    ('RO1', 'RO101')
+    """
+    from roundoff.lint import check_codes
+
+    return Names(check_codes(_split(text)))
+
+
+def lint_code(text: str) -> Names:
+    """Return the codes of the rules that a code, its beginning or ``all`` stands for."""
+    from roundoff.lint import RULES
+
+    codes = [rule.code for rule in RULES]
+    if text == "all":
+        return Names(codes)
+    beginnings = lint_codes(text)
+    return Names(code for code in codes if code.startswith(beginnings))
 
 
 def input_file(text: str) -> Path:

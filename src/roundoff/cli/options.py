@@ -111,6 +111,16 @@ Allow = Annotated[
         metavar="ALLOWED",
     ),
 ]
+Tie = Annotated[
+    str,
+    kinds.option(
+        "--tie",
+        parse=kinds.tie,
+        help="What runs in one format: each site, all calls of an operator, or an operator "
+        "type of ascend, paddle or tensorflow.",
+        metavar="WHAT",
+    ),
+]
 Part = Annotated[
     str | None,
     kinds.option(

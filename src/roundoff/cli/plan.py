@@ -39,6 +39,7 @@ def command(
     cost_table: o.CostTable = None,
     pin: o.Pins = None,
     allow: o.Allow = None,
+    tie: o.Tie = "site",
     output: o.PlanOutput = Path("plan.toml"),
     json: o.Json = False,
 ) -> int:
@@ -51,7 +52,9 @@ def command(
     measured = Budget.load(budget)
     seconds_of = formats or measured.about.formats
     goal = o.goal(target, metric_drop, cost, cost_table, pin, allow, seconds_of)
-    chosen = choose(measured, replace(goal, max_cost=max_cost, formats=formats))
+    chosen = choose(
+        measured, replace(goal, max_cost=max_cost, formats=formats, tie=tie)
+    )
     chosen.save(output)
     summary = plan_summary(measured, chosen)
     if json:

@@ -69,6 +69,7 @@ def command(
     cost_table: o.CostTable = None,
     pin: o.Pins = None,
     allow: o.Allow = None,
+    tie: o.Tie = "site",
     probes: Annotated[
         int | None,
         typer.Option(
@@ -103,6 +104,7 @@ def command(
             cost_table=o.cost_table(cost, cost_table, formats),
             pin=o.pins(pin),
             allow=o.allowed(allow),
+            tie=tie,
             device=device,
             steps=steps,
             runs=runs,

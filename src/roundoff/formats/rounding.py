@@ -60,12 +60,12 @@ def cast(
     be ``x`` itself.
     """
     x = x.detach()
-    if _holds(fmt, x.dtype):
-        return x if not saturate else _clip(x)
     if rounding is RoundingMode.NEAREST_EVEN:
-        dtype = _cast_dtype(fmt, x, saturate)
+        dtype = _cast_dtype(fmt, x.dtype, x.device.type, saturate)
         if dtype is not None:
             return x.to(dtype).to(x.dtype)
+    if _holds(fmt, x.dtype):
+        return x if not saturate else _clip(x)
     is_stochastic = rounding is RoundingMode.STOCHASTIC and not saturate
     if is_stochastic and x.dtype == torch.float32 and fmt == FORMATS["bf16"]:
         return _stochastic_bf16(x, generator)
@@ -107,24 +107,29 @@ def _clip(x: Tensor) -> Tensor:
     return x.clamp(-limit, limit)
 
 
-def _cast_dtype(fmt: Format, x: Tensor, saturate: bool) -> torch.dtype | None:
+@lru_cache(maxsize=256)
+def _cast_dtype(
+    fmt: Format, carrier: torch.dtype, device: str, saturate: bool
+) -> torch.dtype | None:
     """Return the dtype whose cast gives the format's nearest-even values at speed, else
-    ``None``.
+    ``None``: also where ``carrier``, the dtype to be rounded, is no wider.
     """
     dtype = fmt.torch_dtype
     if dtype is None or not dtype.is_floating_point or not fmt.has_subnormals:
         return None
-    if x.dtype == torch.float64 and dtype != torch.float32:
+    if _holds(fmt, carrier):
+        return None
+    if carrier == torch.float64 and dtype != torch.float32:
         return (
             None  # torch casts fp64 to fp16 and smaller by way of fp32: two roundings
         )
-    if dtype.itemsize == 1 and x.device.type == "cpu":
+    if dtype.itemsize == 1 and device == "cpu":
         return (
             None  # scalar code on the CPU, several times slower than ``round_values``
         )
     out_of_range = math.inf if fmt.has_inf else math.nan
     asked = "saturate" if saturate else _fate(out_of_range)
-    return dtype if _overflow(dtype, x.device.type) == asked else None
+    return dtype if _overflow(dtype, device) == asked else None
 
 
 @lru_cache(maxsize=64)

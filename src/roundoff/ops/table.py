@@ -753,6 +753,125 @@ _SIZES_LIKE = {
     "fused step": "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
 }
 
+#: How many operations a kernel takes, by the formula that counts them. What moves
+#: values takes none, and of what torch tags as element by element or as a reduction
+#: each element takes one: these need no line here.
+_WORK = {
+    "product": "mm bmm mv dot vdot _int_mm",
+    "added product": "addmm baddbmm addmv addbmm _addmm_activation",
+    "outer product": "addr",
+    "linear": "linear mkldnn_linear _scaled_mm",
+    "convolution": """
+        convolution _convolution mkldnn_convolution cudnn_convolution
+        cudnn_convolution_transpose cudnn_convolution_relu convolution_overrideable
+        _slow_conv2d_forward slow_conv_dilated2d slow_conv_dilated3d
+        slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d
+        _conv_depthwise2d conv_depthwise3d""",
+    "convolution's gradient": "convolution_backward convolution_backward_overrideable",
+    "attention": """
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_fused_attention_overrideable""",
+    "attention's gradient": """
+        _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_flash_attention_for_cpu_backward
+        _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_fused_attention_overrideable_backward""",
+    "recurrent layer": "mkldnn_rnn_layer",
+    "recurrent layer's gradient": "mkldnn_rnn_layer_backward",
+    "stacked recurrent layers": "_cudnn_rnn",
+    "stacked recurrent layers' gradient": "_cudnn_rnn_backward",
+    "recurrent cell": "_thnn_fused_lstm_cell _thnn_fused_gru_cell",
+    "recurrent cell's gradient": """
+        _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell_backward""",
+    "product of three": "_trilinear",
+    "norm of rows": "native_layer_norm native_group_norm",
+    "root mean square norm": "_fused_rms_norm",
+    "batch norm": """
+        native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit
+        _native_batch_norm_legit_functional _batch_norm_with_update""",
+    "norm by running statistics": """
+        _native_batch_norm_legit_no_training _batch_norm_no_update""",
+    "norm's gradient": """
+        native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward
+        native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward""",
+    "softmax": "_softmax _log_softmax _safe_softmax _masked_softmax",
+    "softmax's gradient": """
+        _softmax_backward_data _log_softmax_backward_data _masked_softmax_backward""",
+    "one an element read": """
+        _is_any_true _is_all_true
+        cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper
+        adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+        adaptive_max_pool2d adaptive_max_pool3d _aminmax median nanmedian
+        nll_loss_forward nll_loss2d_forward trace embedding_dense_backward
+        _embedding_bag_dense_backward scatter_add index_add histc bincount
+        _unsafe_index_put _unsafe_masked_index_put_accumulate _index_put_impl
+        avg_pool2d_backward avg_pool3d_backward
+        max_pool2d_with_indices_backward max_pool3d_with_indices_backward
+        adaptive_max_pool2d_backward adaptive_max_pool3d_backward col2im
+        _amp_foreach_non_finite_check_and_unscale""",
+    "one an element": """
+        _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _embedding_bag
+        _embedding_bag_forward_only threshold threshold_backward gelu gelu_backward elu
+        elu_backward hardswish hardswish_backward hardsigmoid hardsigmoid_backward
+        hardtanh_backward hardshrink_backward softshrink_backward leaky_relu_backward
+        softplus_backward mish glu glu_backward log_sigmoid_forward log_sigmoid_backward
+        silu_backward rrelu_with_noise rrelu_with_noise_backward _prelu_kernel
+        _prelu_kernel_backward mse_loss_backward smooth_l1_loss_backward
+        huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward
+        eq ne lt le gt ge xlogy floor_divide heaviside copysign rsub polar""",
+    "three an element read": """
+        mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss
+        binary_cross_entropy_with_logits linalg_vector_norm native_norm var var_mean std
+        std_mean norm dist""",
+    "two an element": "native_dropout native_dropout_backward _masked_scale",
+    "pooled windows": """
+        avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
+        mkldnn_max_pool2d mkldnn_max_pool3d""",
+    "interpolation of lines": """
+        upsample_linear1d upsample_linear1d_backward""",
+    "interpolation of squares": """
+        upsample_bilinear2d upsample_bilinear2d_backward _upsample_bilinear2d_aa
+        _upsample_bilinear2d_aa_backward grid_sampler_2d grid_sampler_2d_backward
+        cudnn_grid_sampler""",
+    "interpolation of cubes": """
+        upsample_trilinear3d upsample_trilinear3d_backward grid_sampler_3d
+        grid_sampler_3d_backward""",
+    "interpolation of 16 points": """
+        upsample_bicubic2d upsample_bicubic2d_backward _upsample_bicubic2d_aa
+        _upsample_bicubic2d_aa_backward""",
+    "Fourier transform": "_fft_c2c",
+    "real Fourier transform": "_fft_r2c _fft_c2r",
+    "distances of pairs": "_cdist_forward _euclidean_dist _cdist_backward",
+    "weight norm": "_weight_norm_interface _weight_norm_interface_backward",
+    "step of SGD": "_fused_sgd",
+    "step of Adam": "_fused_adam _fused_adamw",
+    "step of Adagrad": "_fused_adagrad",
+    "none": """
+        _unique _unique2 unique_dim unique_consecutive nll_loss_backward
+        nll_loss2d_backward select_backward slice_backward diagonal_backward
+        reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward
+        reflection_pad2d_backward reflection_pad3d_backward replication_pad1d
+        replication_pad2d replication_pad3d replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward upsample_nearest1d
+        upsample_nearest2d upsample_nearest3d upsample_nearest1d_backward
+        upsample_nearest2d_backward upsample_nearest3d_backward
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+        max_unpool2d max_unpool3d unfold_backward masked_scatter_backward nonzero
+        _local_scalar_dense _cudnn_rnn_flatten_weight _has_same_storage_numel
+        _transform_bias_rescale_qkv bucketize searchsorted isin set""",
+}
+
+#: What is read of the first operand, where not all of its elements.
+_READS = {
+    "as many elements as the result has": """
+        embedding index index_select gather take select_copy slice_copy masked_select
+        take_along_dim embedding_renorm _unsafe_index _unsafe_masked_index
+        _embedding_bag _embedding_bag_forward_only grid_sampler_2d grid_sampler_3d""",
+    "one element of each row": "nll_loss_forward nll_loss2d_forward",
+}
+
 #: (where, how far) the derivative jumps. leaky_relu's slope below zero is taken as none.
 _KINKS = {
     "relu": ((0.0, 1.0),),
@@ -811,6 +930,8 @@ class OperatorFacts:
         decided_by: the operator by which torch.autocast decides about it, or None.
         calls: the operator that a Python function of this name calls.
         sizes_like: which sizes and indices its kernel does not check, or None.
+        work: the formula that counts its operations, or None: see ``_WORK``.
+        reads: what it reads of its first operand where not all, or None.
     """
 
     name: str
@@ -825,6 +946,8 @@ class OperatorFacts:
     decided_by: str | None
     calls: str
     sizes_like: str | None
+    work: str | None
+    reads: str | None
 
 
 @functools.cache
@@ -848,6 +971,8 @@ def facts(name: str) -> OperatorFacts:
         decided_by=_DECIDED_BY.get(name),
         calls=_CALLS.get(name, name),
         sizes_like=_SIZES_OF.get(name),
+        work=_WORK_OF.get(name),
+        reads=_READS_OF.get(name),
     )
 
 
@@ -902,4 +1027,12 @@ _KIND_OF: Mapping[str, Kind] = {
 
 _SIZES_OF: Mapping[str, str] = {
     name: rule for rule, names in _SIZES_LIKE.items() for name in names.split()
+}
+
+_WORK_OF: Mapping[str, str] = {
+    name: rule for rule, names in _WORK.items() for name in names.split()
+}
+
+_READS_OF: Mapping[str, str] = {
+    name: rule for rule, names in _READS.items() for name in names.split()
 }

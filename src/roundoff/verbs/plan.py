@@ -22,6 +22,7 @@ def plan(
     pin: Mapping[str, str] | None = None,
     allow: Mapping[str, Sequence[str]] | None = None,
     formats: Iterable[str] | None = None,
+    tie: str = "site",
 ) -> Plan:
     """Choose a format for each site: the cheapest plan whose predicted SQNR is enough.
 
@@ -40,6 +41,9 @@ def plan(
         pin: format of sites, by glob patterns over site and parameter names.
         allow: formats that sites may take, by patterns likewise; first match first.
         formats: offered formats; all that the budget measured by default.
+        tie: what runs in one format: each ``"site"`` for itself, all calls of an
+            ``"operator"``, or all of one operator type of ``"ascend"``, ``"paddle"`` or
+            ``"tensorflow"``, for whose lists ``write_lists`` writes the plan.
 
     Raises:
         PlanError: contradictory arguments, or the file is no budget.
@@ -56,4 +60,5 @@ def plan(
         pin=pin,
         allow=allow,
         formats=formats,
+        tie=tie,
     )

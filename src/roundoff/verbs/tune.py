@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from roundoff.budget import Budget, Progress, parse_formats
+from roundoff.budget import Budget, Goal, Progress, parse_formats
 from roundoff.errors import PlanError
 from roundoff.formats import parse_format
 from roundoff.ops import (
@@ -70,6 +70,7 @@ def tune(
     cost_table: Any = None,
     pin: Mapping[str, str] | None = None,
     allow: Mapping[str, Sequence[str]] | None = None,
+    tie: str = "site",
     device: str | None = None,
     steps: int = STEPS,
     runs: int = RUNS,
@@ -93,8 +94,9 @@ def tune(
     Then at most ``runs`` configurations train for ``steps`` real steps each, formats
     simulated: fp32, autocast, the plan of the aim (once more, from a budget measured
     around it, if it misses), and the other plans. Losses stay in fp32. Without an
-    optimizer in the workload plain SGD takes the steps. ``budget`` is that of an earlier
-    ``tune`` of the same workload and lists, to choose by another cost or aim without
+    optimizer in the workload plain SGD takes the steps. ``tie`` chooses formats by
+    operator type, as other tools' lists do (see ``roundoff.plan``). ``budget`` is that
+    of an earlier ``tune`` of the same workload and lists, to choose by another cost or aim without
     measuring again.
 
     The model is left exactly as it was. Raises ``WorkloadError`` (no loss, no trainable
@@ -102,6 +104,7 @@ def tune(
     ``GradientPathError``.
     """
     _check_request(aim, runs, steps, extra)
+    Goal(tie=tie)  # raises before anything is measured
     offered = [f.name for f in parse_formats(formats)]
     if not offered:
         raise PlanError(
@@ -126,6 +129,7 @@ def tune(
         table=cost_table,
         pin=dict(pin or {}),
         allow=dict(allow or {}),
+        tie=tie,
         batches=batches,
         probes=probes,
         seed=seed,

@@ -23,7 +23,16 @@ from roundoff.workload.outputs import Judged
 __all__ = ["Workload", "describe", "preserve"]
 
 #: What a workload's file may define.
-_PARTS = ("model", "batches", "forward", "loss", "metric", "optimizer", "held_out")
+_PARTS = (
+    "model",
+    "batches",
+    "forward",
+    "loss",
+    "metric",
+    "optimizer",
+    "step",
+    "held_out",
+)
 
 
 class Workload:
@@ -47,6 +56,8 @@ class Workload:
             output per batch), ``batches`` and ``reference`` (the outputs of the
             unrounded model). Returns one finite number; **higher is better**.
         optimizer: ``optimizer(model)`` -> ``torch.optim.Optimizer``.
+        step: ``step(model, optimizer, batch)`` -> loss: the whole training step, as
+            the user's loop runs it, for ``roundoff.advise``.
         held_out: batches that training never sees, for the metric of
             ``roundoff.bench``; like ``batches``.
         name: for messages and reports.
@@ -72,6 +83,7 @@ class Workload:
         loss: Callable[[Any, Any], Tensor] | None = None,
         metric: Callable[..., Any] | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        step: Callable[[nn.Module, torch.optim.Optimizer, Any], Any] | None = None,
         held_out: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         name: str = "workload",
         path: Path | None = None,
@@ -83,11 +95,13 @@ class Workload:
         self.loss = loss
         self.metric = metric
         self.optimizer = optimizer
+        self.step = step
         self._where = str(path or name)
         for label, function, parameters in (
             ("forward", forward, ("model", "batch")),
             ("loss", loss, ("output", "batch")),
             ("optimizer", optimizer, ("model",)),
+            ("step", step, ("model", "optimizer", "batch")),
         ):
             if function is not None:
                 check_call(function, label, parameters, self._where)
@@ -96,6 +110,8 @@ class Workload:
         )
         self.make = None if isinstance(model, nn.Module) else model
         self.model: nn.Module = self._build_model(model)
+        #: what the batches came from, to be gone through again
+        self.source = batches
         self.batches: list[Any] = self._collect_batches(batches, "batches")
         self.held_out: list[Any] = (
             [] if held_out is None else self._collect_batches(held_out, "held_out")

@@ -322,10 +322,12 @@ def test_bad_apex(arguments: dict[str, Any], words: list[str]) -> None:
     assert [word for word in words if word not in message] == []
 
 
-def test_apex_has_no_lists(tmp_path: Path) -> None:
+def test_apex_has_lists_for_its_first_level_alone(tmp_path: Path) -> None:
     plan = Plan((Rule("fp32", ("op:exp",)),), autocast="bf16")
     message = failure(write_lists, plan, "apex", tmp_path / "a.json")
     assert "O1 casts to float16 alone" in message
+    plan = Plan((Rule("fp32", ("op:exp",)),), default="fp16")
+    message = failure(write_lists, plan, "apex", tmp_path / "a.json")
     assert "op:exp → fp32: Apex's levels have no lists" in message
 
 

@@ -2,20 +2,31 @@
 mapping or a JSON or TOML file of them.
 
 O0 fp32; O1 casts around functions (what torch.autocast became); O2 the model in half
-precision but for batch norm, with fp32 master weights; O3 all in half precision.
-Source: apex/amp/frontend.py.
+precision but for batch norm, with fp32 master weights; O3 all in half precision. The
+lists of O1 are changed by calls before ``initialize``: ``register_half_function(module,
+name)``, ``register_float_function`` and ``register_promote_function``; here they are
+keys of the same file, each with the functions as ``module.name``.
+Source: apex/amp/frontend.py, apex/amp/amp.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from roundoff.errors import PlanError
-from roundoff.plan.lists.fold import FORMATS, Operators, Read, Written
-from roundoff.plan.lists.source import check_keys
-from roundoff.plan.rules import Plan
+from roundoff.ops import Operator, facts, operator_names
+from roundoff.plan.lists.fold import (
+    FORMATS,
+    ListedOperator,
+    Operators,
+    Read,
+    Written,
+)
+from roundoff.plan.lists.source import Name, check_keys, names_of
+from roundoff.plan.rules import FOLLOW, Plan
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "O0": {
@@ -54,7 +65,16 @@ _OTHER = {
     "min_loss_scale": "an option of the loss scaler",
     "max_loss_scale": "an option of the loss scaler",
 }
-KEYS = ("opt_level", "enabled", *_OVERRIDES, *_OTHER)
+#: What registers a function of torch → what it then runs in.
+REGISTERS = {
+    "register_half_function": "fp16",
+    "register_float_function": "fp32",
+    "register_promote_function": FOLLOW,
+}
+INITIALIZE = "apex.amp.initialize(model, optimizer, **arguments)"
+#: Where Apex patches functions by name.
+MODULES = ("torch", "torch.nn.functional", "torch.Tensor")
+KEYS = ("opt_level", "enabled", *_OVERRIDES, *_OTHER, *REGISTERS)
 
 
 def recognise(data: Any) -> bool:
@@ -68,15 +88,7 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
     """
     check_keys(data, KEYS, where, "argument of apex.amp.initialize")
     reading = Read("apex", where, partial)
-    level = str(data.get("opt_level", "O1"))
-    if level not in _DEFAULTS:
-        raise PlanError(
-            "no such opt level",
-            where=f"{where}, opt_level",
-            expected=", ".join(_DEFAULTS),
-            got=repr(level),
-            do="the letter O, not the digit 0" if level.startswith("0") else None,
-        )
+    level = _level(data, where)
     for key, reason in _OTHER.items():
         if data.get(key) is not None:
             reading.left_out.append(f"{key}={data[key]}: {reason}")
@@ -86,16 +98,116 @@ def read(data: Mapping[str, Any], where: str, *, partial: bool = False) -> Plan:
     _check(level, overrides, where)
     settings = _DEFAULTS[level] | overrides
     reading.left_out += _no_formats(settings)
+    registered = _registered(data, reading)
     if settings["patch_torch_functions"]:
-        reading.notes.append(
-            "Apex's lists became torch.autocast's: operators follow those of the device"
+        return _patched(reading, registered)
+    if registered:
+        reading.left_out.append(
+            f"{len(registered)} registered functions: {level} patches no functions"
         )
-        return reading.plan(autocast="fp16")
     low = _cast_model_type(settings, where)
     if low != "fp32" and settings.get("keep_batchnorm_fp32") in (True, "True"):
         batch_norm = ("batch_norm", "fp32", "keep_batchnorm_fp32")
         return reading.plan(reading.named([batch_norm]), low)
     return reading.plan(default=low)
+
+
+def _level(data: Mapping[str, Any], where: str) -> str:
+    """The opt level, O1 where none is given."""
+    level = str(data.get("opt_level", "O1"))
+    if level not in _DEFAULTS:
+        raise PlanError(
+            "no such opt level",
+            where=f"{where}, opt_level",
+            expected=", ".join(_DEFAULTS),
+            got=repr(level),
+            do="the letter O, not the digit 0" if level.startswith("0") else None,
+        )
+    return level
+
+
+def _patched(reading: Read, registered: list[ListedOperator]) -> Plan:
+    """The plan of O1: autocast's lists, changed by the registered functions."""
+    reading.notes.append(
+        "Apex's lists became torch.autocast's: operators follow those of the device"
+    )
+    reading.check(registered, "torch")
+    asked = [
+        (entry.name, entry.format, entry.listed)
+        for entry in registered
+        if entry.name in operator_names("torch")
+    ]
+    return reading.plan(reading.named(asked), autocast="fp16")
+
+
+def _registered(data: Mapping[str, Any], reading: Read) -> list[ListedOperator]:
+    """The functions of the three lists, by the name of their operator."""
+    entries = []
+    for key, form in REGISTERS.items():
+        functions = names_of(data.get(key) or [], f"{reading.where}, {key}")
+        for function in functions:
+            module, _, name = function.rpartition(".")
+            operator = Name.at(_operator(module, name), getattr(function, "line", 0))
+            entries.append(ListedOperator(operator, form, f"{key} {function}"))
+    return list({(e.name, e.format): e for e in entries}.values())
+
+
+def _operator(module: str, name: str) -> str:
+    """The operator that calls of a function of torch are; the name itself for none."""
+    return _operators().get(f"{module}.{name}", name)
+
+
+@functools.cache
+def _operators() -> dict[str, str]:
+    """Every function that Apex patches by name, and the operator that its calls are.
+
+    In-place functions are not among them: what they write into keeps its format.
+    """
+    import torch
+
+    namespaces = (torch, torch.nn.functional, torch.Tensor)
+    operators: dict[str, str] = {}
+    for module, namespace in zip(MODULES, namespaces, strict=True):
+        for name in dir(namespace):
+            function = getattr(namespace, name, None)
+            if not callable(function) or isinstance(function, type):
+                continue
+            operator = Operator.of(function)
+            if not operator.inplace:
+                operators[f"{module}.{name}"] = _site_operator(operator.name)
+    return operators
+
+
+def _site_operator(name: str) -> str:
+    """The operator that sites have for it: cross_entropy is cross_entropy_loss."""
+    if name in operator_names("torch"):
+        return name
+    return facts(name).decided_by or name
+
+
+def _functions(operator: str) -> list[str]:
+    """The functions of torch that are this operator."""
+    return [function for function, name in _operators().items() if name == operator]
+
+
+def _register(formats: dict[str, str], out: Written) -> dict[str, list[str]]:
+    """The lists of functions that give operators these formats; takes them out of
+    ``formats``, and leaves out what is no function of torch.
+    """
+    keys = {form: key for key, form in REGISTERS.items()}
+    lists: dict[str, list[str]] = {}
+    for operator, form in list(formats.items()):
+        if form not in keys:
+            continue
+        functions = _functions(operator)
+        if functions:
+            lists.setdefault(keys[form], []).extend(functions)
+        else:
+            out.left_out.append(
+                f"op:{operator} → {form}: no function of torch that Apex can patch"
+            )
+        del formats[operator]
+    return lists
 
 
 def _no_formats(settings: Mapping[str, Any]) -> list[str]:
@@ -130,14 +242,16 @@ def _cast_model_type(settings: Mapping[str, Any], where: str) -> str:
 def write(plan: Plan) -> Written:
     """The opt level that is this plan, as JSON."""
     operators = Operators.of(plan)
-    out = Written(
-        "", "apex.amp.initialize(model, optimizer, **arguments)", operators.left_out
-    )
+    out = Written("", INITIALIZE, operators.left_out)
     formats = dict(operators.formats)
+    data: dict[str, Any]
     if not operators.rest:
         data = {"opt_level": "O1"}
         if plan.autocast == "bf16":
             out.left_out.append("autocast in bf16: O1 casts to float16 alone")
+        else:
+            data |= _register(formats, out)
+            out.use = _use(data)
     elif operators.rest == "fp32":
         data = {"opt_level": "O0"}
         formats = {o: f for o, f in formats.items() if f != "fp32"}
@@ -148,6 +262,13 @@ def write(plan: Plan) -> Written:
     ]
     out.text = json.dumps(data, indent=2) + "\n"
     return out
+
+
+def _use(data: Mapping[str, Any]) -> str:
+    """How the file is used: first what registers functions, then the arguments."""
+    if not any(key in data for key in REGISTERS):
+        return INITIALIZE
+    return f"apex.amp.register_...(module, name) for each function, then {INITIALIZE}"
 
 
 def _half_model(

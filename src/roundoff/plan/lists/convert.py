@@ -16,7 +16,7 @@ from roundoff.plan.lists import (
     tensorflow,
     transformer_engine,
 )
-from roundoff.plan.lists.fold import Written, refuse
+from roundoff.plan.lists.fold import Written, over_lists, refuse
 from roundoff.plan.lists.source import read_file
 from roundoff.plan.rules import Plan
 
@@ -33,6 +33,8 @@ READERS = {
     "transformer_engine": transformer_engine.recognise,
 }
 WRITERS = ("ascend", "tensorflow", "apex", "paddle", "transformer_engine")
+#: Those that change lists of their own, and cannot say what all other operators run in.
+LISTS_ONLY = ("ascend", "tensorflow", "apex")
 _ALSO = {
     "tf": "tensorflow",
     "te": "transformer_engine",
@@ -182,7 +184,11 @@ def write_lists(
         )
     if model is not None:
         plan = plan.for_model(model)
+    assumed: list[str] = []
+    if tool in LISTS_ONLY:
+        plan, assumed = over_lists(plan, tool)
     written = _write(plan, tool, str(path), base)
+    written.notes[:0] = assumed
     refuse(written.left_out, tool, partial)
     with atomic_path(path) as temporary:
         temporary.write_text(written.text, encoding="utf-8")

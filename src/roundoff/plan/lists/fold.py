@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from roundoff.errors import PlanError
@@ -256,6 +257,32 @@ class Operators:
                 self.left_out.append(
                     f"op:{operator} → {name}: it is {there_name} there, as op:{first} → {its_format}"
                 )
+
+
+def over_lists(plan: Plan, tool: str) -> tuple[Plan, list[str]]:
+    """Return the plan as changes of a tool's own lists, and what that assumes.
+
+    A plan that was chosen by operator type names every operator that its model calls
+    (``about["tie"]``), so nothing is left for the lists to decide: its default may give
+    way to them. Any other plan, and one without half precision, is returned as it is.
+    """
+    if "tie" not in plan.about or plan.autocast or plan.default != "fp32":
+        return plan, []
+    halves = Counter(
+        name
+        for _, pattern, name in patterns(plan)
+        if pattern.startswith("op:") and name in ("bf16", "fp16")
+    )
+    if not halves:
+        # all others in fp32 says it without a list
+        kept = tuple(rule for rule in plan.rules if rule.format != "fp32")
+        return replace(plan, rules=kept), []
+    note = (
+        f"the plan names every operator that its model calls; others follow {tool}'s "
+        "own lists"
+    )
+    low, _ = halves.most_common(1)[0]
+    return replace(plan, autocast=low), [note]
 
 
 def patterns(plan: Plan) -> Iterator[tuple[int, str, str]]:

@@ -41,7 +41,7 @@ class Search:
         device: type of the device whose autocast lists are the baseline.
         loss: the loss counts beside the gradients.
         cost, table: cost model and its table, see ``plan.cost``.
-        pin, allow: constraints, see ``roundoff.tune``.
+        pin, allow, tie: constraints, see ``roundoff.tune``.
         batches, probes, seed: of the budget.
         progress: called with (stage, done, total).
         scale: loss scale of every backward pass; set by ``baseline``.
@@ -63,6 +63,7 @@ class Search:
     probes: int | None
     seed: int
     progress: Progress | None
+    tie: str = "site"
     scale: float = 1.0
     autocast: dict[str, str] = field(default_factory=dict)
     budget: Budget = field(init=False)
@@ -139,6 +140,7 @@ class Search:
             pin={**self.pin, **losses},
             allow=self.allow,
             formats=self.offered,
+            tie=self.tie,
         )
         self.problem = Problem(budget, goal)
 

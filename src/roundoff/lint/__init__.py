@@ -1,0 +1,12 @@
+"""Training scripts, read and never run: what is wrong with them, and mended text.
+
+The package is also the verb: ``roundoff.lint(paths)``."""
+
+from __future__ import annotations
+
+import lazy_loader
+
+from roundoff.packages import call_forwards_to
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+call_forwards_to(__name__, "roundoff.verbs.lint:lint")

@@ -1,0 +1,1 @@
+"""The rules, a theme a file; ``table.py`` lists them."""

@@ -1,0 +1,225 @@
+"""The order of a scaler's calls in a loop: checks that PyTorch and Paddle share."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from roundoff.lint.edits import line_after, line_before, replaced
+from roundoff.lint.events import Act, Event, Loop
+from roundoff.lint.rule import Edit, Hit
+from roundoff.lint.script import Script
+from roundoff.lint.things import Kind
+
+
+def made_in_loop(script: Script) -> Iterator[Hit]:
+    """A scaler that is made inside a loop that trains."""
+    for program in script.programs:
+        training = {loop for each in program.of(Act.BACKWARD) for loop in each.loops}
+        for event in program.of(Act.CREATE):
+            is_scaler = event.subject is not None and event.subject.kind is Kind.SCALER
+            if is_scaler and training.intersection(event.loops):
+                yield Hit(event.node)
+
+
+def bare_steps(script: Script) -> Iterator[Hit]:
+    """A scaled backward pass, and then a step that the scaler does not take."""
+    for loop in script.loops:
+        for step in loop.of(Act.STEP):
+            backward = _last(loop.before(step, Act.BACKWARD))
+            if backward is None or backward.scaler is None or step.is_managed:
+                continue
+            if _is_taken_by_scaler(loop, step) or _unscaled_by_hand(loop, step):
+                continue
+            yield Hit(step.node, edits=_scaled_step(script, loop, backward, step))
+
+
+def _last(events: list[Event]) -> Event | None:
+    return events[-1] if events else None
+
+
+def _is_taken_by_scaler(loop: Loop, step: Event) -> bool:
+    """Return True where the scaler steps the same optimizer on the same path."""
+    return any(
+        each.subject == step.subject and each.may_meet(step)
+        for each in loop.of(Act.SCALER_STEP)
+    )
+
+
+def _unscaled_by_hand(loop: Loop, step: Event) -> bool:
+    """Return True where gradients are unscaled, or read and changed, before a step."""
+    return bool(loop.before(step, Act.UNSCALE, Act.GRADIENT))
+
+
+def _scaled_step(
+    script: Script, loop: Loop, backward: Event, step: Event
+) -> tuple[Edit, ...]:
+    """Return the fix: the scaler steps, and updates where nothing does."""
+    call = step.node
+    scaler = scaler_text(backward.node)
+    is_plain = isinstance(call, ast.Call) and not call.args and not call.keywords
+    if scaler is None or not is_plain or not _same_function(script, backward, step):
+        return ()
+    optimizer = _receiver(script, call)
+    edits = (replaced(script, call, f"{scaler}.step({optimizer})"),)
+    if loop.of(Act.UPDATE):
+        return edits
+    if len(loop.of(Act.STEP)) > 1:
+        return ()
+    update = line_after(script, script.statement(call), f"{scaler}.update()")
+    return (*edits, *update) if update else ()
+
+
+def _receiver(script: Script, call: ast.AST) -> str:
+    """Return how a script writes the object whose method is called."""
+    function = call.func if isinstance(call, ast.Call) else None
+    return script.segment(function.value) if isinstance(function, ast.Attribute) else ""
+
+
+def scaler_text(backward: ast.AST) -> str | None:
+    """Return how a script writes the scaler of ``scaler.scale(loss).backward()``."""
+    if not isinstance(backward, ast.Call) or not isinstance(
+        backward.func, ast.Attribute
+    ):
+        return None
+    scaled = backward.func.value
+    if isinstance(scaled, ast.Call) and isinstance(scaled.func, ast.Attribute):
+        return ast.unparse(scaled.func.value)
+    return None
+
+
+def _same_function(script: Script, first: Event, second: Event) -> bool:
+    return script.scope(first.node) is script.scope(second.node)
+
+
+def never_updated(script: Script) -> Iterator[Hit]:
+    """A scaler steps, and never updates."""
+    for loop in script.loops:
+        steps = loop.of(Act.SCALER_STEP)
+        rare = _rare_update(loop)
+        if rare is not None:
+            yield Hit(rare.node, _SOMETIMES)
+        if not steps or _updated_anywhere(script, steps[0]):
+            continue
+        last = steps[-1]
+        edits: tuple[Edit, ...] = ()
+        if isinstance(last.node, ast.Call) and isinstance(
+            last.node.func, ast.Attribute
+        ):
+            scaler = script.segment(last.node.func.value)
+            statement = script.statement(last.node)
+            edits = line_after(script, statement, f"{scaler}.update()")
+        yield Hit(last.node, edits=edits)
+
+
+_SOMETIMES = (
+    "the scaler steps in each iteration and is updated in some: call `scaler.update()` "
+    "behind each step"
+)
+
+
+def _rare_update(loop: Loop) -> Event | None:
+    """Return an update that only some of the iterations reach in which the scaler steps."""
+    steps = loop.of(Act.SCALER_STEP)
+    updates = loop.of(Act.UPDATE)
+    if len(updates) != 1 or not steps:
+        return None
+    (update,) = updates
+    extra = update.conditions - steps[-1].conditions
+    return update if any("%" in each.test for each in extra) else None
+
+
+def _updated_anywhere(script: Script, step: Event) -> bool:
+    """Return True where the scaler updates in the script, also outside the loop.
+
+    A helper of another file that gets the scaler may update it too.
+    """
+    if any(
+        update.scaler == step.scaler or update.scaler is None
+        for program in script.programs
+        for update in program.of(Act.UPDATE)
+    ):
+        return True
+    return any(
+        script.things.thing(argument) == step.scaler
+        for call in script.nodes(ast.Call)
+        for argument in call.args
+        if script.function_of(call) is None
+    )
+
+
+def read_before_unscaling(script: Script) -> Iterator[Hit]:
+    """Gradients are clipped or read while they are scaled."""
+    for loop in script.loops:
+        for event in loop.of(Act.CLIP, Act.GRADIENT):
+            if event.is_managed or _is_unscaled(loop, event):
+                continue
+            if loop.after(event, Act.SCALER_STEP, Act.STEP):
+                yield Hit(event.node, edits=_unscaling(script, loop, event))
+
+
+def _is_unscaled(loop: Loop, event: Event) -> bool:
+    """Return True where gradients are not scaled: no scaled pass before, or unscaled since."""
+    backward = [
+        each for each in loop.before(event, Act.BACKWARD) if not each.is_managed
+    ]
+    scaled = [each for each in backward if each.scaler is not None]
+    if not scaled or backward[-1].scaler is None:
+        return True
+    since = scaled[-1].order
+    unscaled = loop.before(event, Act.UNSCALE, Act.SCALER_STEP, Act.ZERO_GRAD)
+    return any(each.order > since for each in unscaled)
+
+
+def _unscaling(script: Script, loop: Loop, event: Event) -> tuple[Edit, ...]:
+    """Return the fix: ``unscale_`` in front, where one optimizer steps."""
+    steps = loop.after(event, Act.SCALER_STEP)
+    texts = {_step_text(step) for step in steps}
+    if len(texts) != 1 or event.act is not Act.CLIP:
+        return ()
+    (step,) = texts
+    if step is None or any(not _same_function(script, each, event) for each in steps):
+        return ()
+    scaler, optimizer = step
+    statement = script.statement(event.node)
+    return line_before(script, statement, f"{scaler}.unscale_({optimizer})")
+
+
+def _step_text(step: Event) -> tuple[str, str] | None:
+    """Return how a script writes the scaler and the optimizer of a step."""
+    call = step.node
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    if call.func.attr != "step" or len(call.args) != 1:
+        return None
+    return ast.unparse(call.func.value), ast.unparse(call.args[0])
+
+
+def not_scaled(script: Script) -> Iterator[Hit]:
+    """A backward pass without the scaler, and then a step by the scaler."""
+    for loop in script.loops:
+        for step in loop.of(Act.SCALER_STEP):
+            before = loop.before(step, Act.BACKWARD)
+            if not before or any(
+                each.scaler is not None or each.is_managed for each in before
+            ):
+                continue
+            backward = before[-1]
+            yield Hit(backward.node, edits=_scaled_loss(script, backward, step))
+            break
+
+
+def _scaled_loss(script: Script, backward: Event, step: Event) -> tuple[Edit, ...]:
+    """Return the fix: the loss is scaled where it is differentiated."""
+    call = backward.node
+    text = _step_text(step)
+    if text is None or not isinstance(call, ast.Call) or call.args:
+        return ()
+    if not isinstance(call.func, ast.Attribute) or not _same_function(
+        script, backward, step
+    ):
+        return ()
+    if not isinstance(call.func.value, ast.Name | ast.Attribute):
+        return ()
+    loss = call.func.value
+    return (replaced(script, loss, f"{text[0]}.scale({script.segment(loss)})"),)

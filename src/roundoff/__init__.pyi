@@ -13,11 +13,13 @@ from .train.scaling.scaler import LossScaler as LossScaler
 from .verbs.advise import advise as advise
 from .verbs.bench import bench as bench
 from .verbs.capture import capture as capture
+from .verbs.check import check as check
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.diff import diff as diff
 from .verbs.lint import lint as lint
+from .verbs.migrate import migrate as migrate
 from .verbs.overflow import overflow as overflow
 from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize

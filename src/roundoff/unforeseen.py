@@ -93,6 +93,10 @@ def unforeseen_message(error: BaseException, report: Path | None) -> str:
 class OurPart:
     """Our work inside somebody's program: a fault of it ends it with one warning, and never them.
 
+    Args:
+        name: what it does, for the warning.
+        failed: told of the fault in place of the warning.
+
     Attributes:
         stopped: why it has ended; None while it goes on.
 
@@ -106,8 +110,11 @@ class OurPart:
     (None, None, 1)
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, failed: Callable[[BaseException], None] | None = None
+    ) -> None:
         self.name = name
+        self.failed = failed or self._warn
         self.stopped: str | None = None
 
     def __call__(
@@ -118,13 +125,18 @@ class OurPart:
             return None
         try:
             return work(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the program
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             self.stopped = summary(error)
-            warn(
-                f"roundoff: {self.name} has stopped and the program goes on: "
-                f"{self.stopped} at {_raised_at(error)}"
-            )
+            self.failed(error)
             return None
+
+    def _warn(self, error: BaseException) -> None:
+        warn(
+            f"roundoff: {self.name} has stopped and the program goes on: "
+            f"{self.stopped} at {_raised_at(error)}"
+        )
 
     def around(self, work: Callable[_P, _T]) -> Callable[_P, _T | None]:
         """Return ``work`` as a function that is called by others."""

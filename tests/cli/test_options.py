@@ -49,6 +49,7 @@ COMMANDS = {
     "capture": "-o run",
     "show": "a",
     "overflow": "a",
+    "check": "a b",
     "compare": "a b",
     "diff": "a b site",
     "replay": "a",
@@ -56,6 +57,7 @@ COMMANDS = {
     "bench": "net.py",
     "advise": "net.py",
     "lint": "net.py",
+    "migrate": "net.py",
 }
 #: Folders in which no run is.
 RUNS = ("a", "b")
@@ -104,8 +106,11 @@ BAD: dict[str, list[str]] = {
     "--sort": ["biggest", ""],
     "--steps": [*NOT_A_NUMBER, "-1", "0"],
     "capture --steps": ["first", "3-1", "1,,2", ""],
+    "check --steps": ["first", "3-1", "1,,2", ""],
     "--noise": COUNT,
     "--repeats": COUNT,
+    "check --repeats": ["missing"],
+    "--repeat": [*COUNT, "1"],
     "--runs": [*COUNT, "2"],
     "--batches": [*COUNT, "0"],
     "--extra": FINITE,

@@ -123,6 +123,35 @@ train(m, torch.optim.SGD(m.parameters(), 0.1))
 for t in ts: t.join()
 print([o is not None for o in out])
 """,
+    "a training loop in a thread": """
+m = nn.Linear(6, 3)
+t = threading.Thread(target=train, args=(m, torch.optim.SGD(m.parameters(), 0.1)))
+t.start(); t.join()
+""",
+    "a forward pass in a pool, beside another": """
+from concurrent.futures import ThreadPoolExecutor
+m = nn.Linear(6, 3); h = nn.Linear(6, 3)
+o = torch.optim.SGD([*m.parameters(), *h.parameters()], 0.1)
+with ThreadPoolExecutor(2) as pool:
+    for _ in range(3):
+        o.zero_grad()
+        y = pool.submit(m, X); z = h(X)
+        (y.result() * z).square().mean().backward()
+        o.step()
+said(*m.parameters(), *h.parameters())
+""",
+    "a thread that fails": """
+def fail(): raise ValueError("mine")
+t = threading.Thread(target=fail); t.start(); t.join()
+m = nn.Linear(6, 3)
+train(m, torch.optim.SGD(m.parameters(), 0.1))
+""",
+    "an optimizer that cannot be hashed": """
+class Compared(torch.optim.SGD):
+    def __eq__(self, other): return self is other
+m = nn.Linear(6, 3)
+train(m, Compared(m.parameters(), 0.1))
+""",
     "data loaders' workers": """
 from torch.utils.data import DataLoader, TensorDataset
 m = nn.Linear(6, 3)

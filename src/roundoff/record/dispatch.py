@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
 from roundoff.record.graph_capture import WARNING, in_graph_capture
 from roundoff.record.module_paths import Paths
+from roundoff.record.other_threads import ThreadPart, Turn, kind_of
 from roundoff.record.recorder import Recorder, Source
 from roundoff.record.source_lines import (
     COMPILED,
@@ -201,11 +203,18 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.between = False
         #: overload -> number of its recorded calls
         self.call_counts: Counter[str] = Counter()
+        # also while a step that was recorded is written
+        self.in_chosen_step = True
+        #: kind of another thread -> number of its calls that were not recorded
+        self.calls_elsewhere: Counter[str] = Counter()
         self.phase = "forward"
-        self._sequence = 0
+        self.turn = Turn()
+        self._lock = threading.RLock()
         self._has_warned = False
-        #: number of a node of the graph -> where the call stands that made it
-        self._forward_sources: dict[int, Source] = {}
+        #: thread -> number of the last node of the graph that it made
+        self._sequences: dict[int, int] = {}
+        #: number of a node of the graph -> thread -> where the call stands that made it
+        self._forward_sources: dict[int, dict[int, tuple[Source, str]]] = {}
         _modes.add(self)
 
     @classmethod
@@ -227,14 +236,19 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        self.turn.holder = self.turn.home
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call, and record it where a step is."""
         if not self.active or func.namespace == "profiler" or torch._C._is_tracing():
             return self._run_unrecorded(func, args, kwargs)
         if in_graph_capture():
             self._warn_of_capture()
             return func(*args, **kwargs)
         try:
-            call = self._before(func, args, kwargs)
+            with self._lock:
+                call = self._before(func, args, kwargs)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)
             return func(*args, **kwargs)
@@ -242,16 +256,31 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         else:
             result = self._run_perturbed(func, args, kwargs)
-        if call.inputs is None or not self.active:
-            if call.schema.written:
-                for tensor in call.tensors():
-                    self.recorder.changed(tensor)
-            return result
         try:
-            self._record(call, result)
+            with self._lock:
+                self._after(call, result)
         except Exception as error:  # noqa: BLE001
             self.failed(error)
         return result
+
+    def _after(self, call: _RunningCall, result: Any) -> None:
+        """Look at what a call has made."""
+        if call.inputs is not None and self.active:
+            self._record(call, result)
+        elif call.schema.written:
+            for tensor in call.tensors():
+                self.recorder.changed(tensor)
+
+    def ran_elsewhere(self, thread: str, func: Any, args: Any, kwargs: Any) -> None:
+        """A thread that is not recorded has run a call."""
+        try:
+            with self._lock:
+                self.calls_elsewhere[thread] += 1
+                if OperatorSchema.of(func).written:
+                    for tensor in tensors_in(args, kwargs.values()):
+                        self.recorder.changed(tensor)
+        except Exception as error:  # noqa: BLE001
+            self.failed(error)
 
     def _warn_of_capture(self) -> None:
         if not self._has_warned:
@@ -412,11 +441,25 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = "collective" if schema.collective else self._phase_of_call(path)
         source = Source(phase, path, schema.at(user_line(4)))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        if sequence != self._sequence:
+        thread = threading.get_ident()
+        if sequence != self._sequences.get(thread, 0):
             # the call below made a node of the graph: its backward belongs to it
-            self._forward_sources[sequence - 1] = source
-            self._sequence = sequence
+            nodes = self._forward_sources.setdefault(sequence - 1, {})
+            nodes[thread] = (source, schema.name)
+            self._sequences[thread] = sequence
         return source
+
+    def _forward_source(self, node: Any) -> Source | None:
+        """Return where the call stands that made a node.
+
+        Each thread counts its nodes for itself: of several with one number, the one
+        whose operator the node is named after.
+        """
+        entries = list(self._forward_sources.get(node._sequence_nr(), {}).values())
+        if len(entries) > 1:
+            kind = node.name().lower()
+            entries = [e for e in entries if kind.startswith(_letters(e[1]))]
+        return entries[0][0] if len(entries) == 1 else None
 
     def _phase_of_call(self, path: str) -> str:
         """Return the phase of a call outside of the backward pass."""
@@ -437,7 +480,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Source(phase, "", schema.at(user_line(5)), recomputed=True)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
-        forward = self._forward_sources.get(node._sequence_nr())
+        forward = self._forward_source(node)
         line = user_line(5, in_engine=True)  # the user's own backward, or a hook
         if forward is not None:
             at = schema.at(line or forward.line)
@@ -447,8 +490,55 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Source(phase, (name or "").rpartition(".")[0], schema.at(line))
 
 
-if _SKIP is not None:  # the compiler leaves this function, and what it calls, alone
-    _frames.set_code_exec_strategy(OpMode.__torch_dispatch__.__code__, _SKIP)
+class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the calls of another thread for a recording.
+
+    Made in that thread; ``name`` is the thread's.
+    """
+
+    def __init__(self, recording: OpMode, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+        self.name = kind_of(name)
+        self.part = ThreadPart(recording.turn)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return _SKIP is None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled while this is on."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self.recording
+        if self._is_recorded():
+            return recording.run(func, args, kwargs)
+        result = func(*args, **kwargs)
+        # what a recorded thread runs while nothing is recorded is ours, or between steps
+        is_missed = recording.in_chosen_step and not self.part.is_alone
+        if is_missed and func.namespace != "profiler":
+            recording.ran_elsewhere(self.name, func, args, kwargs)
+        return result
+
+    def _is_recorded(self) -> bool:
+        recording = self.recording
+        if not (recording.active or recording.between):
+            return False
+        try:
+            return self.part.is_recorded()
+        except Exception as error:  # noqa: BLE001
+            recording.failed(error)
+            return False
+
+
+if _SKIP is not None:  # the compiler leaves these, and what they call, alone
+    for _mode in (OpMode, ThreadMode):
+        _frames.set_code_exec_strategy(_mode.__torch_dispatch__.__code__, _SKIP)
 
 
 #: Nodes that compute their forward pass again, with gradients on as only there.
@@ -467,6 +557,12 @@ def _stop_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
+
+
+def _letters(operator: str) -> str:
+    """Return an operator's name as that of its node begins: ``addmm`` of
+    ``AddmmBackward0``."""
+    return operator.rpartition("::")[2].replace("_", "").lower()
 
 
 def _without(tensors: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from roundoff.errors import RunError
 from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
+from roundoff.unforeseen import OurPart
 
 #: What an event is called that tells which parameters want no gradient.
 FROZEN = "frozen"
@@ -65,11 +66,20 @@ class LoopEvent:
 class LoopLog:
     """Gathers the events of the step that runs now.
 
-    ``calls`` says how many operator calls have run in it.
+    ``calls`` says how many operator calls have run in it; ``told`` is given each call,
+    its arguments and its result, in steps that are not recorded too; ``ours`` keeps
+    faults of the log from the program.
     """
 
-    def __init__(self, calls: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        calls: Callable[[], int],
+        told: Callable[[str, Any, Any, Any], None],
+        ours: OurPart | None = None,
+    ) -> None:
         self._calls = calls
+        self._told = told
+        self._ours = ours or OurPart("the log of the training loop")
         self._events: list[LoopEvent] = []
         self._names: dict[int, str] = {}
         self._depth = 0
@@ -145,9 +155,9 @@ class LoopLog:
     def _clipping(self, limit: str) -> Callable[..., Any]:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
             value = args[1] if len(args) > 1 else kwargs.get(limit)
-            numbers = _numbers({limit: value})
+            settings = {limit: value}
             what = original.__name__
-            return self._noted(what, None, numbers, original, args, kwargs)
+            return self._noted(what, None, settings, original, args, kwargs)
 
         return around
 
@@ -155,27 +165,38 @@ class LoopLog:
         self,
         what: str,
         thing: Any,
-        numbers: Mapping[str, float],
+        settings: Mapping[str, Any],
         original: Any,
         args: Any,
         kwargs: Any,
     ) -> Any:
         # what one of these calls inside is its own affair
-        if self._depth == 0 and not torch.compiler.is_compiling():
-            self.add(what, of=thing, numbers=numbers)
+        is_noted = self._depth == 0 and not torch.compiler.is_compiling()
+        if is_noted:
+            self._ours(self._add_with, what, thing, settings)
         self._depth += 1
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             self._depth -= 1
+        if is_noted:
+            self._told(what, args, kwargs, result)
+        return result
+
+    def _add_with(self, what: str, thing: Any, settings: Mapping[str, Any]) -> None:
+        self.add(what, of=thing, numbers=_numbers(settings))
 
     def _optimizer_steps(self, optimizer: Any, *_: Any) -> None:
+        self._ours(self._add_step, optimizer)
+
+    def _add_step(self, optimizer: Any) -> None:
         numbers: dict[str, float] = {}
         for place, group in enumerate(optimizer.param_groups):
             suffix = f" (group {place})" if place else ""
             settings = {f"{key}{suffix}": value for key, value in group.items()}
             numbers |= _numbers(settings)
         self.add("optimizer.step", of=optimizer, numbers=numbers)
+        self._told("optimizer.step", (optimizer,), {}, None)
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:

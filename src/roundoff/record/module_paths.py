@@ -4,9 +4,10 @@ beforehand."""
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.ops import Position
+from roundoff.unforeseen import OurPart
 
 #: Wrappers that are transparent: a site has one name with and without them.
 _WRAPPERS = re.compile(
@@ -27,23 +30,40 @@ _WRAPPERS = re.compile(
 _PARALLEL = ("DistributedDataParallel", "DataParallel")
 
 
+class _OfThread(threading.local):
+    """Each thread runs modules of its own."""
+
+    def __init__(self) -> None:
+        self.position = Position()
+
+
 class Paths:
     """The stack of modules whose forward runs, by their path in the first module that
-    was called."""
+    was called; each thread has its own.
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    ``ours`` runs what happens at a module's call, and keeps its faults from the program.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, ours: OurPart | None = None
+    ) -> None:
+        self._ours = ours or OurPart("following modules")
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
-        self.position = Position()
+        self._of_thread = _OfThread()
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
         #: called with each module that is called outside of all others for the first
         #: time, and what stands before its paths
         self.root_listeners: list[Callable[[nn.Module, str], None]] = []
-        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = (
-            weakref.WeakKeyDictionary()
-        )
+        # by object: a module may have no hash
+        self._paths: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
         if model is not None:
             self._add(model)
+
+    @property
+    def position(self) -> Position:
+        """Where this thread is."""
+        return self._of_thread.position
 
     def current(self) -> str:
         """Return the path of the innermost module that runs, "" outside of all and for the
@@ -85,8 +105,10 @@ class Paths:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         # the compiler traces this call: nothing of it stays in the compiled code
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            self._ours(self._enter_module, module)
+
+    def _enter_module(self, module: nn.Module) -> None:
         path = self._paths.get(module)
         if path is None:
             path = self._paths[module] = self._new_path(module)
@@ -108,8 +130,10 @@ class Paths:
         return _joined(self.position.module, type(module).__name__)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_compiling():
+            self._ours(self._leave_module, module, inputs, output)
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         path = self.position.leave()
         for listener in self.listeners:
             listener(module, path, inputs, output)

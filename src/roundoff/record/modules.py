@@ -4,6 +4,7 @@ parameters; no dispatch mode."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,7 @@ class ModuleRecording:
         self.failed = failed
         self.is_wanted = is_wanted
         self.recorder: Recorder | None = None
+        self._lock = threading.RLock()
 
     def begin(self, recorder: Recorder) -> None:
         """Start a new step."""
@@ -76,7 +78,7 @@ class ModuleRecording:
     ) -> None:
         source = Source("forward", path, None)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        with _outside_transforms():
+        with _outside_transforms(), self._lock:
             read = [recorder.record_of(t, source) for t in tensors_in(inputs)]
             records = recorder.call(source, kind, None, read, outputs)
         for place, (tensor, record) in enumerate(zip(outputs, records, strict=True)):
@@ -99,7 +101,7 @@ class ModuleRecording:
             return
         source = Source("backward", path, None)
         try:
-            with _outside_transforms():
+            with _outside_transforms(), self._lock:
                 recorder.call(source, kind, None, [record], [gradient], place=place)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self.failed(error)

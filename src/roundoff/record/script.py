@@ -57,7 +57,8 @@ def capture_script(
         if stop and run.done:
             raise StopScript
 
-    boundaries = nullcontext() if whole else watch_steps(StepBoundaries(end_step))
+    ends = StepBoundaries(end_step, run.ours)
+    boundaries = nullcontext() if whole else watch_steps(ends)
     with run, boundaries:
         run_program(words, lambda: _saved(run))
     # What the script has left is freed while Python runs: a thread of a process group

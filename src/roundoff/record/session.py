@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +21,31 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from roundoff.errors import RunError, warn
+from roundoff.errors import RoundoffError, RunError, warn
 from roundoff.foreign import without_secrets
 from roundoff.ops import describe
 from roundoff.record.disk.tensors import content_hash
 from roundoff.record.disk.writer import Writer
-from roundoff.record.dispatch import OpMode
+from roundoff.record.dispatch import OpMode, ThreadMode
 from roundoff.record.environment import environment
 from roundoff.record.loop_events import FROZEN, LoopLog
 from roundoff.record.module_paths import Paths, quiet
 from roundoff.record.modules import ModuleRecording
 from roundoff.record.noise import Noise
+from roundoff.record.other_threads import followed
 from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
+from roundoff.record.set_up_log import SetUpLog
 from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
+from roundoff.record.step_log import EVERY
 from roundoff.record.step_numbers import StepNumbers
 from roundoff.record.tensor_keeper import Keeper
 from roundoff.record.triton_kernels import TritonCalls
 from roundoff.site import matches
+from roundoff.unforeseen import OurPart
 
+T = TypeVar("T")
 LEVELS = ("op", "module")
 KEEP = ("stats", "tensors", "sample", "hash")
 
@@ -136,15 +142,28 @@ class Capture:
         self.matched = not self.sites
         #: why the recording stopped before the program
         self.stopped: str | None = None
+        #: keeps faults of the recording from the program
+        self.ours = OurPart("the recording", self._failed)
         self._stack = ExitStack()
         self._mode: OpMode | None = None
+        self._modules: ModuleRecording | None = None
         #: the mode is on torch's stack
         self._is_on = False
+        #: it has begun
+        self._is_open = False
 
     def __enter__(self) -> Capture:
         with self._stack as stack:
-            self._enter(stack)
+            try:
+                self._enter(stack)
+            except RoundoffError:
+                raise
+            except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
+                self.ours.stopped = str(error)
+                self._failed(error)
+                return self
             self._stack = stack.pop_all()
+            self._is_open = True
         return self
 
     def _enter(self, stack: ExitStack) -> None:
@@ -160,7 +179,7 @@ class Capture:
             compiled(kernel, torch.float32)
         if self.eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self.paths = Paths(self.model)
+        self.paths = Paths(self.model, self.ours)
         self.paths.root_listeners.append(self._name_values)
         stack.enter_context(quiet())
         stack.enter_context(self.paths.follow())
@@ -170,8 +189,10 @@ class Capture:
         stack.callback(after.remove)
         self.keeper = Keeper(self.keep, self.writer, self.seed)
         self.recorder = self._new_recorder()
-        self.loop = LoopLog(lambda: self.recorder.calls)
+        self.set_up = SetUpLog(self.paths, self._paused)
+        self.loop = LoopLog(lambda: self.recorder.calls, self.set_up.told, self.ours)
         stack.enter_context(self.loop.follow())
+        stack.enter_context(self.set_up.follow())
         if self.level == "op":
             self._listen_to_operators(stack)
         else:
@@ -207,6 +228,8 @@ class Capture:
             is_wanted=self._wants if self.sites else None,
             noise=None if self.noise is None else Noise(self.noise).of,
         )
+        mode = self._mode
+        stack.enter_context(followed(functools.partial(ThreadMode, mode), self.ours))
         self.paths.listeners.append(self._mode.compiled)
         self._triton = TritonCalls(self._mode.triton)
         stack.callback(self._triton.remove)
@@ -225,26 +248,40 @@ class Capture:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        unfinished = None
-        try:
-            self._pause()
-            # what follows the last step, an evaluation maybe, is no step
-            is_step = kind is not None or not self.number
-            if is_step and self.recorder.rows and not self.stopped:
-                unfinished = None if kind is None else self.number
-                self._write()
-        finally:
-            self._stack.close()
-            self.writer.close(
-                complete=kind is None and self.stopped is None,
-                coverage=self._coverage(),
-                sources=imported_sources(self.command) | self._script,
-                unfinished=unfinished,
-            )
-        if kind is not None:
-            self.writer.fail()
-        elif not self.stopped:
+        if not self._is_open:
+            return
+        unfinished = self._attempt(self._end, kind is not None)
+        self._attempt(self._end_set_up)
+        self._attempt(self._stack.close)
+        self._attempt(self._close, kind is None, unfinished)
+        if kind is None and not self.stopped:
             self._check_recorded()
+
+    def _attempt(self, work: Callable[..., T], *args: Any) -> T | None:
+        """Do one part of the ending, also after others have failed."""
+        return OurPart("the recording", self._failed)(work, *args)
+
+    def _end(self, has_failed: bool) -> int | None:
+        """Write the last step; return its number where the program failed in it."""
+        if self._mode is not None:
+            self._mode.in_chosen_step = False
+        self._pause()
+        # what follows the last step, an evaluation maybe, is no step
+        is_step = has_failed or not self.number
+        if not is_step or not self.recorder.rows or self.stopped:
+            return None
+        self._write()
+        return self.number if has_failed else None
+
+    def _close(self, has_ended_well: bool, unfinished: int | None) -> None:
+        self.writer.close(
+            complete=has_ended_well and self.stopped is None,
+            coverage=self._coverage(),
+            sources=imported_sources(self.command) | self._script,
+            unfinished=unfinished,
+        )
+        if not has_ended_well:
+            self.writer.fail()
 
     def _check_recorded(self) -> None:
         if not self.recorded or not self.matched:
@@ -268,17 +305,21 @@ class Capture:
 
     def step(self, **scalars: float | Tensor) -> None:
         """End a step; ``scalars`` (loss, loss_scale, grad_norm, lr) are stored with it."""
+        self.ours(self._end_step, scalars)
+        self.number += 1
+        self.ours(self._begin)
+
+    def _end_step(self, scalars: Mapping[str, float | Tensor]) -> None:
         self._pause()
         if self.recorder.rows and not self.stopped:
             self._write()
         self.loop.take()
+        self._end_of_set_up_step(scalars)
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
                 if isinstance(value, Tensor):
                     value = value.detach()
                 self.writer.scalar(self.number, name, value)
-        self.number += 1
-        self._begin()
 
     @property
     def identity(self) -> str:
@@ -305,17 +346,21 @@ class Capture:
         self.recorder = self._new_recorder()
         is_chosen = self.number in self.steps
         is_perturbed = self.noise is not None and not self.done
+        if self._mode is not None:
+            self._mode.in_chosen_step = is_chosen and not self.stopped
         if self.stopped or not (is_chosen or is_perturbed):
             return
-        if self._mode is None:
+        if self._modules is not None:
             self._modules.begin(self.recorder)
+        if self._mode is None:
             return
         self._mode.begin(self.recorder)
         if is_chosen:
             self._triton.install()
         self._mode.active = is_chosen
         self._mode.between = not is_chosen
-        if not self._is_on:
+        is_home = threading.get_ident() == self._mode.turn.home
+        if is_home and not self._is_on:
             self._enter_mode(self._mode)
 
     def _enter_mode(self, mode: OpMode) -> None:
@@ -334,8 +379,9 @@ class Capture:
     def _pause(self) -> None:
         """Leave the stack of modes where the mode is on top, so that steps that are not
         recorded cost nothing."""
-        if self._mode is None:
+        if self._modules is not None:
             self._modules.end()
+        if self._mode is None:
             return
         self._mode.active = False
         self._mode.between = False
@@ -357,7 +403,31 @@ class Capture:
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
+    def _end_of_set_up_step(self, scalars: Mapping[str, float | Tensor]) -> None:
+        log = self.set_up
+        is_early = log.is_early
+        if isinstance(scalars.get("loss"), int | float | Tensor):
+            log.numbers.set("loss", scalars["loss"])
+        log.end_step()
+        if is_early or log.step % EVERY == 0:
+            self._write_set_up(all_of_it=is_early)
+
+    def _end_set_up(self) -> None:
+        self.set_up.finish()
+        self._write_set_up(all_of_it=True)
+
+    def _write_set_up(self, *, all_of_it: bool) -> None:
+        if self.stopped:
+            return
+        with self._paused():
+            self.writer.numbers(self.set_up.numbers.take())
+        if all_of_it:
+            self.writer.set_up(self.set_up.content())
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._mode is None else self._mode.paused()
+
+    def _failed(self, error: BaseException) -> None:
         """Stop the recording, with one warning."""
         if self.stopped is not None:
             return
@@ -365,6 +435,9 @@ class Capture:
         if self._mode is not None:
             self._mode.active = False
             self._mode.between = False
+            self._mode.in_chosen_step = False
+        if self._modules is not None:
+            self._modules.recorder = None
         warn(
             f"roundoff: the recording in {self.path} stopped in step {self.number} "
             f"({self.stopped}); the program goes on"
@@ -374,6 +447,9 @@ class Capture:
         return any(matches(pattern, name) for pattern in self.sites)
 
     def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
+        return self.ours(self._prepare_update, args, kwargs)
+
+    def _prepare_update(self, args: Any, kwargs: Any) -> Any:
         if self._mode is None:
             self._name_gradients()
             return None
@@ -402,8 +478,9 @@ class Capture:
         return closure
 
     def _after_optimizer(self, *_: Any) -> None:
-        if self._mode is not None:
-            self._mode.phase = "forward"
+        mode = self._mode
+        if mode is not None:
+            mode.phase = "forward"
 
     def _frozen(self) -> list[str]:
         """Return the names of the parameters that want no gradient."""
@@ -415,9 +492,8 @@ class Capture:
         """Name what was written to a model's parameters before its first call."""
         if self.stopped is not None:
             return
-        paused = nullcontext() if self._mode is None else self._mode.paused()
         try:
-            with paused:
+            with self._paused():
                 self._name_all(root)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
@@ -446,6 +522,7 @@ class Capture:
             "steps": self.recorded,
             "calls": sum(counts.values()),
             "operators": counts,
+            "other_threads": {} if self._mode is None else self._mode.calls_elsewhere,
             "stopped": self.stopped,
         }
 

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 _OURS = str(Path(__file__).parents[1])
-_RECORDING = str(Path(__file__).parent)
+#: What stands between a program and its operators while it is recorded.
+_RECORDING = (
+    str(Path(__file__).parent),
+    str(Path(_OURS, "unforeseen.py")),
+)
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}
 #: Where a call stands that the compiler's code makes: what that code writes between such

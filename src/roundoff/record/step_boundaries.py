@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from roundoff.unforeseen import OurPart
+
+
+class Optimizers:
+    """A set of optimizers as objects, which it does not keep alive; some have no hash."""
+
+    def __init__(self) -> None:
+        self._references: Any = WeakIdKeyDictionary()
+
+    def __contains__(self, optimizer: object) -> bool:
+        return optimizer in self._references
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._references))
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def add(self, optimizer: Any) -> None:
+        """Add one; once more changes nothing."""
+        self._references[optimizer] = None
+
+    def discard(self, optimizer: Any) -> None:
+        """Remove one, if it is there."""
+        self._references.pop(optimizer, None)
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._references.clear()
 
 
 class StepBoundaries:
@@ -25,12 +55,14 @@ class StepBoundaries:
         optimizers: those that were made.
         stepped: those of them that have stepped in this step.
         waiting: a scaler has stepped: the step is over when that has been updated.
+        ours: keeps faults of this from the program.
     """
 
-    def __init__(self, end: Callable[..., None]) -> None:
+    def __init__(self, end: Callable[..., None], ours: OurPart | None = None) -> None:
         self.end = end
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.ours = ours or OurPart("noticing steps")
+        self.optimizers = Optimizers()
+        self.stepped = Optimizers()
         self.waiting = False
         self._has_repeated = False
         self._rate = math.nan
@@ -57,6 +89,14 @@ class StepBoundaries:
             self.waiting = False
             rate = {} if math.isnan(self._rate) else {"lr": self._rate}
             self.end(**rate, **scalars)
+
+    def end_whole_step(
+        self, optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]
+    ) -> None:
+        """One scaler has stepped all ``optimizers``."""
+        for optimizer in [o for o in optimizers if o not in self.stepped]:
+            self.step(optimizer)
+        self.end_if_over(loss_scale=scale())
 
 
 def _rate_of(optimizer: torch.optim.Optimizer) -> float:
@@ -102,9 +142,7 @@ def whole_step(
     try:
         yield
         for boundaries in _LISTENING:
-            for optimizer in [o for o in optimizers if o not in boundaries.stepped]:
-                boundaries.step(optimizer)
-            boundaries.end_if_over(loss_scale=scale())
+            boundaries.ours(boundaries.end_whole_step, optimizers, scale)
     finally:
         # other optimizers may step without a scaler, and end the step
         for boundaries in _LISTENING:
@@ -115,14 +153,15 @@ def whole_step(
 def watch_steps(boundaries: StepBoundaries, *, whole: bool = True) -> Iterator[None]:
     """Tell ``boundaries`` of every optimizer and ``GradScaler`` of the process while
     this is open, and with ``whole`` of the steps of ``roundoff.LossScaler``."""
+    ours = boundaries.ours
 
     def init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
-        boundaries.optimizers.add(optimizer)
+        ours(boundaries.optimizers.add, optimizer)
 
     def scale(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if boundaries.waiting:
-            boundaries.end_if_over()  # where the last step's scaler was not updated
+            ours(boundaries.end_if_over)  # the last step's scaler was not updated
         return original(scaler, *args, **kwargs)
 
     def step(
@@ -132,18 +171,24 @@ def watch_steps(boundaries: StepBoundaries, *, whole: bool = True) -> Iterator[N
             return original(scaler, optimizer, *args, **kwargs)
         boundaries.waiting = True
         result = original(scaler, optimizer, *args, **kwargs)
+        ours(step_once, optimizer)
+        return result
+
+    def step_once(optimizer: Any) -> None:
         if optimizer not in boundaries.stepped:
             boundaries.step(optimizer)
-        return result
 
     def update(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled():
-            boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
+            ours(end_updated, scaler)
+
+    def end_updated(scaler: Any) -> None:
+        boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
 
     scaler = torch.amp.GradScaler
     hook = register_optimizer_step_post_hook(
-        lambda optimizer, *_: boundaries.step(optimizer)
+        lambda optimizer, *_: ours(boundaries.step, optimizer)
     )
     if whole:
         _LISTENING.append(boundaries)

@@ -4,11 +4,12 @@ width; names wrap."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from roundoff.foreign import visible
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
 from roundoff.report.names import wrap
@@ -122,6 +123,10 @@ def print_captured(summary: CaptureSummary, console: Console) -> None:
     if stopped:
         text = f"! The recording stopped early, the program did not: {stopped}"
         say(console, text, style="yellow")
+    threads = None if summary.calls is None else summary.calls.other_threads
+    if threads:
+        text = f"! {elsewhere(threads)}"
+        say(console, text, style="yellow")
     for entry in () if summary.tensors is None else summary.tensors.reasons:
         tensors = count(entry.count, "tensor")
         text = f"! {tensors} without statistics: {entry.reason}"
@@ -142,6 +147,21 @@ def _recorded_figures(summary: CaptureSummary) -> list[str]:
     if summary.tensors is not None and summary.tensors.tensors:
         figures.append(count(summary.tensors.tensors, "tensor"))
     return figures
+
+
+def elsewhere(threads: Mapping[str, int]) -> str:
+    """What threads computed beside the recorded one.
+
+    >>> elsewhere({"ThreadPoolExecutor-*_*": 12, "loader": 1})
+    '13 calls are not recorded: they ran in threads beside it (ThreadPoolExecutor-*_*, loader)'
+    """
+    names = ", ".join(visible(name) for name in threads)
+    calls = sum(threads.values())
+    verb = "is" if calls == 1 else "are"
+    return (
+        f"{count(calls, 'call')} {verb} not recorded: they ran in threads beside it "
+        f"({names})"
+    )
 
 
 def span(noun: str, numbers: Sequence[int]) -> str:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from roundoff.lint.rule import Rule
-from roundoff.lint.rules import autocast, paddle, scaler, tensorflow, tensorflow_losses
+from roundoff.lint.rules import (
+    autocast,
+    formulas,
+    loop,
+    losses,
+    low_precision,
+    paddle,
+    pipeline,
+    scaler,
+    tensorflow,
+    tensorflow_losses,
+)
 
 #: A theme each; the first digit of a code says which.
 THEMES = {
@@ -21,9 +32,14 @@ THEMES = {
 RULES: tuple[Rule, ...] = tuple(
     sorted(
         (
-            *scaler.RULES,
             *autocast.RULES,
+            *formulas.RULES,
+            *loop.RULES,
+            *losses.RULES,
+            *low_precision.RULES,
             *paddle.RULES,
+            *pipeline.RULES,
+            *scaler.RULES,
             *tensorflow.RULES,
             *tensorflow_losses.RULES,
         ),

@@ -1,0 +1,272 @@
+"""What an expression is by the last layer that made it: logits, probabilities, their logs."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from collections.abc import Iterable
+
+from roundoff.lint.bindings import is_self
+from roundoff.lint.script import Function, Script
+from roundoff.lint.tensors import (
+    SAME_VALUES,
+    Operation,
+    makers,
+    number,
+    operation,
+    sources,
+)
+from roundoff.lint.things import Kind
+
+
+class Output(enum.Enum):
+    """The range of an output, by its last layer."""
+
+    SOFTMAX = "softmax"
+    LOG_SOFTMAX = "log_softmax"
+    SIGMOID = "sigmoid"
+    LOGITS = "logits"
+
+
+_FUNCTIONS = {
+    "softmax": Output.SOFTMAX,
+    "log_softmax": Output.LOG_SOFTMAX,
+    "sigmoid": Output.SIGMOID,
+    "expit": Output.SIGMOID,
+    "logsigmoid": Output.LOG_SOFTMAX,
+    "linear": Output.LOGITS,
+}
+_LAYERS = {
+    "torch.nn.Softmax": Output.SOFTMAX,
+    "torch.nn.Softmax2d": Output.SOFTMAX,
+    "torch.nn.LogSoftmax": Output.LOG_SOFTMAX,
+    "torch.nn.Sigmoid": Output.SIGMOID,
+    "torch.nn.LogSigmoid": Output.LOG_SOFTMAX,
+    "torch.nn.Linear": Output.LOGITS,
+    "torch.nn.LazyLinear": Output.LOGITS,
+    "torch.nn.Bilinear": Output.LOGITS,
+    "torch.nn.Conv1d": Output.LOGITS,
+    "torch.nn.Conv2d": Output.LOGITS,
+    "torch.nn.Conv3d": Output.LOGITS,
+    "torch.nn.ConvTranspose2d": Output.LOGITS,
+}
+#: Operators that leave an output what it is.
+_KEEPS = SAME_VALUES | {"clamp", "clip", "clamp_min", "nan_to_num", "index"}
+_WRAPPERS = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.compile",
+)
+_BASES = ("torch.nn.Module", "torch.nn.Sequential")
+_DEEPEST = 10
+
+
+def output_of(script: Script, node: ast.expr | None) -> Output | None:
+    """Return what the values of an expression are; None where that is not certain.
+
+    >>> script = Script("import torch; p = torch.softmax(x, -1).view(4, 2); y = loss(p)")
+    >>> output_of(script, script.nodes(ast.Call)[-1].args[0])
+    <Output.SOFTMAX: 'softmax'>
+    """
+    return _output(script, node, None, 0)
+
+
+def _output(
+    script: Script, node: ast.expr | None, element: int | None, depth: int
+) -> Output | None:
+    """``element`` is the place of the values where the expression is several."""
+    if node is None or depth > _DEEPEST:
+        return None
+    if isinstance(node, ast.Tuple | ast.List):
+        inside = element is not None and element < len(node.elts)
+        part = node.elts[element] if inside and element is not None else None
+        return _output(script, part, None, depth + 1)
+    if isinstance(node, ast.Subscript):
+        return _of_subscript(script, node, element, depth)
+    if isinstance(node, ast.Attribute) and node.attr == "logits":
+        return Output.LOGITS
+    if isinstance(node, ast.Name | ast.Attribute):
+        return _of_name(script, node, element, depth)
+    if isinstance(node, ast.IfExp):
+        several = [(node.body, element), (node.orelse, element)]
+        return _common(script, several, depth)
+    if isinstance(node, ast.Call):
+        return _of_call(script, node, element, depth)
+    if isinstance(node, ast.BinOp):
+        return _of_arithmetic(script, node, depth)
+    return None
+
+
+def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Output | None:
+    """A multiple is what its tensor is, and a mixture of probabilities is too."""
+    if isinstance(node.op, ast.Mult | ast.Div):
+        if number(node.left) is not None:
+            return _output(script, node.right, None, depth + 1)
+        if number(node.right) is not None:
+            return _output(script, node.left, None, depth + 1)
+    if isinstance(node.op, ast.Add):
+        parts = [(node.left, None), (node.right, None)]
+        mixture = _common(script, parts, depth)
+        return mixture if mixture is Output.SOFTMAX else None
+    return None
+
+
+def _of_subscript(
+    script: Script, node: ast.Subscript, element: int | None, depth: int
+) -> Output | None:
+    """``model(x)[0]`` is the first of several outputs, or rows of the only one."""
+    index = node.slice
+    if isinstance(index, ast.Constant) and isinstance(index.value, int):
+        part = _output(script, node.value, index.value, depth + 1)
+        if part is not None:
+            return part
+    if isinstance(index, ast.Constant) and isinstance(index.value, str):
+        return None
+    return _output(script, node.value, element, depth + 1)
+
+
+def _of_name(
+    script: Script,
+    node: ast.Name | ast.Attribute,
+    element: int | None,
+    depth: int,
+) -> Output | None:
+    several = [
+        (value, element if place is None else place)
+        for value, place in sources(script, node)
+        if value is not node
+    ]
+    return _common(script, several, depth)
+
+
+def _common(
+    script: Script, several: Iterable[tuple[ast.expr, int | None]], depth: int
+) -> Output | None:
+    """Return what all of several values are; None where they differ."""
+    outputs = {_output(script, value, place, depth + 1) for value, place in several}
+    return outputs.pop() if len(outputs) == 1 else None
+
+
+def _of_call(
+    script: Script, call: ast.Call, element: int | None, depth: int
+) -> Output | None:
+    each = operation(script, call)
+    if each is not None:
+        output = _of_operation(script, each, element, depth)
+        if output is not None:
+            return output
+    return _of_layer_call(script, call, element, depth)
+
+
+def _of_operation(
+    script: Script, each: Operation, element: int | None, depth: int
+) -> Output | None:
+    if each.name in _FUNCTIONS:
+        return _FUNCTIONS[each.name]
+    if each.name in _KEEPS:
+        return _output(script, each.first, element, depth + 1)
+    inner = each.first
+    if each.name == "log":
+        if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
+            inner = inner.left
+        output = _output(script, inner, element, depth + 1)
+        is_share = output in (Output.SOFTMAX, Output.SIGMOID)
+        return Output.LOG_SOFTMAX if is_share else None
+    if each.name == "exp":
+        output = _output(script, inner, element, depth + 1)
+        return Output.SOFTMAX if output is Output.LOG_SOFTMAX else None
+    return None
+
+
+def _of_layer_call(
+    script: Script, call: ast.Call, element: int | None, depth: int
+) -> Output | None:
+    """``self.head(x)``, ``model(x)``, ``nn.Softmax(dim=1)(x)``, a function of the script."""
+    function = call.func
+    if isinstance(function, ast.Name) and is_self(function):
+        return _of_class(script, script.class_of(call), element, depth)
+    helper = script.function_of(call)
+    if helper is not None:
+        return _of_function(script, helper, element, depth)
+    if script.called(call) is not None:
+        return None
+    several = makers(script, function)
+    if not several and script.things.kind(function) is Kind.MODEL:
+        return _of_class(script, _only_model(script), element, depth)
+    layers = {_of_layer(script, maker, element, depth + 1) for maker in several}
+    return layers.pop() if len(layers) == 1 else None
+
+
+def _only_model(script: Script) -> ast.ClassDef | None:
+    """Return the model that a caller elsewhere passes: the one that the script defines,
+    where it defines one alone and never makes it.
+    """
+    things = script.things
+    models = [
+        each
+        for each in script.nodes(ast.ClassDef)
+        if any(script.qualified(base) in _BASES for base in each.bases)
+    ]
+    if len(models) != 1:
+        return None
+    made = any(
+        things.script_class(call) is models[0] for call in script.nodes(ast.Call)
+    )
+    return None if made else models[0]
+
+
+def _of_layer(
+    script: Script, maker: ast.Call, element: int | None, depth: int
+) -> Output | None:
+    """Return what an object returns when it is called, by the call that made it."""
+    if depth > _DEEPEST:
+        return None
+    name = script.called(maker)
+    if name in _LAYERS:
+        return _LAYERS[name]
+    if name == "torch.nn.Sequential" and maker.args:
+        return _of_last(script, maker.args[-1], depth)
+    if name in _WRAPPERS and maker.args:
+        inner = {
+            _of_layer(script, each, element, depth + 1)
+            for each in makers(script, maker.args[0])
+        }
+        return inner.pop() if len(inner) == 1 else None
+    if name is not None and name.startswith("torchvision.models."):
+        is_plain = "detection" not in name and "segmentation" not in name
+        return Output.LOGITS if is_plain and "inception" not in name else None
+    return _of_class(script, script.things.script_class(maker), element, depth)
+
+
+def _of_last(script: Script, layer: ast.expr, depth: int) -> Output | None:
+    """Return what the last layer of a Sequential returns."""
+    layers = {
+        _of_layer(script, maker, None, depth + 1) for maker in makers(script, layer)
+    }
+    return layers.pop() if len(layers) == 1 else None
+
+
+def _of_class(
+    script: Script, holder: ast.ClassDef | None, element: int | None, depth: int
+) -> Output | None:
+    forward = None
+    for statement in () if holder is None else holder.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "forward":
+            forward = statement
+    if forward is None:
+        return None
+    return _of_function(script, forward, element, depth)
+
+
+def _of_function(
+    script: Script, function: Function, element: int | None, depth: int
+) -> Output | None:
+    """Return what a function returns, where all its returns agree."""
+    values = [
+        each.value
+        for each in script.nodes(ast.Return)
+        if script.scope(each) is function and each.value is not None
+    ]
+    if any(isinstance(value, ast.Tuple) != (element is not None) for value in values):
+        return None
+    return _common(script, [(value, element) for value in values], depth + 1)

@@ -18,8 +18,6 @@ CLIPS = {
 _LINEAR_METHODS = {
     "zero_",
     "detach_",
-    "mul_",
-    "div_",
     "copy_",
     "is_sparse",
     "dtype",
@@ -65,6 +63,8 @@ def acts_of(script: Script, node: ast.AST) -> Iterator[Event]:
     """Yield what a call, an attribute or an assignment does in training."""
     if isinstance(node, ast.Assign):
         yield from _cleared(node)
+    elif isinstance(node, ast.AugAssign):
+        yield from _divided(node)
     elif isinstance(node, ast.Attribute):
         yield from _gradient(script, node)
     elif isinstance(node, ast.Call):
@@ -80,6 +80,14 @@ def _cleared(assign: ast.Assign) -> Iterator[Event]:
         yield Event(Act.ZERO_GRAD, assign, None)
 
 
+def _divided(assign: ast.AugAssign) -> Iterator[Event]:
+    """``p.grad /= scale``: the gradient is unscaled by hand."""
+    target = assign.target
+    is_factor = isinstance(assign.op, ast.Div | ast.Mult)
+    if is_factor and isinstance(target, ast.Attribute) and target.attr == "grad":
+        yield Event(Act.UNSCALE, assign, None)
+
+
 def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
     """``p.grad`` where its value counts: not ``p.grad is None``, and not where a factor
     makes no difference, as in sums over ranks and tests for NaN.
@@ -91,13 +99,19 @@ def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
     above = script.parent(node)
     while isinstance(above, ast.Attribute) and above.attr in ("data", "grad"):
         above = script.parent(above)
-    if isinstance(above, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
-        return
-    if isinstance(above, ast.Attribute) and above.attr in _LINEAR_METHODS:
-        return
-    if isinstance(above, ast.Call) and _is_linear(script, above):
-        return
-    yield Event(Act.GRADIENT, node, None)
+    if isinstance(above, ast.Attribute) and above.attr in ("mul_", "div_"):
+        yield Event(Act.UNSCALE, node, None)
+    elif not _is_harmless(script, above):
+        yield Event(Act.GRADIENT, node, None)
+
+
+def _is_harmless(script: Script, user: ast.AST | None) -> bool:
+    """Return True where a factor of the gradient makes no difference to what uses it."""
+    if isinstance(user, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
+        return True
+    if isinstance(user, ast.Attribute):
+        return user.attr in _LINEAR_METHODS
+    return isinstance(user, ast.Call) and _is_linear(script, user)
 
 
 def _is_linear(script: Script, call: ast.Call) -> bool:

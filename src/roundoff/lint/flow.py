@@ -83,7 +83,8 @@ def _events_inside(trace: Trace, node: ast.AST) -> Iterator[Event]:
     for event, around in trace.events:
         nodes = [each for each, _ in around.loops]
         if node is trace.root:
-            outer, conditions = 0, around.conditions
+            outer = 0
+            conditions = around.conditions
         elif node in nodes:
             outer = nodes.index(node)
             conditions = around.conditions[around.loops[outer][1] :]
@@ -195,12 +196,12 @@ class _Walker:
         """Walk the calls of an expression in the order in which they run."""
         if isinstance(node, ast.Lambda):
             return
-        for child in ast.iter_child_nodes(node):
+        for child in self.script.children(node):
             if isinstance(child, ast.expr | ast.keyword | ast.comprehension):
                 self.expressions(child, around)
         if isinstance(node, ast.Call):
             self.call(node, around)
-        elif isinstance(node, ast.Attribute | ast.Assign):
+        elif isinstance(node, ast.Attribute | ast.Assign | ast.AugAssign):
             self.events(node, around)
 
     def call(self, call: ast.Call, around: _Around) -> None:

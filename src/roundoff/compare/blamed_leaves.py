@@ -489,16 +489,19 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     for piece, leaves in holders.items():
         if len(leaves) <= _times_in_reference(sides, ours, leaves[0]):
             continue
-        for other in missing:
-            if len(other) != len(piece) or not _same_place(sides, piece, other):
-                continue
+        other = next((m for m in missing if _same_place(sides, piece, m)), None)
+        if other is not None:
             leaf = leaves[-1] if other > piece else leaves[0]
-            held = sides.reference.values[piece[0]].row.name
-            wanted = sides.reference.values[other[0]]
-            words = f"{leaf.row.name} holds {_piece_in_words(held, piece)}, as another "
-            words += f"does, not {_piece_in_words(wanted.row.name, other)}"
-            return Blamed(leaf, wanted, words)
+            return _held_twice(sides, leaf, piece, other)
     return None
+
+
+def _held_twice(sides: Sides, leaf: Value, piece: _Piece, other: _Piece) -> Blamed:
+    held = sides.reference.values[piece[0]].row.name
+    wanted = sides.reference.values[other[0]]
+    words = f"{leaf.row.name} holds {_piece_in_words(held, piece)}, as another "
+    words += f"does, not {_piece_in_words(wanted.row.name, other)}"
+    return Blamed(leaf, wanted, words)
 
 
 def _times_in_reference(sides: Sides, ours: Sequence[Value], leaf: Value) -> int:
@@ -569,6 +572,8 @@ def _pieces_beside(holders: Mapping[_Piece, object]) -> Iterator[_Piece]:
 
 def _same_place(sides: Sides, one: _Piece, other: _Piece) -> bool:
     """Return True for parts of one parameter, and for parameters of one shape."""
+    if len(one) != len(other):
+        return False
     if len(one) > 1:
         return one[:-1] == other[:-1]
     values = sides.reference.values

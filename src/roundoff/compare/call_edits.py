@@ -433,11 +433,11 @@ def _other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Templa
     count = len(call.rows)
     if not 1 < count <= MOST_INDEXES or not _is_move(call):
         return
-    for one, other in combinations(range(count), 2):
+    for first, second in combinations(range(count), 2):
         order = list(range(count))
-        order[one] = other
-        order[other] = one
-        yield _with_places(tuple(order), f"with parts {one} and {other} exchanged")
+        order[first] = second
+        order[second] = first
+        yield _with_places(tuple(order), f"with parts {first} and {second} exchanged")
 
 
 def _with_places(places: tuple[int, ...], words: str) -> Template:

@@ -122,15 +122,22 @@ class TracedProgram:
             for entry in self.order
             if isinstance(entry, TracedCall)
         }
-        self._places: dict[int, int] = {}
-        self._readers: dict[int, list[int]] = {}
-        for place, entry in enumerate(self.order):
-            if isinstance(entry, TracedCall):
-                self._places[entry.first.call] = place
-            for record in self._read_by(entry):
-                self._readers.setdefault(record, []).append(place)
+        self._places = {
+            entry.first.call: place
+            for place, entry in enumerate(self.order)
+            if isinstance(entry, TracedCall)
+        }
+        self._readers = self._readers_by_record()
         self._kept: dict[int, Tensor | None] = {}
         self._prepared: dict[int, _PreparedCall] = {}
+
+    def _readers_by_record(self) -> dict[int, list[int]]:
+        """Return the places in ``order`` that a change of each record reaches."""
+        readers: dict[int, list[int]] = {}
+        for place, entry in enumerate(self.order):
+            for record in self._read_by(entry):
+                readers.setdefault(record, []).append(place)
+        return readers
 
     def tensor(self, record: int) -> Tensor | None:
         """Return what was recorded; None where nothing was kept."""

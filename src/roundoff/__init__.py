@@ -16,7 +16,7 @@ import lazy_loader
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 #: Rooms that are called like the verb of the same name.
-_CALLED = ("advise", "budget", "compare", "lint", "plan", "quantize")
+_CALLED = ("advise", "budget", "compare", "lint", "migrate", "plan", "quantize")
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose
 from .verbs.diff import diff as diff
 from .verbs.lint import lint as lint
+from .verbs.migrate import migrate as migrate
 from .verbs.overflow import overflow as overflow
 from .verbs.plan import plan as plan
 from .verbs.quantize import quantize as quantize

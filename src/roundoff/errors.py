@@ -174,6 +174,10 @@ class ScalerError(RoundoffError):
     """
 
 
+class ScriptError(RoundoffError):
+    """A script cannot be read, or not migrated as asked; it is as it was."""
+
+
 class StuckError(NonFiniteError):
     """Step after step was skipped although the loss scale cannot help any more.
 

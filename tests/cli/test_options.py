@@ -56,6 +56,7 @@ COMMANDS = {
     "bench": "net.py",
     "advise": "net.py",
     "lint": "net.py",
+    "migrate": "net.py",
 }
 #: Folders in which no run is.
 RUNS = ("a", "b")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from roundoff.advise.changes import Change
+from roundoff.advise.changes import CHANGES, Change
 from roundoff.advise.facts import Facts
 from roundoff.advise.rules import RULES, Evidence, Rule
 from roundoff.advise.setup import Observation, Setup
@@ -16,6 +16,11 @@ from roundoff.errors import RoundoffError
 
 #: A change pays from this median ratio on, where three quarters of the pairs agree.
 PAYS = 1.02
+
+#: A change helps beside others from this median ratio on.
+HELPS = 1.01
+#: One that is slower than this alone is not tried beside others.
+HARMLESS = 0.95
 
 #: What a change may raise in the user's model.
 TRIAL_ERRORS = (
@@ -42,11 +47,13 @@ class AdviceRow:
         do: what to write to follow it.
         why: the reason.
         source: who says so.
-        verdict: ``pays``, ``does not pay``, ``costs precision`` (faster, below the
-            least SQNR asked for), ``by hand`` (pays, but only the user can do it) or
-            ``not tried``.
-        reason: why it was not tried; "" where it was.
+        verdict: ``pays``, ``pays on top`` (beside others, not alone), ``does not pay``,
+            ``costs precision`` (faster, below the least SQNR asked for), ``by hand``
+            (pays, but only the user can do it) or ``not tried``.
+        reason: why it was not tried, or what else to know; "" without.
         speed: None where it was not tried.
+        on_top: speed beside the changes that were kept before it; None where it was not
+            tried so.
         precision: likewise.
         share: of the step's time that is concerned, where that is known.
         change: what was tried, to be applied; None for what only the user can do.
@@ -61,13 +68,14 @@ class AdviceRow:
     verdict: str
     reason: str = ""
     speed: Speed | None = None
+    on_top: Speed | None = None
     precision: Precision | None = None
     share: float | None = None
     change: Change | None = None
 
     @property
     def pays(self) -> bool:
-        """True for what is kept."""
+        """True for what makes this workload faster by itself."""
         return self.verdict == "pays"
 
 
@@ -77,7 +85,7 @@ class Combination:
 
     Attributes:
         changes: those that are kept, in the order they are made.
-        dropped: names of winners that lose beside the others.
+        dropped: names of winners that gain nothing beside the others.
         speed: of all together.
         precision: of all together.
     """
@@ -171,63 +179,113 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200]
 
 
-def combine(rows: Sequence[AdviceRow], trials: Trials) -> Combination:
-    """Measure all winners together; where they are slower than the best of them, add
-    them one by one and keep those that help."""
-    winners = [row for row in rows if row.pays and row.change is not None]
-    winners.sort(key=lambda row: -_median(row.speed))
-    changes = [row.change for row in winners if row.change is not None]
-    if not changes:
-        return Combination(changes=(), dropped=(), speed=None, precision=None)
-    if len(changes) == 1:
-        first = winners[0]
-        return Combination(
-            changes=tuple(changes),
-            dropped=(),
-            speed=first.speed,
-            precision=first.precision,
+def combine(
+    rows: Sequence[AdviceRow],
+    trials: Trials,
+    *,
+    progress: Callable[[int, int], None],
+) -> tuple[list[AdviceRow], Combination]:
+    """Put the changes together that help beside each other, and measure them as one.
+
+    The best of those that pay is first; every other change is tried on top of those
+    kept so far, also where it did not pay alone: beside a slow step it may not show.
+
+    Returns:
+        The rows, with what each gains on top, and the combination.
+    """
+    candidates = sorted(filter(_may_help, rows), key=lambda row: -_median(row.speed))
+    if not candidates:
+        return list(rows), NOTHING
+    kept: list[AdviceRow] = []
+    measured: dict[str, Speed | None] = {}
+    for number, row in enumerate(candidates, start=1):
+        on_top = _on_top(row, kept, trials)
+        measured[row.name] = on_top
+        if _helps(row, on_top, kept):
+            kept = [*_without_rivals(kept, row), row]
+        progress(number, len(candidates))
+    combination = _together(kept, trials)
+    dropped = [
+        row for row in rows if row.pays and row.change not in combination.changes
+    ]
+    names = tuple(row.name for row in dropped)
+    shown = [_shown(row, measured.get(row.name), combination.changes) for row in rows]
+    return shown, replace(combination, dropped=names)
+
+
+def _shown(row: AdviceRow, on_top: Speed | None, kept: Sequence[Change]) -> AdviceRow:
+    """Return a row with what it gains on top, and whether that alone makes it pay."""
+    verdict = row.verdict
+    if row.change in kept and not row.pays:
+        verdict = "pays on top"
+    return replace(row, on_top=on_top, verdict=verdict)
+
+
+def _may_help(row: AdviceRow) -> bool:
+    """Return True for a change that was tried, keeps the precision, and is not slow."""
+    if row.change is None or row.speed is None or row.verdict == "costs precision":
+        return False
+    least = row.precision.least_db if row.precision is not None else None
+    return least is not None and row.speed.median >= HARMLESS
+
+
+def _on_top(row: AdviceRow, kept: Sequence[AdviceRow], trials: Trials) -> Speed | None:
+    """Return the speed of a change beside those kept; None where it fails."""
+    if not kept or row.change is None:
+        return row.speed
+    base = _changes(kept)
+    try:
+        return compare_setups(
+            trials.setup,
+            [*base, row.change],
+            base=base,
+            seconds=trials.seconds,
+            device=trials.device,
         )
-    together = _try_together(changes, trials)
-    best = _median(winners[0].speed)
-    if together is not None and together.speed is not None:
-        is_precise = _is_precise(together, trials)
-        if is_precise and together.speed.median >= 0.98 * best:
-            return together
-    return _one_by_one(changes, trials)
+    except TRIAL_ERRORS:
+        return None
+
+
+def _helps(row: AdviceRow, on_top: Speed | None, kept: Sequence[AdviceRow]) -> bool:
+    if on_top is None:
+        return False
+    if not kept:
+        return row.pays
+    return on_top.median >= HELPS and on_top.low > 1
+
+
+def _without_rivals(kept: Sequence[AdviceRow], row: AdviceRow) -> list[AdviceRow]:
+    """Leave out those kept that set the same options of the optimizer."""
+    flags = set(_flags(row))
+    return [other for other in kept if not flags & set(_flags(other))]
+
+
+def _flags(row: AdviceRow) -> Sequence[str]:
+    return [] if row.change is None else list(CHANGES[row.change.name].flags)
+
+
+def _changes(rows: Sequence[AdviceRow]) -> list[Change]:
+    return [row.change for row in rows if row.change is not None]
 
 
 def _median(speed: Speed | None) -> float:
     return speed.median if speed is not None else 0.0
 
 
-def _is_precise(combination: Combination, trials: Trials) -> bool:
-    precision = combination.precision
-    least = precision.least_db if precision is not None else None
-    return least is not None and least >= trials.least_db
+def _together(kept: Sequence[AdviceRow], trials: Trials) -> Combination:
+    """Measure changes as one; the last is left out until the precision is kept."""
+    for number in range(len(kept), 0, -1):
+        changes = _changes(kept[:number])
+        try:
+            precision, speed = trials.try_changes(changes)
+        except TRIAL_ERRORS:
+            continue
+        if trials.verdict(precision, speed) == "pays":
+            return Combination(
+                changes=tuple(changes), dropped=(), speed=speed, precision=precision
+            )
+    return NOTHING
 
 
-def _try_together(changes: Sequence[Change], trials: Trials) -> Combination | None:
-    try:
-        precision, speed = trials.try_changes(changes)
-    except TRIAL_ERRORS:
-        return None
-    return Combination(
-        changes=tuple(changes), dropped=(), speed=speed, precision=precision
-    )
-
-
-def _one_by_one(changes: Sequence[Change], trials: Trials) -> Combination:
-    """Start with the best, and keep each further change that makes it faster."""
-    kept = _try_together(changes[:1], trials)
-    if kept is None:
-        names = tuple(change.name for change in changes)
-        return Combination(changes=(), dropped=names, speed=None, precision=None)
-    dropped: list[str] = []
-    for change in changes[1:]:
-        longer = _try_together([*kept.changes, change], trials)
-        gains = longer is not None and _median(longer.speed) > _median(kept.speed)
-        if longer is not None and gains and _is_precise(longer, trials):
-            kept = longer
-        else:
-            dropped.append(change.name)
-    return replace(kept, dropped=tuple(dropped))
+#: No change at all.
+NOTHING = Combination(changes=(), dropped=(), speed=None, precision=None)

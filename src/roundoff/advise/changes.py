@@ -228,9 +228,21 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def _without_anomaly_mode() -> Iterator[None]:
-    set_mode = torch.autograd.set_detect_anomaly
-    with set_mode(False):
+    """Keep anomaly mode off, also where the step turns it on."""
+    set_mode: Any = torch.set_anomaly_enabled
+    was_on = torch.is_anomaly_enabled()
+    check_nan = torch.is_anomaly_check_nan_enabled()
+    set_mode(False)
+    torch.set_anomaly_enabled = _stay_off
+    try:
         yield
+    finally:
+        torch.set_anomaly_enabled = set_mode
+        set_mode(was_on, check_nan)
+
+
+def _stay_off(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _always(opened: Opened) -> Callable[[Change], Opened]:

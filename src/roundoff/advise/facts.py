@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from roundoff.advise.layer_calls import LayerCall, layer_calls
 from roundoff.advise.normalized_layers import NormalizedLayer, normalized_layers
-from roundoff.advise.operator_count import Counts
-from roundoff.advise.operator_time import Profile
-from roundoff.advise.roofline import Roofline
+from roundoff.advise.operator_count import Counts, count
+from roundoff.advise.operator_time import Profile, profile_step
+from roundoff.advise.roofline import Roofline, measure_roofline
 from roundoff.advise.setup import Runner, Setup, make_optimizer
 from roundoff.advise.written_attention import has_written_attention
+from roundoff.plan import device_of
 
 #: The name of the kernel that hands a value to Python.
 ITEM = "_local_scalar_dense"
@@ -59,6 +63,7 @@ class Facts:
         subnormal_share: of parameters and results, the largest of a tensor.
         habits: of the training step; None without training.
         optimizer: None without training.
+        layers: calls of convolutions and linear layers.
         cores: of this machine that the process may use.
     """
 
@@ -72,7 +77,51 @@ class Facts:
     subnormal_share: float
     habits: StepHabits | None
     optimizer: OptimizerFacts | None
+    layers: tuple[LayerCall, ...]
     cores: int
+
+
+def gather_facts(setup: Setup, trace: str | Path | None = None) -> Facts:
+    """Count and time a workload, and look at its model, optimizer and step.
+
+    Everything runs on copies of the model. ``trace`` is a file for the profile; raises
+    ``OutputError`` when it cannot be written.
+    """
+    device = device_of(setup.model)
+    counts = _counts(setup)
+    return Facts(
+        setup=setup,
+        device=device,
+        counts=counts,
+        profile=_profile(setup, counts, trace),
+        roofline=measure_roofline(device),
+        normalized=normalized_layers_of(setup),
+        attention=written_attention_of(setup.copied().model),
+        subnormal_share=subnormal_share(setup),
+        habits=habits_of(setup) if setup.train else None,
+        optimizer=optimizer_facts(setup) if setup.train else None,
+        layers=layer_calls_of(setup),
+        cores=_cores(),
+    )
+
+
+def _counts(setup: Setup) -> Counts:
+    runner = Runner(setup.copied())
+    if setup.train:
+        runner.step()  # the first step makes the optimizer's states
+    return count(runner.step, runner.setup.model)
+
+
+def _profile(setup: Setup, counts: Counts, trace: str | Path | None) -> Profile:
+    runner = Runner(setup.copied())
+    return profile_step(runner.step, runner.setup.model, counts, trace=trace)
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def normalized_layers_of(setup: Setup) -> tuple[NormalizedLayer, ...]:
@@ -81,6 +130,14 @@ def normalized_layers_of(setup: Setup) -> tuple[NormalizedLayer, ...]:
     copied.model.eval()
     batch = copied.workload.batches[0]
     return normalized_layers(copied.model, lambda: copied.workload.run(batch))
+
+
+def layer_calls_of(setup: Setup) -> tuple[LayerCall, ...]:
+    """Return the calls of layers in a forward pass of a copy of the model."""
+    copied = setup.copied()
+    copied.model.eval()
+    batch = copied.workload.batches[0]
+    return layer_calls(copied.model, lambda: copied.workload.run(batch))
 
 
 def written_attention_of(model: nn.Module) -> tuple[str, ...]:

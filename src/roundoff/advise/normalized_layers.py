@@ -4,13 +4,14 @@ running the model, folded, or freed of a bias that the normalization takes out a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+from torch.utils.hooks import RemovableHandle
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _CONVOLUTION = nn.modules.conv._ConvNd
@@ -34,25 +35,8 @@ def normalized_layers(
     Only modules that run once in ``run()``, and whose parameters no other module has.
     """
     names = {module: name for name, module in model.named_modules()}
-    calls: Counter[nn.Module] = Counter()
-    made_by: dict[int, tuple[nn.Module, Tensor]] = {}
-    pairs: list[tuple[nn.Module, nn.Module]] = []
-
-    def after(module: nn.Module, _: Any, output: Any) -> None:
-        calls[module] += 1
-        if isinstance(output, Tensor):
-            # the tensor is kept, so that no other takes its id
-            made_by[id(output)] = (module, output)
-
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        source = made_by.get(id(inputs[0])) if inputs else None
-        if source is not None:
-            pairs.append((source[0], module))
-
-    layers = [m for m in model.modules() if isinstance(m, _CONVOLUTION | nn.Linear)]
-    norms = [m for m in model.modules() if isinstance(m, _BATCH_NORM)]
-    handles = [layer.register_forward_hook(after) for layer in layers]
-    handles += [norm.register_forward_pre_hook(before) for norm in norms]
+    watch = _Watch()
+    handles = list(watch.attach(model))
     try:
         run()
     finally:
@@ -61,9 +45,37 @@ def normalized_layers(
     shared = _shared_parameters(model)
     return tuple(
         NormalizedLayer(names[layer], names[norm], layer.bias is not None)
-        for layer, norm in pairs
-        if calls[layer] == 1 and not shared & set(map(id, layer.parameters()))
+        for layer, norm in watch.pairs
+        if watch.calls[layer] == 1 and not shared & set(map(id, layer.parameters()))
     )
+
+
+class _Watch:
+    """Notes which batch normalization reads the result of which layer."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[nn.Module] = Counter()
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._made_by: dict[int, tuple[nn.Module, Tensor]] = {}
+
+    def attach(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Register what notes, on all layers and normalizations."""
+        for module in model.modules():
+            if isinstance(module, _CONVOLUTION | nn.Linear):
+                yield module.register_forward_hook(self._after)
+            if isinstance(module, _BATCH_NORM):
+                yield module.register_forward_pre_hook(self._before)
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        self.calls[module] += 1
+        if isinstance(output, Tensor):
+            # the tensor is kept, so that no other takes its id
+            self._made_by[id(output)] = (module, output)
+
+    def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        source = self._made_by.get(id(inputs[0])) if inputs else None
+        if source is not None:
+            self.pairs.append((source[0], module))
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:

@@ -68,7 +68,7 @@ def _fold(facts: Facts) -> Evidence | None:
     if facts.setup.train or not pairs:
         return None
     modules = tuple(f"{pair.layer}{PAIR}{pair.norm}" for pair in pairs)
-    text = f"{len(pairs)} layers are followed by a batch normalization"
+    text = f"batch normalization follows {_count(len(pairs), 'layer')}"
     return Evidence(text, Change("fold_batch_norm", modules), pairs[0].layer)
 
 
@@ -77,7 +77,8 @@ def _bias(facts: Facts) -> Evidence | None:
     if not facts.setup.train or not pairs:
         return None
     modules = tuple(f"{pair.layer}{PAIR}{pair.norm}" for pair in pairs)
-    text = f"{len(pairs)} layers add a bias that batch normalization takes out again"
+    layers = _count(len(pairs), "layer")
+    text = f"batch normalization takes out the bias of {layers} again"
     return Evidence(text, Change("drop_bias_before_norm", modules), pairs[0].layer)
 
 
@@ -106,7 +107,7 @@ def _fp64(facts: Facts) -> Evidence | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: (row.flops, row.bytes_moved))
-    text = f"{_calls(rows)} run in fp64, the most work in {worst.operator}"
+    text = f"fp64 in {_calls(rows)}, the most work in {worst.operator}"
     return Evidence(text, Change("no_fp64"), place_of(worst))
 
 
@@ -114,7 +115,7 @@ def _attention(facts: Facts) -> Evidence | None:
     paths = facts.attention
     if not paths:
         return None
-    text = f"{_count(len(paths), 'module')} write softmax(QKᵀ)V out"
+    text = f"softmax(QKᵀ)V is written out in {_count(len(paths), 'module')}"
     return Evidence(text, Change("fused_attention", paths), paths[0])
 
 
@@ -167,11 +168,11 @@ def _syncs(facts: Facts) -> Evidence | None:
     rows = [
         row
         for row in facts.counts.rows
-        if row.operator == ITEM and row.phase != "optimizer"
+        if row.operator == ITEM and row.phase == "forward"
     ]
     if not rows:
         return None
-    text = f"{_calls(rows)} hand a tensor's value to Python in each step"
+    text = f"a tensor's value goes to Python in {_calls(rows)} of a step"
     share = _share(facts, ITEM)
     if facts.device.type == "cpu":
         untried = "on a CPU nothing waits: the cost shows on a GPU"

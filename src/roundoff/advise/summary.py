@@ -37,6 +37,25 @@ class DtypeShare:
     bytes_moved: float
 
 
+@dataclass(frozen=True, slots=True)
+class LoadingSummary:
+    """What the batches cost.
+
+    Attributes:
+        wait_share: part of a step and its loading that is loading, 0 to 1.
+        load_seconds: of a batch.
+        files: opened for reading while loading.
+        resize_share: part of the loading in functions that resize.
+        decode_share: likewise in those that decode.
+    """
+
+    wait_share: float
+    load_seconds: float
+    files: int
+    resize_share: float
+    decode_share: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdviceSummary:
     """What ``roundoff.advise`` measured.
@@ -53,6 +72,7 @@ class AdviceSummary:
         dtypes: the part of each dtype.
         rows: every advice that applies, tried or with the reason why not.
         combination: the winners together.
+        loading: what the batches cost; None where they are a list in memory.
         least_db: SQNR below which no change is a winner.
         absent: names of the rules whose condition does not hold here.
         notes: what else a reader must know.
@@ -69,6 +89,7 @@ class AdviceSummary:
     dtypes: tuple[DtypeShare, ...]
     rows: tuple[AdviceRow, ...]
     combination: Combination
+    loading: LoadingSummary | None
     least_db: float
     absent: tuple[str, ...]
     notes: tuple[str, ...]

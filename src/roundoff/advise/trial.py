@@ -20,6 +20,10 @@ from roundoff.plan import noise
 SAMPLE = 0.02
 LEAST_ROUNDS = 5
 MOST_ROUNDS = 15
+MOST_REPEATS = 1000
+#: Where so many rounds all give less than this ratio, no more are needed.
+LOST_AFTER = 3
+LOST = 0.7
 #: Batches whose outputs are compared.
 COMPARED = 2
 
@@ -82,15 +86,14 @@ def measure_speed(
     """
     by_wall = wall or device.type != "cpu"
     clock = time.perf_counter if by_wall else time.process_time
-    first = _sample(reference, 1, clock, device)
-    first = min(first, _sample(reference, 1, clock, device))
-    for _ in range(2):
-        _sample(candidate, 1, clock, device)
-    repeats = max(1, round(SAMPLE / max(first, 1e-7)))
-    repeats = min(repeats, 1000)
+    first = min(_sample(reference, 1, clock, device) for _ in range(2))
+    second = min(_sample(candidate, 1, clock, device) for _ in range(2))
+    sample = min(SAMPLE, seconds / LEAST_ROUNDS)
+    repeats = round(sample / max(first, second, 1e-7))
+    repeats = max(1, min(repeats, MOST_REPEATS))
     ratios: list[float] = []
     end = time.monotonic() + seconds
-    while _goes_on(len(ratios), end):
+    while _goes_on(ratios, end):
         order = (reference, candidate)
         if len(ratios) % 2:
             order = (candidate, reference)
@@ -106,9 +109,12 @@ def measure_speed(
     )
 
 
-def _goes_on(rounds: int, end: float) -> bool:
+def _goes_on(ratios: Sequence[float], end: float) -> bool:
+    """Return True while more pairs are wanted: few for what is far slower."""
+    rounds = len(ratios)
     if rounds < LEAST_ROUNDS:
-        return True
+        is_lost = rounds >= LOST_AFTER and max(ratios) < LOST
+        return not is_lost
     return rounds < MOST_ROUNDS and time.monotonic() < end
 
 
@@ -136,11 +142,12 @@ def compare_setups(
     reference: Setup,
     changes: Sequence[Change],
     *,
+    base: Sequence[Change] = (),
     seconds: float,
     device: torch.device,
 ) -> Speed:
-    """Compare the speed of a setup with changes to that of the same without."""
-    first = Runner(reference.copied())
+    """Compare the speed of a setup with changes to that of the same with ``base``."""
+    first = Runner(changed(reference, base))
     second = Runner(changed(reference, changes))
     gc.collect()
     wall = any(CHANGES[change.name].by_wall for change in changes)
@@ -166,12 +173,13 @@ def compare_precision(
     dB."""
     other = observe(changed(reference, changes), COMPARED)
     return Precision(
-        output_db=_sqnr(observed.outputs, other.outputs),
-        loss_db=_sqnr(observed.losses, other.losses),
+        output_db=sqnr_of(observed.outputs, other.outputs),
+        loss_db=sqnr_of(observed.losses, other.losses),
     )
 
 
-def _sqnr(reference: list[Observed], other: list[Observed]) -> float | None:
+def sqnr_of(reference: list[Observed], other: list[Observed]) -> float | None:
+    """Return the SQNR in dB over all batches; None where nothing can be compared."""
     if not reference or len(reference) != len(other):
         return None
     value = sqnr_db(noise(other, reference))

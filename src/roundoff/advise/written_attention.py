@@ -4,12 +4,12 @@ module, and replaced by ``scaled_dot_product_attention``."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 _PRODUCTS = (torch.matmul, torch.bmm, operator.matmul)
@@ -170,10 +170,11 @@ def _skip_mask(node: Any) -> tuple[Any, Any]:
 def _skip_scale(node: Any) -> tuple[_Scale, Any]:
     """Return how the scores are scaled, and the product below."""
     if _calls(node, (operator.mul, torch.mul), ("mul",)):
-        scores, factor = node.args[:2]
-        if not isinstance(scores, fx.Node):
-            scores, factor = factor, scores
-        return _Scale(factor, divides=False), scores
+        first = node.args[0]
+        second = node.args[1]
+        if not isinstance(first, fx.Node):
+            return _Scale(first, divides=False), second
+        return _Scale(second, divides=False), first
     if _calls(node, (operator.truediv, torch.div), ("div",)):
         return _Scale(node.args[1], divides=True), node.args[0]
     return _Scale(1.0, divides=False), node
@@ -196,10 +197,8 @@ def _replace(graph: fx.Graph, attention: _Attention) -> None:
     with graph.inserting_before(attention.result):
         mask: Any = None
         if attention.mask is not None:
-            how, mask = attention.mask
-            if how == "fill":
-                # True marks what is left out when filling, what takes part in attention
-                mask = graph.call_function(_takes_part, (mask,))
+            how, masked = attention.mask
+            mask = graph.call_function(_MASKS[how], (masked, attention.query))
         scale = (attention.scale.value, attention.scale.divides)
         fused = graph.call_function(
             functional.scaled_dot_product_attention,
@@ -214,8 +213,24 @@ def _replace(graph: fx.Graph, attention: _Attention) -> None:
     graph.erase_node(attention.result)
 
 
-def _takes_part(condition: torch.Tensor) -> torch.Tensor:
-    return condition.logical_not()
+def _takes_part(removed: Tensor, query: Tensor) -> Tensor:
+    """Return the mask of what takes part in attention, from what a fill removes."""
+    return _with_two_axes(removed.logical_not()).to(query.device)
+
+
+def _added(bias: Tensor, query: Tensor) -> Tensor:
+    """Return what is added to the scores, with the axes and the dtype that it needs."""
+    return _with_two_axes(bias).to(query.dtype)
+
+
+def _with_two_axes(mask: Tensor) -> Tensor:
+    return mask if mask.dim() >= 2 else mask.expand(1, *mask.shape or (1,))
+
+
+_MASKS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fill": _takes_part,
+    "add": _added,
+}
 
 
 def _factor(value: Any, divides: bool) -> float:

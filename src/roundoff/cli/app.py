@@ -23,6 +23,7 @@ from roundoff.cli import (
     diagnose,
     diff,
     lint,
+    migrate,
     overflow,
     plan_group,
     quantize,
@@ -76,6 +77,7 @@ for _name, _verb in {
     "replay": replay,
     "watch": watch,
     "lint": lint,
+    "migrate": migrate,
     "bench": bench,
     "advise": advise,
 }.items():

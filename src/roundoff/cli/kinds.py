@@ -284,6 +284,20 @@ def tie(text: str) -> str:
     return one_of(text, TIES)
 
 
+def migration_target(text: str) -> str:
+    """Return what a script is migrated to."""
+    from roundoff.migrate import TARGETS
+
+    return one_of(text, TARGETS)
+
+
+def migration_source(text: str) -> str:
+    """Return what a script is migrated from."""
+    from roundoff.migrate import SOURCES
+
+    return one_of(text, SOURCES)
+
+
 def cost_of_codes(text: str) -> str:
     """Return the name of a cost model that knows integer kernels: all but seconds."""
     from roundoff.plan import UNITS

@@ -18,8 +18,6 @@ CLIPS = {
 _LINEAR_METHODS = {
     "zero_",
     "detach_",
-    "mul_",
-    "div_",
     "copy_",
     "is_sparse",
     "dtype",
@@ -65,6 +63,8 @@ def acts_of(script: Script, node: ast.AST) -> Iterator[Event]:
     """Yield what a call, an attribute or an assignment does in training."""
     if isinstance(node, ast.Assign):
         yield from _cleared(node)
+    elif isinstance(node, ast.AugAssign):
+        yield from _divided(node)
     elif isinstance(node, ast.Attribute):
         yield from _gradient(script, node)
     elif isinstance(node, ast.Call):
@@ -80,6 +80,14 @@ def _cleared(assign: ast.Assign) -> Iterator[Event]:
         yield Event(Act.ZERO_GRAD, assign, None)
 
 
+def _divided(assign: ast.AugAssign) -> Iterator[Event]:
+    """``p.grad /= scale``: the gradient is unscaled by hand."""
+    target = assign.target
+    is_factor = isinstance(assign.op, ast.Div | ast.Mult)
+    if is_factor and isinstance(target, ast.Attribute) and target.attr == "grad":
+        yield Event(Act.UNSCALE, assign, None)
+
+
 def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
     """``p.grad`` where its value counts: not ``p.grad is None``, and not where a factor
     makes no difference, as in sums over ranks and tests for NaN.
@@ -92,6 +100,9 @@ def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
     while isinstance(above, ast.Attribute) and above.attr in ("data", "grad"):
         above = script.parent(above)
     if isinstance(above, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
+        return
+    if isinstance(above, ast.Attribute) and above.attr in ("mul_", "div_"):
+        yield Event(Act.UNSCALE, node, None)
         return
     if isinstance(above, ast.Attribute) and above.attr in _LINEAR_METHODS:
         return

@@ -15,7 +15,7 @@ class Act(enum.Enum):
     FORWARD = "forward"  # a model is called
     LOSS = "loss"  # a loss function is called
     BACKWARD = "backward"
-    UNSCALE = "unscale"
+    UNSCALE = "unscale"  # by a scaler, or without one by ``p.grad /= scale``
     CLIP = "clip"
     GRADIENT = "gradient"  # the value of ``p.grad`` is used
     STEP = "step"  # of an optimizer, by itself

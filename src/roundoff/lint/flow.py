@@ -195,12 +195,12 @@ class _Walker:
         """Walk the calls of an expression in the order in which they run."""
         if isinstance(node, ast.Lambda):
             return
-        for child in ast.iter_child_nodes(node):
+        for child in self.script.children(node):
             if isinstance(child, ast.expr | ast.keyword | ast.comprehension):
                 self.expressions(child, around)
         if isinstance(node, ast.Call):
             self.call(node, around)
-        elif isinstance(node, ast.Attribute | ast.Assign):
+        elif isinstance(node, ast.Attribute | ast.Assign | ast.AugAssign):
             self.events(node, around)
 
     def call(self, call: ast.Call, around: _Around) -> None:

@@ -56,7 +56,10 @@ def _unique(paths: Iterable[Path], config: LintConfig) -> Iterable[Path]:
 
 def lint_text(text: Text, rules: Iterable[Rule]) -> list[Found]:
     """Lint one text. Raises ``ValueError`` with the reason where it is no Python."""
-    found = check(parse(text.code, str(text.path)), rules)
+    try:
+        found = check(parse(text.code, str(text.path)), rules)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if text.cells:
         return [_in_cell(each, text) for each in found]
     return found

@@ -67,25 +67,27 @@ class Script:
         self.tree = ast.parse(text)
         self.parents: dict[ast.AST, ast.AST] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
+        self._children: dict[ast.AST, list[ast.AST]] = {}
+        self._scopes: dict[ast.AST, Scope] = {}
+        self._homes: dict[tuple[Scope, str], ast.AST | None] = {}
+        self._definitions: dict[ast.AST, ast.expr | None] = {}
         self._index()
         imports = [*self.nodes(ast.Import), *self.nodes(ast.ImportFrom)]
         self.imports = imported_names(imports)
 
     def _index(self) -> None:
-        waiting: list[ast.AST] = [self.tree]
-        parents = self.parents
-        by_type = self._by_type
+        """Note parents, children, scopes and types of all nodes, in the order of the text."""
+        waiting: list[tuple[ast.AST, Scope]] = [(self.tree, self.tree)]
         while waiting:
-            node = waiting.pop()
-            by_type[type(node)].append(node)
-            children = list(ast.iter_child_nodes(node))
-            for child in children:
-                # contexts and operators are one object for the whole tree
-                if not isinstance(child, _SHARED):
-                    parents[child] = node
-            waiting.extend(
-                child for child in reversed(children) if not isinstance(child, _SHARED)
-            )
+            node, scope = waiting.pop()
+            self._by_type[type(node)].append(node)
+            self._scopes[node] = scope
+            inner = node if isinstance(node, _SCOPES) else scope
+            children = _children(node)
+            self._children[node] = children
+            for child in reversed(children):
+                self.parents[child] = node
+                waiting.append((child, inner))
 
     # -- the tree ----------------------------------------------------------------------
 
@@ -123,10 +125,11 @@ class Script:
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the function, class or module that a node stands in."""
-        for above in self.ancestors(node):
-            if isinstance(above, _SCOPES):
-                return above
-        return self.tree
+        return self._scopes[node]
+
+    def children(self, node: ast.AST) -> list[ast.AST]:
+        """Return the parts of a node in the order of the text, but for operators."""
+        return self._children.get(node, [])
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class that a method's code stands in."""
@@ -242,14 +245,18 @@ class Script:
 
     def home(self, name: ast.Name) -> ast.AST | None:
         """Return the scope that a name belongs to; None for what the script never binds."""
-        inner = True
-        for above in self.ancestors(name):
-            if not isinstance(above, _SCOPES):
-                continue
-            skipped = isinstance(above, ast.ClassDef) and not inner
-            if not skipped and name.id in self.bindings(above):
-                return above
-            inner = False
+        key = (self._scopes[name], name.id)
+        if key not in self._homes:
+            self._homes[key] = self._home(*key)
+        return self._homes[key]
+
+    def _home(self, scope: Scope, name: str) -> ast.AST | None:
+        inner: Scope | None = scope
+        while inner is not None:
+            skipped = isinstance(inner, ast.ClassDef) and inner is not scope
+            if not skipped and name in self.bindings(inner):
+                return inner
+            inner = None if inner is self.tree else self._scopes[inner]
         return None
 
     def definition(self, node: ast.AST) -> ast.expr | None:
@@ -263,7 +270,9 @@ class Script:
         """
         from roundoff.lint.bindings import definition_at
 
-        return definition_at(self, node)
+        if node not in self._definitions:
+            self._definitions[node] = definition_at(self, node)
+        return self._definitions[node]
 
     def function_of(self, call: ast.Call) -> Function | None:
         """Return the function of this script that a call calls: by name or as a method."""
@@ -333,7 +342,19 @@ class Script:
         return self.source[start:end].decode()
 
 
+#: Contexts and operators are one object for the whole tree.
 _SHARED = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    children: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            children += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST):
+            children.append(value)
+    return [each for each in children if not isinstance(each, _SHARED)]
 
 
 def _is_import(statement: ast.AST) -> bool:

@@ -795,6 +795,7 @@ _WORK = {
     "softmax's gradient": """
         _softmax_backward_data _log_softmax_backward_data _masked_softmax_backward""",
     "one an element read": """
+        _is_any_true _is_all_true
         cumsum cumprod logcumsumexp cummax cummin _cummax_helper _cummin_helper
         adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
         adaptive_max_pool2d adaptive_max_pool3d _aminmax median nanmedian

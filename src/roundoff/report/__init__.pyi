@@ -37,6 +37,8 @@ from .lint_formats import lint_sarif as lint_sarif
 from .lint_text import diff_lines as diff_lines
 from .lint_text import lint_lines as lint_lines
 from .lint_text import rule_text as rule_text
+from .migrate_text import migrate_json as migrate_json
+from .migrate_text import migration_lines as migration_lines
 from .overflow_text import print_overflow as print_overflow
 from .quantize_html import write_quantize as write_quantize
 from .quantize_text import print_files as print_files

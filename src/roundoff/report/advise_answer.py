@@ -25,6 +25,7 @@ _TITLES = {
     "no_anomaly_mode": "no anomaly mode",
     "flush_subnormals": "subnormals flushed",
     "value_to_python": "values read by Python",
+    "elementwise_share": "element-wise share",
 }
 
 
@@ -35,7 +36,13 @@ def title_of(name: str) -> str:
 
 def answer(summary: AdviceSummary) -> list[str]:
     """Return the answer, sentence by sentence; the first says what is gained."""
-    return [_gain(summary), *_cost(summary), *_work(summary), *_slowest(summary)]
+    return [
+        _gain(summary),
+        *_cost(summary),
+        *_work(summary),
+        *_slowest(summary),
+        *_loading(summary),
+    ]
 
 
 def _gain(summary: AdviceSummary) -> str:
@@ -95,6 +102,26 @@ def _slowest(summary: AdviceSummary) -> list[str]:
     place = f" in {first.module}" if first.module else ""
     share = percent(summary.profile.share(first))
     return [f"The slowest is {first.operator}{place} ({first.phase}): {share}."]
+
+
+def _loading(summary: AdviceSummary) -> list[str]:
+    loading = summary.loading
+    if loading is None:
+        return []
+    opened = count(loading.files, "file")
+    files = f" and opens {opened}" if loading.files else ""
+    seconds = f"{seconds_of(loading.load_seconds)}{files}"
+    share = percent(loading.wait_share)
+    step = "a step with these" if summary.combination.changes else "a step"
+    return [f"{share} of {step} waits for its batch, which takes {seconds}."]
+
+
+def sentence(row: AdviceRow) -> str:
+    """Say what was seen, and why it was not tried or what else to know."""
+    if not row.reason:
+        return f"{row.seen}."
+    said = "Not tried" if row.speed is None else "Note"
+    return f"{row.seen}. {said}: {row.reason}."
 
 
 def number(value: float | None) -> str:

@@ -14,6 +14,7 @@ from roundoff.report.advise_answer import (
     decibels,
     number,
     seconds_of,
+    sentence,
     speed_of,
     spread_of,
     title_of,
@@ -36,8 +37,8 @@ def print_advice(summary: AdviceSummary, console: Console, *, rows: int = TOP) -
         f"roundoff advise: {summary.workload}, {kind} on {summary.device}, {threads}",
     )
     console.print()
-    for sentence in answer(summary):
-        say(console, sentence)
+    for line in answer(summary):
+        say(console, line)
     _print_rows(summary.rows, console)
     _print_operators(summary, console, rows)
     _print_times(summary, console, rows)
@@ -63,6 +64,7 @@ def _print_rows(rows: Sequence[AdviceRow], console: Console) -> None:
             "what": [title_of(row.name) for row in rows],
             "speed": [speed_of(row.speed) for row in rows],
             "quartiles": [spread_of(row.speed) for row in rows],
+            "on top": [speed_of(row.on_top) for row in rows],
             "SQNR dB": [decibels(row) for row in rows],
             "verdict": [row.verdict for row in rows],
             "at": [row.place for row in rows],
@@ -70,8 +72,7 @@ def _print_rows(rows: Sequence[AdviceRow], console: Console) -> None:
         prose=("at",),
     )
     for row in rows:
-        reason = f" Not tried: {row.reason}." if row.reason else ""
-        say(console, f"{title_of(row.name)}: {row.seen}.{reason} Do: {row.do}.")
+        say(console, f"{title_of(row.name)}: {sentence(row)} Do: {row.do}.")
 
 
 def _print_operators(summary: AdviceSummary, console: Console, limit: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from roundoff.foreign import visible
 from roundoff.packages import installed_version
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def github_lines(result: LintResult) -> Iterator[str]:
 
 def _command(fields: dict[str, Any], message: str) -> str:
     settings = ",".join(f"{key}={_property(v)}" for key, v in fields.items())
-    return f"::warning {settings}::{_data(message)}"
+    return visible(f"::warning {settings}::{_data(message)}", lines=False)
 
 
 def _data(text: str) -> str:

@@ -18,29 +18,27 @@ from roundoff.advise import (
     RULES,
     AdviceRow,
     AdviceSummary,
-    Counts,
-    Facts,
-    Profile,
+    Combination,
+    Loading,
+    LoadingSummary,
     Runner,
     Setup,
     Trials,
     Tuning,
+    advise_on_loading,
+    can_load_again,
+    changed,
     combine,
-    count,
     dtype_shares,
-    habits_of,
-    measure_roofline,
-    normalized_layers_of,
+    gather_facts,
+    measure_loading,
     observe,
-    optimizer_facts,
-    profile_step,
-    subnormal_share,
+    try_guidelines,
+    try_larger_batches,
     try_rules,
-    written_attention_of,
 )
 from roundoff.budget import Progress
 from roundoff.errors import WorkloadError
-from roundoff.plan import device_of
 from roundoff.preserve import preserve
 from roundoff.workload import Workload
 
@@ -65,8 +63,9 @@ class Advice:
 
     @property
     def winners(self) -> tuple[AdviceRow, ...]:
-        """The advice that pays, alone."""
-        return tuple(row for row in self.rows if row.pays)
+        """The advice that is kept in the combination."""
+        kept = self.summary.combination.changes
+        return tuple(row for row in self.rows if row.change in kept)
 
     @property
     def tuning(self) -> Tuning:
@@ -141,8 +140,9 @@ def advise(
     with preserve(workload.model):
         torch.set_grad_enabled(True)
         setup = _setup(workload, train)
-        report("count", 0, 4)
-        facts = _facts(setup, trace, report)
+        report("count", 0, 1)
+        facts = gather_facts(setup, trace)
+        report("count", 1, 1)
         trials = Trials(
             setup=setup,
             observed=observe(setup.copied(), COMPARED),
@@ -157,7 +157,18 @@ def advise(
             progress=lambda done, total: report("try", done, total),
             left_out=left_out,
         )
-        combination = combine(rows, trials)
+        rows, combination = combine(
+            rows,
+            trials,
+            progress=lambda done, total: report("combine", done, total),
+        )
+        rows += try_guidelines(facts, seconds=seconds)
+        rows += try_larger_batches(facts, trials)
+        loading = _loading(trials, combination)
+        if loading is not None:
+            rows += advise_on_loading(
+                workload, loading, seconds=seconds, cores=facts.cores
+            )
         step_seconds = _step_seconds(setup, facts.device)
     applied = {row.name for row in rows}
     summary = AdviceSummary(
@@ -172,6 +183,7 @@ def advise(
         dtypes=dtype_shares(facts.counts),
         rows=tuple(sorted(rows, key=_by_gain)),
         combination=combination,
+        loading=None if loading is None else _loading_summary(loading),
         least_db=least_db,
         absent=tuple(rule.name for rule in RULES if rule.name not in applied),
         notes=(),
@@ -201,49 +213,25 @@ def _setup(workload: Workload, train: bool) -> Setup:
     return Setup(workload.with_model(model), train)
 
 
-def _facts(
-    setup: Setup, trace: str | Path | None, report: Callable[[str, int, int], None]
-) -> Facts:
-    device = device_of(setup.model)
-    counts = _counts(setup)
-    report("count", 1, 4)
-    profile = _profile(setup, counts, trace)
-    report("count", 2, 4)
-    roofline = measure_roofline(device)
-    report("count", 3, 4)
-    facts = Facts(
-        setup=setup,
-        device=device,
-        counts=counts,
-        profile=profile,
-        roofline=roofline,
-        normalized=normalized_layers_of(setup),
-        attention=written_attention_of(setup.copied().model),
-        subnormal_share=subnormal_share(setup),
-        habits=habits_of(setup) if setup.train else None,
-        optimizer=optimizer_facts(setup) if setup.train else None,
-        cores=_cores(),
+def _loading(trials: Trials, combination: Combination) -> Loading | None:
+    """Return what loading the batches costs beside a step with the changes that are
+    kept; None where the batches are a list in memory."""
+    workload = trials.setup.workload
+    if not can_load_again(workload):
+        return None
+    runner = Runner(changed(trials.setup, combination.changes))
+    runner.step()
+    return measure_loading(workload, runner.run)
+
+
+def _loading_summary(loading: Loading) -> LoadingSummary:
+    return LoadingSummary(
+        wait_share=loading.wait_share,
+        load_seconds=loading.load_seconds,
+        files=len(loading.files),
+        resize_share=loading.resize_share,
+        decode_share=loading.decode_share,
     )
-    report("count", 4, 4)
-    return facts
-
-
-def _counts(setup: Setup) -> Counts:
-    runner = Runner(setup.copied())
-    if setup.train:
-        runner.step()  # the first step makes the optimizer's states
-    return count(runner.step, runner.setup.model)
-
-
-def _profile(setup: Setup, counts: Counts, trace: str | Path | None) -> Profile:
-    runner = Runner(setup.copied())
-    return profile_step(runner.step, runner.setup.model, counts, trace=trace)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _step_seconds(setup: Setup, device: torch.device) -> float:
@@ -261,4 +249,4 @@ def _step_seconds(setup: Setup, device: torch.device) -> float:
 
 def _by_gain(row: AdviceRow) -> tuple[bool, float]:
     gain = row.speed.median if row.speed is not None else 0.0
-    return not row.pays, -gain
+    return not row.verdict.startswith("pays"), -gain

@@ -34,7 +34,8 @@ def _in_micro_steps(script: Script) -> Iterator[Hit]:
         if condition is None or not loop.of(Act.SCALER_STEP):
             continue
         for event in outside(loop, condition, Act.UNSCALE):
-            yield Hit(event.node)
+            if event.scaler is not None:
+                yield Hit(event.node)
 
 
 def _cleared_in_micro_steps(script: Script) -> Iterator[Hit]:
@@ -183,7 +184,7 @@ def _out_of_order(script: Script) -> Iterator[Hit]:
                 yield Hit(update.node, text)
         for event in loop.of(Act.UNSCALE):
             steps = _since_update(loop, event, Act.SCALER_STEP)
-            if steps:
+            if steps and event.scaler is not None:
                 text = "`unscale_()` behind `step()` of the same optimizer raises a RuntimeError: move it in front"
                 yield Hit(event.node, text)
 

@@ -132,7 +132,7 @@ def read_before_unscaling(script: Script) -> Iterator[Hit]:
         for event in loop.of(Act.CLIP, Act.GRADIENT):
             if event.is_managed or _is_unscaled(loop, event):
                 continue
-            if loop.after(event, Act.SCALER_STEP):
+            if loop.after(event, Act.SCALER_STEP, Act.STEP):
                 yield Hit(event.node, edits=_unscaling(script, loop, event))
 
 

@@ -24,10 +24,11 @@ from torch.optim.optimizer import (
 import roundoff
 from roundoff.cli.app import app, main
 from roundoff.errors import RunError
+from roundoff.lint import RULES as LINT_RULES
 from roundoff.record.program import ScriptError
 from roundoff.report import print_events
 from roundoff.train.scaling.scaler import LossScaler
-from roundoff.train.watch.advice import RULES
+from roundoff.train.watch.advice import LINT_CODES, RULES
 from roundoff.train.watch.events import BadGradients, StepEnd
 
 HEAD = """
@@ -127,7 +128,14 @@ def test_steps_of_a_plain_training(watch, capsys):
         "lr": 0.01,
     }
     assert found["end"] == [
-        {"event": "end", "steps": 3, "skips": 0, "loss_scale": None, "trouble": None}
+        {
+            "event": "end",
+            "steps": 3,
+            "skips": 0,
+            "loss_scale": None,
+            "trouble": None,
+            "warnings": 0,
+        }
     ]
     assert not found["warning"] + found["not finite"]
 
@@ -187,6 +195,7 @@ def test_skips_of_a_scaler_with_their_reason(watch, capsys, kind):
         "skips": 2,
         "loss_scale": 2.0**14,
         "trouble": None,
+        "warnings": 0,
     }
     assert not found["warning"]
 
@@ -328,6 +337,55 @@ FAULTS = {
     "def loss_of(i, bad): return model(torch.randn(6, 4).half()).float().square().mean()\n"
     + PLAIN.format(steps=1, bad=()),
 }
+CLASSES = """
+target = torch.randint(0, 2, (6,))
+share = torch.rand(6, 2)
+def loss_of(i, bad=()):
+    logits = model(torch.randn(6, 4))
+    return {loss}
+"""
+
+
+def judged(loss, steps=2):
+    return CLASSES.replace("{loss}", loss) + PLAIN.format(steps=steps, bad=())
+
+
+FAULTS |= {
+    "softmax-of-softmax": judged(
+        "nn.functional.cross_entropy(logits.softmax(-1), target)"
+    ),
+    "log-softmax-twice": judged(
+        "nn.functional.cross_entropy(logits.log_softmax(-1), target)"
+    ),
+    "nll-of-probabilities": judged(
+        "nn.functional.nll_loss(logits.softmax(-1), target)"
+    ),
+    "bce-of-sigmoid": judged(
+        "nn.functional.binary_cross_entropy(logits.sigmoid(), share)"
+    ),
+    "bce-with-logits-of-probabilities": judged(
+        "nn.functional.binary_cross_entropy_with_logits(logits.sigmoid(), share)"
+    ),
+    "log-of-softmax": judged("-(share * logits.softmax(-1).log()).mean()"),
+    "log-of-sigmoid": judged("-(share * logits.sigmoid().log()).mean()"),
+    "autocast-without-effect": "import warnings; warnings.simplefilter('ignore')\n"
+    "def loss_of(i, bad):\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n"
+    "        return model(torch.randn(6, 4)).square().mean()\n"
+    + PLAIN.format(steps=3, bad=()),
+    "unowned-parameters": "opt = torch.optim.SGD(model.b.parameters(), lr=0.1)\n"
+    + PLAIN.format(steps=3, bad=()),
+    "unchanged-parameters": "model.a.weight.register_hook(torch.zeros_like)\n"
+    "opt = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    + PLAIN.format(steps=9, bad=()),
+    "lost-updates": "model.bfloat16()\nopt = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+    "def loss_of(i, bad): return model(torch.randn(6, 4).bfloat16()).float().square().mean()\n"
+    + PLAIN.format(steps=5, bad=()),
+    "steps-skipped": scaled(30, tuple(range(30)), 2.0**60),
+    "half-statistics": "model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).bfloat16()\n"
+    "opt = torch.optim.SGD(model.parameters(), lr=0.5)\n"
+    "def loss_of(i, bad): return (model(torch.randn(6, 4).bfloat16()).float() - 1).square().mean()\n"
+    + PLAIN.format(steps=2, bad=()),
+}
 
 
 def test_every_rule_has_a_fault():
@@ -340,12 +398,23 @@ def test_every_rule_has_a_fault():
 @pytest.mark.parametrize("rule", FAULTS)
 def test_faults_of_a_loop(watch, rule):
     found = watch(FAULTS[rule], explain=0)
-    also = {"scaler-not-updated": {"scaler-in-loop"}, "scaler-not-stepped": set()}.get(
-        rule, set()
-    )
+    also = {
+        "scaler-not-updated": {"scaler-in-loop"},
+        "scale-at-floor": {"steps-skipped"},
+    }.get(rule, set())
     assert {row["rule"] for row in found["warning"]} == {rule} | also
     (text,) = [row["text"] for row in found["warning"] if row["rule"] == rule]
     assert "{" not in text
+    (end,) = found["end"]
+    assert end["warnings"] == len(found["warning"])
+    codes = {row["rule"]: row["code"] for row in found["warning"]}
+    assert codes[rule] == LINT_CODES.get(rule, "")
+
+
+def test_codes_are_those_of_lint():
+    codes = {rule.code for rule in LINT_RULES}
+    assert set(LINT_CODES.values()) <= codes
+    assert set(LINT_CODES) <= set(RULES)
 
 
 def test_the_published_wrong_loop(watch):

@@ -99,16 +99,19 @@ def _gradient(script: Script, node: ast.Attribute) -> Iterator[Event]:
     above = script.parent(node)
     while isinstance(above, ast.Attribute) and above.attr in ("data", "grad"):
         above = script.parent(above)
-    if isinstance(above, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
-        return
     if isinstance(above, ast.Attribute) and above.attr in ("mul_", "div_"):
         yield Event(Act.UNSCALE, node, None)
-        return
-    if isinstance(above, ast.Attribute) and above.attr in _LINEAR_METHODS:
-        return
-    if isinstance(above, ast.Call) and _is_linear(script, above):
-        return
-    yield Event(Act.GRADIENT, node, None)
+    elif not _is_harmless(script, above):
+        yield Event(Act.GRADIENT, node, None)
+
+
+def _is_harmless(script: Script, user: ast.AST | None) -> bool:
+    """Return True where a factor of the gradient makes no difference to what uses it."""
+    if isinstance(user, ast.Compare | ast.BoolOp | ast.If | ast.UnaryOp | ast.Expr):
+        return True
+    if isinstance(user, ast.Attribute):
+        return user.attr in _LINEAR_METHODS
+    return isinstance(user, ast.Call) and _is_linear(script, user)
 
 
 def _is_linear(script: Script, call: ast.Call) -> bool:

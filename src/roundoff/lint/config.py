@@ -75,12 +75,12 @@ def check_codes(codes: Sequence[str], where: str | None = None) -> tuple[str, ..
     for code in upper:
         fits = any(rule.code.startswith(code) for rule in RULES)
         if not fits or not _CODE.fullmatch(code):
-            known = [rule.code for rule in RULES]
+            codes_of_rules = [rule.code for rule in RULES]
             raise RoundoffError(
                 f"no rule has the code {code!r}",
                 where=where,
                 expected="a code such as RO101, or its beginning",
-                do=did_you_mean(nearest(code, known))
+                do=did_you_mean(nearest(code, codes_of_rules))
                 or "see `roundoff lint --explain all`",
             )
     return upper

@@ -17,7 +17,7 @@ _NOQA = re.compile(
 
 
 @dataclass(frozen=True)
-class Found:
+class FixableFinding:
     """A finding, and the edits that mend it."""
 
     finding: Finding
@@ -39,26 +39,26 @@ def parse(code: str, path: str) -> Script:
         raise ValueError("nested too deep for the parser") from None
 
 
-def check(script: Script, rules: Iterable[Rule]) -> list[Found]:
+def check(script: Script, rules: Iterable[Rule]) -> list[FixableFinding]:
     """Return what the rules find in a script, in the order of lines, each place once."""
-    findings: dict[tuple[str, int, int], Found] = {}
+    findings: dict[tuple[str, int, int], FixableFinding] = {}
     silenced = _silenced(script.text)
     for rule in rules:
         if not any(script.uses(framework) for framework in rule.frameworks):
             continue
         for hit in rule.check(script):
-            found = _found(script, rule, hit)
-            finding = found.finding
+            fixable = _finding(script, rule, hit)
+            finding = fixable.finding
             if not _is_silenced(silenced, finding):
                 place = (finding.code, finding.line, finding.column)
-                findings.setdefault(place, found)
+                findings.setdefault(place, fixable)
     return sorted(
         findings.values(),
         key=lambda each: (each.finding.line, each.finding.column, each.finding.code),
     )
 
 
-def _found(script: Script, rule: Rule, hit: Hit) -> Found:
+def _finding(script: Script, rule: Rule, hit: Hit) -> FixableFinding:
     start, end = script.span(hit.node)
     line, column = script.position(start)
     end_line, end_column = script.position(end)
@@ -73,7 +73,7 @@ def _found(script: Script, rule: Rule, hit: Hit) -> Found:
         message=hit.message or rule.message,
         fixable=bool(hit.edits),
     )
-    return Found(finding, hit.edits)
+    return FixableFinding(finding, hit.edits)
 
 
 def _silenced(text: str) -> dict[int, frozenset[str] | None]:

@@ -29,10 +29,10 @@ class Plugin:
     def run(self) -> Iterator[tuple[int, int, str, type[Plugin]]]:
         """Yield line (from 1), column (from 0), text and this class."""
         try:
-            found_here = check(parse(self.text, self.filename), RULES)
+            places = check(parse(self.text, self.filename), RULES)
         except (ValueError, RecursionError):
             return  # flake8 says so itself
-        for each in found_here:
+        for each in places:
             finding = each.finding
             text = f"{finding.code} {finding.message}"
             yield finding.line, finding.column - 1, text, type(self)

@@ -83,7 +83,8 @@ def _events_inside(trace: Trace, node: ast.AST) -> Iterator[Event]:
     for event, around in trace.events:
         nodes = [each for each, _ in around.loops]
         if node is trace.root:
-            outer, conditions = 0, around.conditions
+            outer = 0
+            conditions = around.conditions
         elif node in nodes:
             outer = nodes.index(node)
             conditions = around.conditions[around.loops[outer][1] :]

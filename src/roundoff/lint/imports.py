@@ -39,8 +39,8 @@ def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
-                name, target = (alias.asname or first), alias.name
-                names.setdefault(name, target if alias.asname else first)
+                target = alias.name if alias.asname else first
+                names.setdefault(alias.asname or first, target)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             for alias in node.names:

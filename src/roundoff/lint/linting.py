@@ -12,7 +12,7 @@ from pathlib import Path
 
 from roundoff.files import atomic_path
 from roundoff.lint.config import LintConfig
-from roundoff.lint.engine import Found, check, mended, parse
+from roundoff.lint.engine import FixableFinding, check, mended, parse
 from roundoff.lint.files import Text, files_below, read
 from roundoff.lint.findings import Finding, FixedFile, LintResult, Unread
 from roundoff.lint.rule import Edit, Rule
@@ -36,15 +36,15 @@ def lint_paths(
     for path in _unique(paths, config):
         try:
             text = read(path)
-            found = lint_text(text, config.rules_for(path, rules))
+            places = lint_text(text, config.rules_for(path, rules))
         except ValueError as error:
             unread.append(Unread(str(path), str(error)))
             continue
         count += 1
-        if mend and not text.cells and any(each.edits for each in found):
-            file, found = _mend(text, found, config.rules_for(path, rules))
+        if mend and not text.cells and any(each.edits for each in places):
+            file, places = _mend(text, places, config.rules_for(path, rules))
             fixed.append(file)
-        findings.extend(each.finding for each in found)
+        findings.extend(each.finding for each in places)
     return LintResult(tuple(findings), tuple(unread), count, tuple(fixed))
 
 
@@ -54,29 +54,29 @@ def _unique(paths: Iterable[Path], config: LintConfig) -> Iterable[Path]:
     return {os.path.realpath(file): file for file in files}.values()
 
 
-def lint_text(text: Text, rules: Iterable[Rule]) -> list[Found]:
+def lint_text(text: Text, rules: Iterable[Rule]) -> list[FixableFinding]:
     """Lint one text. Raises ``ValueError`` with the reason where it is no Python."""
     try:
-        found = check(parse(text.code, str(text.path)), rules)
+        places = check(parse(text.code, str(text.path)), rules)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if text.cells:
-        return [_in_cell(each, text) for each in found]
-    return found
+        return [_in_cell(each, text) for each in places]
+    return places
 
 
-def _in_cell(found: Found, text: Text) -> Found:
+def _in_cell(place: FixableFinding, text: Text) -> FixableFinding:
     """Return a finding with its place in the notebook; notebooks are not mended."""
-    finding = found.finding
+    finding = place.finding
     cell, line = text.cells[finding.line - 1]
     end_line = text.cells[finding.end_line - 1][1]
     placed = replace(finding, cell=cell, line=line, end_line=end_line, fixable=False)
-    return Found(placed, ())
+    return FixableFinding(placed, ())
 
 
 def _mend(
-    text: Text, found: list[Found], rules: Sequence[Rule]
-) -> tuple[FixedFile, list[Found]]:
+    text: Text, places: list[FixableFinding], rules: Sequence[Rule]
+) -> tuple[FixedFile, list[FixableFinding]]:
     """Mend one finding after the other, and lint anew each time.
 
     An edit stays where the text is Python behind it, its finding is gone and no other
@@ -88,7 +88,7 @@ def _mend(
     while fixes < _MOST_FIXES:
         waiting = [
             each
-            for each in found
+            for each in places
             if each.edits and (each.finding.code, each.edits) not in refused
         ]
         if not waiting:
@@ -96,22 +96,27 @@ def _mend(
         chosen = waiting[0]
         candidate = mended(code.encode(), chosen.edits).decode()
         after = _lint_or_none(replace(text, code=candidate), rules)
-        if after is None or not _is_better(after, found, chosen):
+        if after is None or not _is_better(after, places, chosen):
             refused.add((chosen.finding.code, chosen.edits))
             continue
-        code, found = candidate, after
+        code = candidate
+        places = after
         fixes += 1
-    return FixedFile(str(text.path), text.code, code, fixes), found
+    return FixedFile(str(text.path), text.code, code, fixes), places
 
 
-def _lint_or_none(text: Text, rules: Sequence[Rule]) -> list[Found] | None:
+def _lint_or_none(text: Text, rules: Sequence[Rule]) -> list[FixableFinding] | None:
     try:
         return lint_text(text, rules)
     except ValueError:
         return None
 
 
-def _is_better(after: list[Found], before: list[Found], mended_one: Found) -> bool:
+def _is_better(
+    after: list[FixableFinding],
+    before: list[FixableFinding],
+    mended_one: FixableFinding,
+) -> bool:
     """Return True where a finding of one code is gone, and none of another has come."""
     counts = Counter(each.finding.code for each in before)
     counts[mended_one.finding.code] -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundoff.lint.bindings import is_self
@@ -146,6 +147,7 @@ class Things:
         self.script = script
         self._kinds: dict[tuple[int, str], Kind | None] = {}
         self._open: set[tuple[int, str]] = set()
+        self._functions: dict[ast.Call, Function | None] = {}
         self._callers: dict[ast.AST, list[ast.Call]] | None = None
 
     def thing(self, node: ast.AST | None) -> Thing | None:
@@ -189,20 +191,25 @@ class Things:
         """Return the kind of object that an expression is; None where it is not known."""
         if node is None or depth > _DEEPEST:
             return None
-        if isinstance(node, ast.Call):
-            return self._kind_of_call(node, depth)
-        if isinstance(node, ast.Name):
-            return self._kind_of_name(node, depth)
-        if isinstance(node, ast.Attribute):
-            return self._kind_of_attribute(node, depth)
-        if isinstance(node, ast.IfExp):
-            return self.kind(node.body, depth + 1) or self.kind(node.orelse, depth + 1)
-        if isinstance(node, ast.BoolOp):
-            kinds = (self.kind(value, depth + 1) for value in node.values)
-            return next((kind for kind in kinds if kind is not None), None)
-        if isinstance(node, ast.Subscript):
-            return self._kind_of_element(node.value, depth)
-        return None
+        match node:
+            case ast.Call():
+                return self._kind_of_call(node, depth)
+            case ast.Name():
+                return self._kind_of_name(node, depth)
+            case ast.Attribute():
+                return self._kind_of_attribute(node, depth)
+            case ast.Subscript():
+                return self._kind_of_element(node.value, depth)
+            case ast.IfExp():
+                return self._first_kind([node.body, node.orelse], depth)
+            case ast.BoolOp():
+                return self._first_kind(node.values, depth)
+            case _:
+                return None
+
+    def _first_kind(self, nodes: Sequence[ast.expr], depth: int) -> Kind | None:
+        kinds = (self.kind(node, depth + 1) for node in nodes)
+        return next((kind for kind in kinds if kind is not None), None)
 
     def _kind_of_element(self, container: ast.expr, depth: int) -> Kind | None:
         """Return the kind of what stands in a list or dictionary."""
@@ -296,6 +303,11 @@ class Things:
 
     def function_of(self, call: ast.Call) -> Function | None:
         """Return the function of this script that a call calls."""
+        if call not in self._functions:
+            self._functions[call] = self._function_of(call)
+        return self._functions[call]
+
+    def _function_of(self, call: ast.Call) -> Function | None:
         function = call.func
         if isinstance(function, ast.Name):
             home = self.script.home(function)

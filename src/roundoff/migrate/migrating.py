@@ -7,10 +7,11 @@ from collections.abc import Callable
 from roundoff.errors import ScriptError, did_you_mean, nearest
 from roundoff.lint import Kind, Script, parse
 from roundoff.migrate.apex import from_apex
+from roundoff.migrate.from_npu_bridge import from_npu_bridge
 from roundoff.migrate.mixed_precision import migrate_text
-from roundoff.migrate.npu_bridge import from_npu_bridge, to_npu_bridge
 from roundoff.migrate.result import Migration, Remark
 from roundoff.migrate.targets import To
+from roundoff.migrate.to_npu_bridge import to_npu_bridge
 from roundoff.migrate.torch_cuda_amp import from_torch_cuda_amp
 
 #: What mixed precision is written as.

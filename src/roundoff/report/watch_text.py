@@ -171,8 +171,11 @@ def advice_line(advice: LoopAdvice) -> str:
     >>> from roundoff.train import LoopAdvice
     >>> advice_line(LoopAdvice(3, "no-gradients", "no parameter of SGD has a gradient"))
     'step 3 [no-gradients]: no parameter of SGD has a gradient'
+    >>> advice_line(LoopAdvice(3, "adam-eps", "Adam adds eps 1e-08", "RO302"))
+    'step 3 [RO302 adam-eps]: Adam adds eps 1e-08'
     """
-    return f"step {advice.step} [{advice.rule}]: {advice.text}"
+    rule = f"{advice.code} {advice.rule}".strip()
+    return f"step {advice.step} [{rule}]: {advice.text}"
 
 
 def end_line(summary: WatchSummary) -> str:
@@ -181,9 +184,14 @@ def end_line(summary: WatchSummary) -> str:
     >>> from roundoff.train import WatchSummary
     >>> end_line(WatchSummary(steps=1200, skips=1, loss_scale=1024.0, trouble=None))
     '1,200 steps, 1 skip, loss scale 1024: it ended well'
+    >>> end_line(WatchSummary(steps=10, skips=0, loss_scale=None, trouble=None, warnings=2))
+    '10 steps: it ended, with 2 warnings above'
     """
     parts = [count(summary.steps, "step")]
     if summary.loss_scale is not None:
         parts.append(count(summary.skips, "skip"))
         parts.append(f"loss scale {summary.loss_scale:.10g}")
-    return f"{', '.join(parts)}: {summary.trouble or 'it ended well'}"
+    end = "it ended well"
+    if summary.warnings:
+        end = f"it ended, with {count(summary.warnings, 'warning')} above"
+    return f"{', '.join(parts)}: {summary.trouble or end}"

@@ -38,6 +38,7 @@ from .tune.tuning import RankedSite as RankedSite
 from .tune.tuning import TunedRun as TunedRun
 from .tune.tuning import Tuning as Tuning
 from .watch.advice import FLOOR_STEPS as FLOOR_STEPS
+from .watch.advice import LINT_CODES as LINT_CODES
 from .watch.advice import RULES as RULES
 from .watch.advice import has_bf16 as has_bf16
 from .watch.advice import vanishing_eps as vanishing_eps
@@ -47,4 +48,5 @@ from .watch.events import StepEnd as StepEnd
 from .watch.events import WatchEvent as WatchEvent
 from .watch.events import WatchSummary as WatchSummary
 from .watch.monitor import Monitor as Monitor
+from .watch.run_time import RunTimeRules as RunTimeRules
 from .watch.step_state import StepState as StepState

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundoff.errors import RoundoffError, RunError, StuckError
@@ -34,12 +37,14 @@ from roundoff.record import (
 )
 from roundoff.train import (
     FLOOR_STEPS,
+    LINT_CODES,
     RULES,
     BackwardGraph,
     BadGradients,
     LoopAdvice,
     LossScaler,
     Monitor,
+    RunTimeRules,
     Skip,
     StepCalls,
     StepEnd,
@@ -122,6 +127,7 @@ def watch(
         with watcher.listening():
             run_program(words, watcher.progress)
             watcher.ends.end_if_over()  # a last step whose scaler was not updated
+            watcher.ours(watcher.rules.end)
     except ScriptError as error:
         if not isinstance(error.__cause__, StuckError):
             raise
@@ -134,7 +140,13 @@ def watch(
             expected="a torch.optim optimizer that steps",
         )
     trouble = stuck or watcher.trouble()
-    summary = WatchSummary(watcher.number, watcher.skips, watcher.scale, trouble)
+    summary = WatchSummary(
+        watcher.number,
+        watcher.skips,
+        watcher.scale,
+        trouble,
+        warnings=watcher.warnings,
+    )
     say(summary)
     return summary
 
@@ -189,7 +201,10 @@ class _Watcher:
         #: steps whose loss was not finite though their gradients were
         self._lost_in_a_row = 0
         self._low_in_a_row = 0
+        self._skipped_in_a_row = 0
+        self._rule_hooks: list[Callable[[], None]] = []
         self._advised: set[str] = set()
+        self.rules = RunTimeRules(self._advise)
         self._scalers = 0
         self._explained = 0
         self._floor = 1.0
@@ -215,6 +230,9 @@ class _Watcher:
             stack.enter_context(watch_steps(self.ends, whole=False))
             before = register_optimizer_step_pre_hook(self._before_step)
             stack.callback(before.remove)
+            after = register_optimizer_step_post_hook(self._after_step)
+            stack.callback(after.remove)
+            stack.callback(self._remove_rules)
             stack.callback(self._remove_steps)
             stack.enter_context(patched(*self._patches()))
             yield
@@ -227,6 +245,9 @@ class _Watcher:
             (scaler, "step", self._torch_scaler_step),
             (torch.autograd, "backward", self._backward),
             (torch.jit, "script", _script),
+            (torch.autocast, "__init__", self._new_autocast),
+            (torch.autocast, "__enter__", self._enter_autocast),
+            (torch.autocast, "__exit__", self._exit_autocast),
             (LossScaler, "step", self._roundoff_scaler_step),
             (torch.optim.lr_scheduler.LRScheduler, "step", self._schedule_step),
         ]
@@ -238,6 +259,15 @@ class _Watcher:
     def _remove_steps(self) -> None:
         for steps in self.steps:
             steps.remove()
+
+    def _remove_rules(self) -> None:
+        for remove in self._rule_hooks:
+            remove()
+
+    @property
+    def warnings(self) -> int:
+        """How many faults of the loop were said."""
+        return len(self._advised)
 
     def progress(self) -> str:
         """Say how far the training came, for the error of a script that failed."""
@@ -270,6 +300,7 @@ class _Watcher:
         if not any(True for _ in model.parameters()):
             return
         self.monitor.add(model, prefix)
+        self._rule_hooks.append(self.rules.new_model(model, prefix))
         steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows
@@ -287,6 +318,7 @@ class _Watcher:
         for loss in losses:
             if loss.numel() == 1:
                 self._note_loss(loss)
+                self.rules.loss(loss)
             self.graph.add(loss, closely=True)
 
     def _note_loss(self, loss: Tensor) -> None:
@@ -301,6 +333,7 @@ class _Watcher:
         """Measure an optimizer that steps without a scaler; with a closure, after each
         call of it.
         """
+        self.ours(self.rules.before_step, optimizer)
         if self._inside_scaler:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -318,6 +351,9 @@ class _Watcher:
         if len(args) > 1:
             return (args[0], measured, *args[2:]), kwargs
         return args, kwargs | {"closure": measured}
+
+    def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        self.ours(self.rules.after_step, optimizer)
 
     def _step_without_scaler(self, optimizer: Optimizer) -> None:
         scaler = self.now.scaler
@@ -438,6 +474,9 @@ class _Watcher:
         self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
         self._last_was_skipped = self.now.skipped
         self._lost_in_a_row = self._lost_in_a_row + 1 if is_lost and not is_bad else 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.now.skipped else 0
+        if self._skipped_in_a_row >= FLOOR_STEPS:
+            self._advise("steps-skipped", steps=self._skipped_in_a_row)
 
     def _begin(self) -> None:
         self.number += 1
@@ -566,6 +605,25 @@ class _Watcher:
         if isinstance(outputs, Tensor) and isinstance(result, Tensor):
             self._unscaled[result] = outputs.detach()
 
+    def _new_autocast(
+        self, original: Any, autocast: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(autocast, *args, **kwargs)
+        self.ours(self._note_autocast, autocast, args, kwargs)
+
+    def _note_autocast(self, autocast: Any, args: Any, kwargs: Any) -> None:
+        device = kwargs.get("device_type", args[0] if args else "")
+        enabled = kwargs.get("enabled", args[2] if len(args) > 2 else True)
+        self.rules.autocast_made(autocast, str(device), bool(enabled))
+
+    def _enter_autocast(self, original: Any, autocast: Any) -> Any:
+        self.ours(self.rules.autocast_entered, autocast)
+        return original(autocast)
+
+    def _exit_autocast(self, original: Any, autocast: Any, *error: Any) -> Any:
+        self.ours(self.rules.autocast_left, autocast)
+        return original(autocast, *error)
+
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.ours(self._check_clip)
         return original(*args, **kwargs)
@@ -595,7 +653,8 @@ class _Watcher:
         if rule not in self._advised:
             self._advised.add(rule)
             text = RULES[rule].format(**values)
-            self.say(LoopAdvice(self.number, rule, text))
+            code = LINT_CODES.get(rule, "")
+            self.say(LoopAdvice(self.number, rule, text, code))
 
 
 #: What an event takes over from the explanation of a skip.

@@ -30,7 +30,7 @@ _BACKWARD = (Act.BACKWARD, Act.STEP, Act.SCALER_STEP)
 
 def backward_inside(script: Script) -> Iterator[Hit]:
     """Backward passes and steps inside an autocast region: the first of each region."""
-    told: set[ast.AST] = set()
+    shown: set[ast.AST] = set()
     for loop in script.loops:
         for event in loop.of(*_BACKWARD):
             region = autocasts(script, event.contexts)
@@ -40,8 +40,8 @@ def backward_inside(script: Script) -> Iterator[Hit]:
             if holder is None and not _is_decorated(event):
                 continue
             place = holder or region.call
-            if place not in told:
-                told.add(place)
+            if place not in shown:
+                shown.add(place)
                 yield Hit(event.node, edits=_moved(script, loop, event, holder))
 
 
@@ -185,25 +185,21 @@ def _is_quiet(script: Script, call: ast.Call) -> bool:
 def no_grad_first(script: Script) -> Iterator[Hit]:
     """A model under ``no_grad`` and then with gradients, in one autocast region."""
     for loop in script.loops:
-        forwards = loop.of(Act.FORWARD)
-        for first in forwards:
-            if not _is_cached(script, first):
+        for first in loop.of(Act.FORWARD):
+            is_quiet = without_gradients(script, first.contexts)
+            if not is_quiet or not _is_cached(script, first):
                 continue
-            if not without_gradients(script, first.contexts):
-                continue
-            holder = _with_around(script, first)
-            later = [
-                each
-                for each in forwards
-                if each.order > first.order
-                and each.subject == first.subject
-                and each.may_meet(first)
-                and not without_gradients(script, each.contexts)
-                and holder is not None
-                and _with_around(script, each) is holder
-            ]
-            if later:
+            later = loop.after(first, Act.FORWARD)
+            if any(_trains_same(script, first, each) for each in later):
                 yield Hit(first.node)
+
+
+def _trains_same(script: Script, first: Event, later: Event) -> bool:
+    """Return True where a call trains the same model in the same autocast region."""
+    if first.subject != later.subject or without_gradients(script, later.contexts):
+        return False
+    holder = _with_around(script, first)
+    return holder is not None and _with_around(script, later) is holder
 
 
 def _is_cached(script: Script, event: Event) -> bool:
@@ -219,15 +215,15 @@ def _is_cached(script: Script, event: Event) -> bool:
 
 def other_device(script: Script) -> Iterator[Hit]:
     """A model on one device, called in the autocast of another."""
-    told: set[ast.AST] = set()
+    shown: set[ast.AST] = set()
     for program in script.programs:
         for event in program.of(Act.FORWARD):
             region = autocasts(script, event.contexts)
-            if region is None or region.device is None or region.call in told:
+            if region is None or region.device is None or region.call in shown:
                 continue
             device = _device_of(script, event)
             if device is not None and device != _type(region.device):
-                told.add(region.call)
+                shown.add(region.call)
                 text = (
                     f"autocast is for {_type(region.device)} and the model is on {device}, where it does "
                     f'nothing: write `torch.autocast("{device}")`'
@@ -321,25 +317,21 @@ _CAST_OPERATORS = set(
 def plain_function(script: Script) -> Iterator[Hit]:
     """A custom function used under autocast without ``custom_fwd`` and ``custom_bwd``."""
     regions = [_autocast_device(script, call) for call in script.calls(*_AUTOCASTS)]
-    if not regions:
-        return
-    for definition in script.nodes(ast.ClassDef):
-        if not _is_custom_function(script, definition):
-            continue
-        methods = {
-            each.name: each
-            for each in definition.body
-            if isinstance(each, ast.FunctionDef)
-        }
-        if "setup_context" in methods or not _casts(methods.values()):
-            continue
-        bare = [
-            methods[name]
-            for name in ("forward", "backward")
-            if name in methods and not _is_custom(methods[name])
-        ]
-        if bare:
-            yield Hit(bare[0], edits=_decorated(script, bare, regions))
+    for definition in script.nodes(ast.ClassDef) if regions else ():
+        if _is_custom_function(script, definition):
+            bare = _bare_methods(definition)
+            if bare:
+                yield Hit(bare[0], edits=_decorated(script, bare, regions))
+
+
+def _bare_methods(definition: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Return the methods that need a decorator, and have none."""
+    functions = [each for each in definition.body if isinstance(each, ast.FunctionDef)]
+    methods = {each.name: each for each in functions}
+    if "setup_context" in methods or not _casts(functions):
+        return []
+    both = [methods[name] for name in ("forward", "backward") if name in methods]
+    return [method for method in both if not _is_custom(method)]
 
 
 def _is_custom_function(script: Script, definition: ast.ClassDef) -> bool:
@@ -399,30 +391,31 @@ def _decorated(
 
 def other_evaluation(script: Script) -> Iterator[Hit]:
     """A model that is trained in autocast and evaluated outside it, or the reverse."""
-    training = {
+    trained = {
         (event.subject, autocasts(script, event.contexts) is not None)
         for loop in script.loops
         for event in loop.of(Act.FORWARD)
         if not without_gradients(script, event.contexts)
     }
-    trained_low = {subject for subject, low in training if low}
-    trained_high = {subject for subject, low in training if not low}
-    told: set[ast.AST] = set()
+    shown: set[ast.AST] = set()
     for program in script.programs:
         for event in program.of(Act.FORWARD):
-            if event.subject is None or event.node in told:
-                continue
-            if not without_gradients(script, event.contexts) or not event.loops:
-                continue
-            if _trains_in(program, event):
+            if event.node in shown or not _evaluates(script, program, event):
                 continue
             low = autocasts(script, event.contexts) is not None
-            others, same = (
-                (trained_high, trained_low) if low else (trained_low, trained_high)
-            )
-            if event.subject in others and event.subject not in same:
-                told.add(event.node)
+            if (event.subject, not low) in trained and (
+                (event.subject, low) not in trained
+            ):
+                shown.add(event.node)
                 yield Hit(event.node, _OTHER_LOW if low else "")
+
+
+def _evaluates(script: Script, program: Loop, event: Event) -> bool:
+    """Return True where a known model is called without gradients, in a loop of its own."""
+    if event.subject is None or not event.loops:
+        return False
+    quiet = without_gradients(script, event.contexts)
+    return quiet and not _trains_in(program, event)
 
 
 _OTHER_LOW = "the model is evaluated in autocast and trained in fp32: enter the same autocast in both, or report both"

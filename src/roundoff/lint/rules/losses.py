@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -36,12 +37,15 @@ class LossCall:
     output: Output | None
 
 
-def loss_calls(script: Script) -> Iterator[LossCall]:
-    """Yield each call of a loss, of a function or of a module that the script makes."""
+@functools.lru_cache(maxsize=1)  # many rules ask the same script one after the other
+def loss_calls(script: Script) -> tuple[LossCall, ...]:
+    """Return each call of a loss, of a function or of a module that the script makes."""
+    calls = []
     for call in script.nodes(ast.Call):
         for name, options in _losses_of(script, call):
             judged = call.args[0] if call.args else keyword_of(call, "input")
-            yield LossCall(name, call, options, output_of(script, judged))
+            calls.append(LossCall(name, call, options, output_of(script, judged)))
+    return tuple(calls)
 
 
 def _losses_of(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.Call]]:

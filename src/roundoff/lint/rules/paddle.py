@@ -103,18 +103,20 @@ def _without_scaler(script: Script) -> Iterator[Hit]:
     if any("scaler" in name.lower() for name in script.imports) or _scales(script):
         return
     for loop in script.loops:
+        if not loop.of(Act.STEP):
+            continue
         for event in loop.of(Act.BACKWARD):
             forwards = loop.before(event, Act.FORWARD)
             regions = [autocasts(script, each.contexts) for each in forwards]
             entered = [each for each in regions if each is not None]
-            low = [each for each in entered if each.enabled and _is_fp16(each)]
-            if entered and len(low) == len(entered) and loop.of(Act.STEP):
+            if entered and all(map(_is_fp16, entered)):
                 yield Hit(event.node)
 
 
 def _is_fp16(region: Autocast) -> bool:
-    """Return True for fp16, which is Paddle's default."""
-    return region.format == "fp16" or not region.is_explicit
+    """Return True for a region that is on, in fp16, which is Paddle's default."""
+    is_fp16 = region.format == "fp16" or not region.is_explicit
+    return is_fp16 and region.enabled is True
 
 
 def _scales(script: Script) -> bool:

@@ -55,20 +55,18 @@ def _is_before_first(event: Event) -> bool:
 
 def _updated_between_steps(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
-        updates = loop.of(Act.UPDATE)
-        for update in updates:
-            later = [
-                each
-                for each in loop.after(update, Act.UPDATE)
-                if each.scaler == update.scaler and each.loops == update.loops
-            ]
-            steps = {
-                each.subject
-                for each in loop.of(Act.SCALER_STEP)
-                if each.scaler == update.scaler and each.may_meet(update)
-            }
-            if later and len(steps) > 1:
+        for update in loop.of(Act.UPDATE):
+            steps = _like(update, loop.of(Act.SCALER_STEP))
+            optimizers = {each.subject for each in steps if each.may_meet(update)}
+            later = _like(update, loop.after(update, Act.UPDATE))
+            again = any(each.loops == update.loops for each in later)
+            if again and len(optimizers) > 1:
                 yield Hit(update.node)
+
+
+def _like(update: Event, events: list[Event]) -> list[Event]:
+    """Return the events of the scaler that an event is of."""
+    return [each for each in events if each.scaler == update.scaler]
 
 
 def _scheduler_steps_always(script: Script) -> Iterator[Hit]:
@@ -99,25 +97,34 @@ _SAVE = "torch.save"
 
 
 def _saved_without_scaler(script: Script) -> Iterator[Hit]:
-    scalers = script.calls(*SCALERS)
-    if not scalers or not script.calls(_SAVE):
+    if not script.calls(*SCALERS) or not script.calls(_SAVE):
         return
-    states = {
-        kind: [
-            call
-            for call in script.method_calls("state_dict")
-            if isinstance(call.func, ast.Attribute)
-            and script.things.kind(call.func.value) is kind
-        ]
-        for kind in (Kind.OPTIMIZER, Kind.SCALER)
-    }
-    if states[Kind.SCALER] or not states[Kind.OPTIMIZER]:
+    if _states(script, Kind.SCALER):
         return
-    for call in states[Kind.OPTIMIZER]:
-        saves = [
-            above for above in script.ancestors(call) if script.called(above) == _SAVE
-        ]
-        yield Hit(saves[0] if saves else call, edits=_saved_too(script, call))
+    scopes: set[ast.AST] = set()
+    for call in _states(script, Kind.OPTIMIZER):
+        scope = script.scope(call)
+        if scope not in scopes:
+            scopes.add(scope)
+            yield Hit(_save_of(script, call), edits=_saved_too(script, call))
+
+
+def _states(script: Script, kind: Kind) -> list[ast.Call]:
+    """Return the calls of ``state_dict`` of one kind of object."""
+    return [
+        call
+        for call in script.method_calls("state_dict")
+        if isinstance(call.func, ast.Attribute)
+        and script.things.kind(call.func.value) is kind
+    ]
+
+
+def _save_of(script: Script, state: ast.Call) -> ast.Call:
+    """Return the ``torch.save`` that a state goes into, or else the state."""
+    scope = script.scope(state)
+    saves = [call for call in script.calls(_SAVE) if script.scope(call) is scope]
+    around = [call for call in saves if call in script.ancestors(state)]
+    return (around or saves or [state])[0]
 
 
 def _saved_too(script: Script, call: ast.Call) -> tuple[Edit, ...]:
@@ -175,18 +182,31 @@ def _half_model(script: Script) -> Iterator[Hit]:
 def _out_of_order(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
         for update in loop.of(Act.UPDATE):
-            if not loop.before(update, Act.SCALER_STEP) and [
-                step
-                for step in loop.after(update, Act.SCALER_STEP)
-                if step.scaler == update.scaler and update.implies(step)
-            ]:
-                text = "the scaler updates before it steps: move `update()` behind the last `step()`"
-                yield Hit(update.node, text)
+            if _is_too_early(loop, update):
+                yield Hit(update.node, _UPDATE_FIRST)
         for event in loop.of(Act.UNSCALE):
             steps = _since_update(loop, event, Act.SCALER_STEP)
             if steps and event.scaler is not None:
-                text = "`unscale_()` behind `step()` of the same optimizer raises a RuntimeError: move it in front"
-                yield Hit(event.node, text)
+                yield Hit(event.node, _STEP_FIRST)
+
+
+_UPDATE_FIRST = (
+    "the scaler updates before it steps: move `update()` behind the last `step()`"
+)
+_STEP_FIRST = (
+    "`unscale_()` behind `step()` of the same optimizer raises a RuntimeError: move it "
+    "in front"
+)
+
+
+def _is_too_early(loop: Loop, update: Event) -> bool:
+    """Return True where every step of a scaler comes behind its update."""
+    if loop.before(update, Act.SCALER_STEP):
+        return False
+    return any(
+        step.scaler == update.scaler and update.implies(step)
+        for step in loop.after(update, Act.SCALER_STEP)
+    )
 
 
 def _since_update(loop: Loop, event: Event, act: Act) -> list[Event]:
@@ -201,20 +221,19 @@ def _since_update(loop: Loop, event: Event, act: Act) -> list[Event]:
 
 
 def _with_closure(script: Script) -> Iterator[Hit]:
-    lbfgs = {
-        key
-        for call in script.calls("torch.optim.LBFGS")
-        for key in (_assigned_key(script, call),)
-        if key is not None
-    }
+    keys = [_assigned_key(script, call) for call in script.calls("torch.optim.LBFGS")]
+    lbfgs = {key for key in keys if key is not None}
     for loop in script.loops:
         for event in loop.of(Act.SCALER_STEP):
-            call = event.node
-            extra = isinstance(call, ast.Call) and (
-                len(call.args) > 1 or _keyword(call, "closure") is not None
-            )
-            if extra or (event.subject is not None and event.subject.key in lbfgs):
-                yield Hit(call)
+            is_lbfgs = event.subject is not None and event.subject.key in lbfgs
+            if is_lbfgs or _has_closure(event.node):
+                yield Hit(event.node)
+
+
+def _has_closure(step: ast.AST) -> bool:
+    if not isinstance(step, ast.Call):
+        return False
+    return len(step.args) > 1 or _keyword(step, "closure") is not None
 
 
 def _assigned_key(script: Script, call: ast.Call) -> str | None:
@@ -228,17 +247,20 @@ def _fp16_without_scaler(script: Script) -> Iterator[Hit]:
     if _has_scaler(script):
         return
     for loop in script.loops:
-        steps = loop.of(Act.STEP)
+        if all(step.is_managed for step in loop.of(Act.STEP)):
+            continue
         for event in loop.of(Act.BACKWARD):
-            if event.is_managed or not any(not each.is_managed for each in steps):
-                continue
-            forwards = loop.before(event, Act.FORWARD)
-            regions = [autocasts(script, each.contexts) for each in forwards]
-            entered = [each for each in regions if each is not None]
-            if entered and all(
-                each.format == "fp16" and each.enabled for each in entered
-            ):
+            if not event.is_managed and _is_of_fp16(script, loop, event):
                 yield Hit(event.node)
+
+
+def _is_of_fp16(script: Script, loop: Loop, backward: Event) -> bool:
+    """Return True where all models in front of a backward pass are called in fp16."""
+    forwards = loop.before(backward, Act.FORWARD)
+    regions = [autocasts(script, each.contexts) for each in forwards]
+    entered = [each for each in regions if each is not None]
+    low = [each for each in entered if each.enabled and each.format == "fp16"]
+    return bool(entered) and len(low) == len(entered)
 
 
 def _has_scaler(script: Script) -> bool:

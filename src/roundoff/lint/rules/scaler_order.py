@@ -57,21 +57,23 @@ def _scaled_step(
     """Return the fix: the scaler steps, and updates where nothing does."""
     call = step.node
     scaler = scaler_text(backward.node)
-    if not isinstance(call, ast.Call) or scaler is None or call.args or call.keywords:
+    is_plain = isinstance(call, ast.Call) and not call.args and not call.keywords
+    if scaler is None or not is_plain or not _same_function(script, backward, step):
         return ()
-    if not isinstance(call.func, ast.Attribute) or not _same_function(
-        script, backward.node, call
-    ):
-        return ()
-    optimizer = script.segment(call.func.value)
+    optimizer = _receiver(script, call)
     edits = (replaced(script, call, f"{scaler}.step({optimizer})"),)
-    steps = [each for each in loop.of(Act.STEP) if each.scaler is None]
     if loop.of(Act.UPDATE):
         return edits
-    if len(steps) > 1:
+    if len(loop.of(Act.STEP)) > 1:
         return ()
     update = line_after(script, script.statement(call), f"{scaler}.update()")
     return (*edits, *update) if update else ()
+
+
+def _receiver(script: Script, call: ast.AST) -> str:
+    """Return how a script writes the object whose method is called."""
+    function = call.func if isinstance(call, ast.Call) else None
+    return script.segment(function.value) if isinstance(function, ast.Attribute) else ""
 
 
 def scaler_text(backward: ast.AST) -> str | None:
@@ -86,14 +88,17 @@ def scaler_text(backward: ast.AST) -> str | None:
     return None
 
 
-def _same_function(script: Script, first: ast.AST, second: ast.AST) -> bool:
-    return script.scope(first) is script.scope(second)
+def _same_function(script: Script, first: Event, second: Event) -> bool:
+    return script.scope(first.node) is script.scope(second.node)
 
 
 def never_updated(script: Script) -> Iterator[Hit]:
     """A scaler steps, and never updates."""
     for loop in script.loops:
         steps = loop.of(Act.SCALER_STEP)
+        rare = _rare_update(loop)
+        if rare is not None:
+            yield Hit(rare.node, _SOMETIMES)
         if not steps or _updated_anywhere(script, steps[0]):
             continue
         last = steps[-1]
@@ -105,6 +110,23 @@ def never_updated(script: Script) -> Iterator[Hit]:
             statement = script.statement(last.node)
             edits = line_after(script, statement, f"{scaler}.update()")
         yield Hit(last.node, edits=edits)
+
+
+_SOMETIMES = (
+    "the scaler steps in each iteration and is updated in some: call `scaler.update()` "
+    "behind each step"
+)
+
+
+def _rare_update(loop: Loop) -> Event | None:
+    """Return an update that only some of the iterations reach in which the scaler steps."""
+    steps = loop.of(Act.SCALER_STEP)
+    updates = loop.of(Act.UPDATE)
+    if len(updates) != 1 or not steps:
+        return None
+    (update,) = updates
+    extra = update.conditions - steps[-1].conditions
+    return update if any("%" in each.test for each in extra) else None
 
 
 def _updated_anywhere(script: Script, step: Event) -> bool:
@@ -156,9 +178,7 @@ def _unscaling(script: Script, loop: Loop, event: Event) -> tuple[Edit, ...]:
     if len(texts) != 1 or event.act is not Act.CLIP:
         return ()
     (step,) = texts
-    if step is None or any(
-        not _same_function(script, each.node, event.node) for each in steps
-    ):
+    if step is None or any(not _same_function(script, each, event) for each in steps):
         return ()
     scaler, optimizer = step
     statement = script.statement(event.node)
@@ -196,7 +216,7 @@ def _scaled_loss(script: Script, backward: Event, step: Event) -> tuple[Edit, ..
     if text is None or not isinstance(call, ast.Call) or call.args:
         return ()
     if not isinstance(call.func, ast.Attribute) or not _same_function(
-        script, call, step.node
+        script, backward, step
     ):
         return ()
     if not isinstance(call.func.value, ast.Name | ast.Attribute):

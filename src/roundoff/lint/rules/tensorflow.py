@@ -83,28 +83,24 @@ def _is_before(first: ast.expr, second: ast.expr) -> bool:
 
 def _wrapper_unused(script: Script) -> Iterator[Hit]:
     """A loss scale optimizer is made, and the optimizer inside it trains."""
-    for call in _wrappers(script):
-        statement = script.statement(call)
-        if isinstance(statement, ast.Expr):
-            yield Hit(call)
+    trains = [
+        (call, script.things.key(call.func.value))
+        for call in script.method_calls(*_TRAINS)
+        if isinstance(call.func, ast.Attribute)
+    ]
+    for wrapper in _wrappers(script):
+        if isinstance(script.statement(wrapper), ast.Expr):
+            yield Hit(wrapper)
+        targets = _targets(script, wrapper)
+        outer = {script.things.key(target) for target in targets}
+        inner = script.things.key(wrapper.args[0]) if wrapper.args else None
+        if inner is None or not outer or inner in outer:
             continue
-        inner = call.args[0] if call.args else None
-        if not isinstance(statement, ast.Assign) or inner is None:
+        if any(key in outer for _, key in trains):
             continue
-        inner_key = script.things.key(inner)
-        outer_keys = {script.things.key(target) for target in statement.targets}
-        if inner_key is None or inner_key in outer_keys:
-            continue
-        trains = [
-            (each, script.things.key(each.func.value))
-            for each in script.method_calls(*_TRAINS)
-            if isinstance(each.func, ast.Attribute)
-        ]
-        if any(key in outer_keys for _, key in trains):
-            continue
-        for each, key in trains:
-            if key == inner_key:
-                yield Hit(each, edits=_wrapped(script, each, statement.targets[0]))
+        for call, key in trains:
+            if key == inner:
+                yield Hit(call, edits=_wrapped(script, call, targets[0]))
 
 
 def _wrapped(script: Script, call: ast.Call, target: ast.expr) -> tuple[Edit, ...]:

@@ -39,7 +39,61 @@ RULES = {
         "model was moved or replaced)"
     ),
     "fp16-on-cpu": SLOW_FP16,
+    "softmax-of-softmax": (
+        "cross entropy applies softmax to what softmax or sigmoid has returned already; give it the logits"
+    ),
+    "log-softmax-twice": "log_softmax is applied to what log_softmax has returned already; give it the logits",
+    "nll-of-probabilities": "NLLLoss is given probabilities; give it the output of log_softmax",
+    "bce-of-sigmoid": (
+        "BCELoss is given the output of sigmoid, which rounds to 0 and 1; give the logits to BCEWithLogitsLoss"
+    ),
+    "bce-with-logits-of-probabilities": (
+        "BCEWithLogitsLoss applies sigmoid to probabilities; give it the logits"
+    ),
+    "log-of-softmax": "the logarithm of softmax is -Inf where a probability rounds to 0; log_softmax in place of both",
+    "log-of-sigmoid": "the logarithm of sigmoid is -Inf where it rounds to 0; logsigmoid in place of both",
+    "autocast-without-effect": (
+        "autocast for {device} is on, and nothing is computed in {dtype}: the tensors are on {place}; autocast({place!r})"
+    ),
+    "unowned-parameters": (
+        "{names} get gradients, and no optimizer has them: they stay as they are; give them to one, or requires_grad_(False)"
+    ),
+    "unchanged-parameters": (
+        "{names} of {optimizer} did not change in {steps} steps: no gradient reaches them, or their updates are too small"
+    ),
+    "lost-updates": (
+        "{share:.0%} of the weights in {dtype} did not change in a step of {optimizer} at lr {lr:g} though they have a "
+        "gradient: the update is below half a unit in the last place; keep the weights in float32"
+    ),
+    "steps-skipped": (
+        "the last {steps} steps were all skipped: nothing is learned; the reason of the last skip says what overflows"
+    ),
+    "half-statistics": (
+        "the running statistics of {name} are in {dtype}, where small changes are lost; keep BatchNorm in float32"
+    ),
     "adam-eps": "{optimizer} adds eps {eps:g} to float16 numbers, where it is 0: the first step divides by zero; eps=1e-4",
+}
+
+#: The rule of ``roundoff lint`` that says the same of a script that does not run.
+LINT_CODES = {
+    "scaler-in-loop": "RO101",
+    "scaler-not-stepped": "RO102",
+    "scaler-not-updated": "RO103",
+    "clip-before-unscale": "RO104",
+    "schedule-on-skip": "RO107",
+    "scaler-with-bf16": "RO109",
+    "fp16-on-cpu": "RO204",
+    "adam-eps": "RO302",
+    "softmax-of-softmax": "RO501",
+    "log-softmax-twice": "RO502",
+    "nll-of-probabilities": "RO503",
+    "bce-of-sigmoid": "RO505",
+    "bce-with-logits-of-probabilities": "RO506",
+    "log-of-softmax": "RO404",
+    "log-of-sigmoid": "RO405",
+    "autocast-without-effect": "RO203",
+    "lost-updates": "RO301",
+    "half-statistics": "RO305",
 }
 
 

@@ -75,11 +75,14 @@ class BadGradients(WatchEvent):
 
 @dataclass(frozen=True)
 class LoopAdvice(WatchEvent):
-    """The training loop has a fault; ``rule`` is a key of ``advice.RULES``."""
+    """The training loop has a fault; ``rule`` is a key of ``advice.RULES``, ``code`` the
+    rule of ``roundoff lint`` that finds it without running; empty where only a run shows it.
+    """
 
     step: int
     rule: str
     text: str
+    code: str = ""
     name: ClassVar[str] = "warning"
 
 
@@ -92,10 +95,12 @@ class WatchSummary(WatchEvent):
         skips: number of skipped ones.
         loss_scale: at the end; None without a scaler.
         trouble: why the training did not end well; None where it did.
+        warnings: how many faults of the loop were said.
     """
 
     steps: int
     skips: int
     loss_scale: float | None
     trouble: str | None
+    warnings: int = 0
     name: ClassVar[str] = "end"

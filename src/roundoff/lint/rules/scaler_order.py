@@ -13,13 +13,37 @@ from roundoff.lint.things import Kind
 
 
 def made_in_loop(script: Script) -> Iterator[Hit]:
-    """A scaler that is made inside a loop that trains."""
+    """A scaler that is made inside a loop that trains.
+
+    Where the loop starts whole trainings (folds, searches) that is right: there an
+    optimizer is made too, or two loops, of epochs and of batches, stand inside.
+    """
     for program in script.programs:
-        training = {loop for each in program.of(Act.BACKWARD) for loop in each.loops}
-        for event in program.of(Act.CREATE):
-            is_scaler = event.subject is not None and event.subject.kind is Kind.SCALER
-            if is_scaler and training.intersection(event.loops):
+        for event in _made(program, Kind.SCALER):
+            if not event.loops or _trains_whole(program, event.loops):
+                continue
+            backward = program.of(Act.BACKWARD)
+            if any(event.loops[-1] in each.loops for each in backward):
                 yield Hit(event.node)
+
+
+def _made(program: Loop, kind: Kind) -> list[Event]:
+    """Return where objects of a kind are made."""
+    created = program.of(Act.CREATE)
+    return [each for each in created if each.subject and each.subject.kind is kind]
+
+
+def _trains_whole(program: Loop, loops: tuple[ast.AST, ...]) -> bool:
+    """Return True where each iteration of the innermost of some loops is a training."""
+    innermost = loops[-1]
+    if any(innermost in each.loops for each in _made(program, Kind.OPTIMIZER)):
+        return True
+    depths = [
+        len(each.loops) - each.loops.index(innermost)
+        for each in program.of(Act.BACKWARD)
+        if innermost in each.loops
+    ]
+    return max(depths, default=0) > 2
 
 
 def bare_steps(script: Script) -> Iterator[Hit]:

@@ -13,37 +13,48 @@ from roundoff.lint.things import Kind
 
 
 def made_in_loop(script: Script) -> Iterator[Hit]:
-    """A scaler that is made inside a loop that trains.
-
-    Where the loop starts whole trainings (folds, searches) that is right: there an
-    optimizer is made too, or two loops, of epochs and of batches, stand inside.
-    """
+    """A scaler that is made inside a loop that trains, where the optimizer is not."""
     for program in script.programs:
-        for event in _made(program, Kind.SCALER):
-            if not event.loops or _trains_whole(program, event.loops):
-                continue
-            backward = program.of(Act.BACKWARD)
-            if any(event.loops[-1] in each.loops for each in backward):
+        training = {loop for each in program.of(Act.BACKWARD) for loop in each.loops}
+        created = program.of(Act.CREATE)
+        whole = {loop for each in created if _is_optimizer(each) for loop in each.loops}
+        for event in created:
+            is_scaler = event.subject is not None and event.subject.kind is Kind.SCALER
+            again = training.intersection(event.loops) - whole
+            if is_scaler and _binds_optimizer(script, event.node):
+                again.intersection_update(script.ancestors(event.node))
+            if is_scaler and again:
                 yield Hit(event.node)
 
 
-def _made(program: Loop, kind: Kind) -> list[Event]:
-    """Return where objects of a kind are made."""
-    created = program.of(Act.CREATE)
-    return [each for each in created if each.subject and each.subject.kind is kind]
+def _binds_optimizer(script: Script, node: ast.AST) -> bool:
+    """Return True in a function that gets an optimizer of its own: loops outside of it run
+    whole trainings.
+    """
+    scope = script.scope(node)
+    if isinstance(scope, ast.Module):
+        return False
+    names = script.bindings(scope)
+    return any(
+        isinstance(each.statement, ast.Assign)
+        and script.things.kind(_target(each.statement, name)) is Kind.OPTIMIZER
+        for name, bindings in names.items()
+        for each in bindings
+    )
 
 
-def _trains_whole(program: Loop, loops: tuple[ast.AST, ...]) -> bool:
-    """Return True where each iteration of the innermost of some loops is a training."""
-    innermost = loops[-1]
-    if any(innermost in each.loops for each in _made(program, Kind.OPTIMIZER)):
-        return True
-    depths = [
-        len(each.loops) - each.loops.index(innermost)
-        for each in program.of(Act.BACKWARD)
-        if innermost in each.loops
-    ]
-    return max(depths, default=0) > 2
+def _target(assign: ast.Assign, name: str) -> ast.expr | None:
+    """Return the node that an assignment binds a name by."""
+    for target in assign.targets:
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name) and node.id == name:
+                return node
+    return None
+
+
+def _is_optimizer(event: Event) -> bool:
+    """Return True where an optimizer is made: a loop around it runs whole trainings."""
+    return event.subject is not None and event.subject.kind is Kind.OPTIMIZER
 
 
 def bare_steps(script: Script) -> Iterator[Hit]:

@@ -141,7 +141,7 @@ def test_pages_on_quantization(page, tmp_path, monkeypatch, capsys):
 
 
 #: Pages of verbs, whose commands run in a folder with the files of the tutorial.
-PAGES = "tutorial advise budget diagnose diff lint migrate overflow plan replay show tune verify".split()
+PAGES = "tutorial advise budget check diagnose diff lint migrate overflow plan replay show tune verify".split()
 BLOCK = re.compile(r'```(python|console)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
 
 

@@ -13,6 +13,7 @@ from .train.scaling.scaler import LossScaler as LossScaler
 from .verbs.advise import advise as advise
 from .verbs.bench import bench as bench
 from .verbs.capture import capture as capture
+from .verbs.check import check as check
 from .verbs.compare import Comparison as Comparison
 from .verbs.compare import compare as compare
 from .verbs.diagnose import diagnose as diagnose

@@ -23,6 +23,7 @@ from .nonfinite.overflow import Overflow as Overflow
 from .nonfinite.overflow import trace_overflow as trace_overflow
 from .nonfinite.ranges import FormatShare as FormatShare
 from .nonfinite.ranges import SiteMargin as SiteMargin
+from .parameter_content import relation as relation
 from .rank_comparison import RankResult as RankResult
 from .rank_comparison import Settings as Settings
 from .rank_comparison import compare_layouts as compare_layouts
@@ -35,6 +36,11 @@ from .repeats import program_notes as program_notes
 from .repeats import recorded_beside as recorded_beside
 from .repeats import repeat_notes as repeat_notes
 from .repeats import same_program as same_program
+from .reproducibility import GPU as GPU
+from .reproducibility import OUTSIDE as OUTSIDE
+from .reproducibility import RANDOM as RANDOM
+from .reproducibility import REDUCTION as REDUCTION
+from .reproducibility import UnstableRow as UnstableRow
 from .reproducibility import not_reproducible as not_reproducible
 from .reproducibility import unstable as unstable
 from .rounding_bound import REGION as REGION

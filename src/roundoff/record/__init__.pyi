@@ -68,6 +68,10 @@ from .session import KEEP as KEEP
 from .session import LEVELS as LEVELS
 from .session import Capture as Capture
 from .session import check_noise as check_noise
+from .set_up import Batch as Batch
+from .set_up import Fact as Fact
+from .set_up import SetUp as SetUp
+from .set_up import TensorContent as TensorContent
 from .setting import Setting as Setting
 from .setting import settings_of as settings_of
 from .source_lines import user_line as user_line

@@ -66,12 +66,19 @@ class LoopEvent:
 class LoopLog:
     """Gathers the events of the step that runs now.
 
-    ``calls`` says how many operator calls have run in it; ``ours`` keeps faults of the
-    log from the program.
+    ``calls`` says how many operator calls have run in it; ``told`` is given each call,
+    its arguments and its result, in steps that are not recorded too; ``ours`` keeps
+    faults of the log from the program.
     """
 
-    def __init__(self, calls: Callable[[], int], ours: OurPart | None = None) -> None:
+    def __init__(
+        self,
+        calls: Callable[[], int],
+        told: Callable[[str, Any, Any, Any], None],
+        ours: OurPart | None = None,
+    ) -> None:
         self._calls = calls
+        self._told = told
         self._ours = ours or OurPart("the log of the training loop")
         self._events: list[LoopEvent] = []
         self._names: dict[int, str] = {}
@@ -164,13 +171,17 @@ class LoopLog:
         kwargs: Any,
     ) -> Any:
         # what one of these calls inside is its own affair
-        if self._depth == 0 and not torch.compiler.is_compiling():
+        is_noted = self._depth == 0 and not torch.compiler.is_compiling()
+        if is_noted:
             self._ours(self._add_with, what, thing, settings)
         self._depth += 1
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             self._depth -= 1
+        if is_noted:
+            self._told(what, args, kwargs, result)
+        return result
 
     def _add_with(self, what: str, thing: Any, settings: Mapping[str, Any]) -> None:
         self.add(what, of=thing, numbers=_numbers(settings))
@@ -185,6 +196,7 @@ class LoopLog:
             settings = {f"{key}{suffix}": value for key, value in group.items()}
             numbers |= _numbers(settings)
         self.add("optimizer.step", of=optimizer, numbers=numbers)
+        self._told("optimizer.step", (optimizer,), {}, None)
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +35,10 @@ from roundoff.record.noise import Noise
 from roundoff.record.other_threads import followed
 from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
+from roundoff.record.set_up_log import SetUpLog
 from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
+from roundoff.record.step_log import EVERY
 from roundoff.record.step_numbers import StepNumbers
 from roundoff.record.tensor_keeper import Keeper
 from roundoff.record.triton_kernels import TritonCalls
@@ -187,8 +189,10 @@ class Capture:
         stack.callback(after.remove)
         self.keeper = Keeper(self.keep, self.writer, self.seed)
         self.recorder = self._new_recorder()
-        self.loop = LoopLog(lambda: self.recorder.calls, self.ours)
+        self.set_up = SetUpLog(self.paths, self._paused)
+        self.loop = LoopLog(lambda: self.recorder.calls, self.set_up.told, self.ours)
         stack.enter_context(self.loop.follow())
+        stack.enter_context(self.set_up.follow())
         if self.level == "op":
             self._listen_to_operators(stack)
         else:
@@ -247,6 +251,7 @@ class Capture:
         if not self._is_open:
             return
         unfinished = self._attempt(self._end, kind is not None)
+        self._attempt(self._end_set_up)
         self._attempt(self._stack.close)
         self._attempt(self._close, kind is None, unfinished)
         if kind is None and not self.stopped:
@@ -309,6 +314,7 @@ class Capture:
         if self.recorder.rows and not self.stopped:
             self._write()
         self.loop.take()
+        self._end_of_set_up_step(scalars)
         if not self.stopped and self.number in self.steps:
             for name, value in scalars.items():
                 if isinstance(value, Tensor):
@@ -397,6 +403,30 @@ class Capture:
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)
 
+    def _end_of_set_up_step(self, scalars: Mapping[str, float | Tensor]) -> None:
+        log = self.set_up
+        is_early = log.is_early
+        if isinstance(scalars.get("loss"), int | float | Tensor):
+            log.numbers.set("loss", scalars["loss"])
+        log.end_step()
+        if is_early or log.step % EVERY == 0:
+            self._write_set_up(all_of_it=is_early)
+
+    def _end_set_up(self) -> None:
+        self.set_up.finish()
+        self._write_set_up(all_of_it=True)
+
+    def _write_set_up(self, *, all_of_it: bool) -> None:
+        if self.stopped:
+            return
+        with self._paused():
+            self.writer.numbers(self.set_up.numbers.take())
+        if all_of_it:
+            self.writer.set_up(self.set_up.content())
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._mode is None else self._mode.paused()
+
     def _failed(self, error: BaseException) -> None:
         """Stop the recording, with one warning."""
         if self.stopped is not None:
@@ -462,9 +492,8 @@ class Capture:
         """Name what was written to a model's parameters before its first call."""
         if self.stopped is not None:
             return
-        paused = nullcontext() if self._mode is None else self._mode.paused()
         try:
-            with paused:
+            with self._paused():
                 self._name_all(root)
         except Exception as error:  # noqa: BLE001 (nothing of ours may stop the program)
             self._failed(error)

@@ -7,6 +7,12 @@ from .bench_text import as_text as as_text
 from .bench_text import print_bench as print_bench
 from .candidate_text import candidate_sentences as candidate_sentences
 from .candidate_text import print_candidate as print_candidate
+from .check_baseline_text import baseline_sentences as baseline_sentences
+from .check_baseline_text import print_baseline as print_baseline
+from .check_checkpoints_text import checkpoint_sentences as checkpoint_sentences
+from .check_checkpoints_text import print_checkpoints as print_checkpoints
+from .check_text import check_sentences as check_sentences
+from .check_text import print_check as print_check
 from .comparison_answer import answer_comparison as answer_comparison
 from .comparison_html import write_comparison as write_comparison
 from .comparison_text import print_comparison as print_comparison

@@ -128,7 +128,7 @@ def read_description(path: Path) -> RunDescription:
         raise no_run_at(path)
     content = read_checked(file, read_json, file)
     _check_schema(file, content)
-    _check_checksum(file, content)
+    check_checksum(file, content)
     return read_checked(file, RunDescription.from_dict, content)
 
 
@@ -139,7 +139,7 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
 
 
-def _check_checksum(file: Path, content: Mapping[str, Any]) -> None:
+def check_checksum(file: Path, content: Mapping[str, Any]) -> None:
     """Raise ``RunError`` where the file says another checksum than it has; earlier versions said none."""
     if _CHECKSUM in content and content != with_checksum(content):
         raise damaged(file, "other content than was written, by its checksum")

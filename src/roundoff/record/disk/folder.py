@@ -18,7 +18,8 @@ from roundoff.record.disk.schema import (
     LOOP,
     MARK,
     OPERATORS,
-    SCALAR_FILE,
+    RANK_FILES,
+    SET_UP,
     is_chunk,
     parse_rank,
     parse_step,
@@ -28,7 +29,7 @@ from roundoff.record.disk.schema import (
 
 # What a killed writer may leave: temporary files of files.atomic_path, steps that were
 # not finished, and steps that were just being replaced.
-_TEMPORARY = re.compile(rf"\.{re.escape(ABOUT)}\..+")
+_TEMPORARY = re.compile(rf"\.({re.escape(ABOUT)}|{re.escape(SET_UP)})\..+")
 _UNFINISHED = re.compile(r"\.(step[0-9]{6,18})\.(partial|replaced)")
 
 
@@ -201,7 +202,7 @@ def _strangers(folder: Path) -> Iterator[Path]:
             yield entry
         elif entry.is_dir():
             yield from _strange_folders(entry)
-        elif entry.name != SCALAR_FILE and not _TEMPORARY.fullmatch(entry.name):
+        elif entry.name not in RANK_FILES and not _TEMPORARY.fullmatch(entry.name):
             yield entry
 
 

@@ -23,7 +23,7 @@ from roundoff.record.disk.checked_reading import (
     read_checked,
     read_json,
 )
-from roundoff.record.disk.description import RunDescription
+from roundoff.record.disk.description import RunDescription, check_checksum
 from roundoff.record.disk.foreign_table import check_table
 from roundoff.record.disk.mark import is_own
 from roundoff.record.disk.schema import (
@@ -33,6 +33,8 @@ from roundoff.record.disk.schema import (
     OPS,
     SCALAR_FILE,
     SCALARS,
+    SET_UP,
+    STEP_FILE,
     is_chunk,
     rank_name,
     site_name,
@@ -42,6 +44,7 @@ from roundoff.record.disk.stored_tensor import StoredTensor
 from roundoff.record.disk.tensors import TensorFile
 from roundoff.record.disk.typed_rows import rows_of_table
 from roundoff.record.loop_events import LoopEvent
+from roundoff.record.set_up import SetUp
 
 _INDEX_COLUMNS = (
     "record",
@@ -137,9 +140,35 @@ class Run:
 
         Raises ``RunError`` naming a damaged file.
         """
+        return self._numbers_in(SCALAR_FILE)
+
+    @cached_property
+    def step_numbers(self) -> pl.LazyFrame:
+        """``rank``, ``step``, ``name``, ``value`` of all steps of the program, recorded
+        or not: its losses, learning rates, counts. Empty for earlier versions.
+
+        Raises ``RunError`` naming a damaged file.
+        """
+        return self._numbers_in(STEP_FILE)
+
+    def set_up(self, rank: int) -> SetUp | None:
+        """Return how a rank of the program was set up; None where it is not recorded.
+
+        Raises ``RunError`` naming a damaged file.
+        """
+        path = self.path / rank_name(rank) / SET_UP
+        if not path.is_file():
+            return None
+        content = read_checked(path, read_json, path)
+        if not isinstance(content, dict):
+            raise damaged(path, "no object")
+        check_checksum(path, content)
+        return SetUp.from_json(content, str(path))
+
+    def _numbers_in(self, name: str) -> pl.LazyFrame:
         schema = {"rank": pl.Int32, **SCALARS}
         frames = [pl.LazyFrame(schema=schema)]
-        for rank, path in self._scalar_files():
+        for rank, path in self._rank_files(name):
             table = read_checked(path, scalars.read, path)
             number = pl.lit(rank, pl.Int32).alias("rank")
             frames.append(table.select(number, *SCALARS).lazy())
@@ -258,11 +287,17 @@ class Run:
             for name, entry in checksums.items():
                 if not has_checksum(self._present(folder / name), entry):
                     broken.append(folder / name)
-        for _, path in self._scalar_files():
+        for name in (SCALAR_FILE, STEP_FILE):
+            for _, path in self._rank_files(name):
+                try:
+                    read_checked(path, scalars.read, path)
+                except RunError:
+                    broken.append(path)
+        for rank in self.ranks:
             try:
-                read_checked(path, scalars.read, path)
+                self.set_up(rank)
             except RunError:
-                broken.append(path)
+                broken.append(self.path / rank_name(rank) / SET_UP)
         return broken
 
     def blob(
@@ -289,9 +324,9 @@ class Run:
             opened[path] = read_checked(path, TensorFile, self._present(path))
         return read_checked(path, opened[path].read, key)
 
-    def _scalar_files(self) -> Iterator[tuple[int, Path]]:
+    def _rank_files(self, name: str) -> Iterator[tuple[int, Path]]:
         for rank in self.ranks:
-            path = self.path / rank_name(rank) / SCALAR_FILE
+            path = self.path / rank_name(rank) / name
             if path.exists():
                 yield rank, path
 

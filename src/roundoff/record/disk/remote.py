@@ -32,7 +32,7 @@ from roundoff.record.disk.schema import (
     LOOP,
     MARK,
     OPERATORS,
-    SCALAR_FILE,
+    RANK_FILES,
     parse_rank,
     parse_step,
 )
@@ -275,7 +275,7 @@ def _is_run_file(parts: list[str]) -> bool:
     if parse_rank(parts[0]) is None:
         return False
     if len(parts) == 2:
-        return parts[1] == SCALAR_FILE
+        return parts[1] in RANK_FILES
     is_table = len(parts) == 3 and parts[2] in (OPERATORS, CHECKSUMS, LOOP, MARK)
     return is_table and parse_step(parts[1]) is not None
 

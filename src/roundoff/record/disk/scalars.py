@@ -8,6 +8,7 @@ what a killed process was writing, and is left out.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import polars as pl
@@ -20,9 +21,17 @@ from roundoff.record.disk.schema import SCALARS
 
 def append(path: Path, step: int, name: str, value: float | torch.Tensor) -> None:
     """Add one number. Raises ``OSError``."""
-    text = json.dumps([int(step), str(name), repr(float(value))])
+    append_all(path, [(step, name, float(value))])
+
+
+def append_all(path: Path, rows: Iterable[tuple[int, str, float]]) -> None:
+    """Add numbers, each with its step and name. Raises ``OSError``."""
+    lines = []
+    for step, name, value in rows:
+        text = json.dumps([int(step), str(name), repr(float(value))])
+        lines.append(f"{text}\t{_check(text.encode())}\n")
     with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(f"{text}\t{_check(text.encode())}\n")
+        file.write("".join(lines))
 
 
 def repair(path: Path) -> None:

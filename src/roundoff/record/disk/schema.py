@@ -8,6 +8,8 @@
         mark.txt                  whose recording it is (``record.disk.mark``)
         checksums.json            file name -> {"bytes": n, "xxh3_128": hex}
     RUN/rank0/scalars.txt         SCALARS, a line for each
+    RUN/rank0/steps.txt           numbers of all steps of the program, as SCALARS
+    RUN/rank0/set_up.json         how the program was set up, a SetUp
 
 A step is written as ``.step000003.partial`` and renamed when it is whole, so whatever
 kills the process, a folder with a step's name is a whole step.
@@ -34,6 +36,10 @@ CHECKSUMS = "checksums.json"
 LOOP = "loop.json"
 MARK = "mark.txt"
 SCALAR_FILE = "scalars.txt"
+STEP_FILE = "steps.txt"
+SET_UP = "set_up.json"
+#: Files of a rank beside its steps.
+RANK_FILES = (SCALAR_FILE, STEP_FILE, SET_UP)
 
 
 _INTEGERS = pl.List(pl.Int64)

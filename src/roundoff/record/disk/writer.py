@@ -29,12 +29,15 @@ from roundoff.record.disk.schema import (
     OPERATORS,
     SCALAR_FILE,
     SCHEMA,
+    SET_UP,
+    STEP_FILE,
     partial_name,
     rank_name,
 )
 from roundoff.record.disk.step_table import table_of
 from roundoff.record.disk.tensors import Chunks, checksum
 from roundoff.record.loop_events import LoopEvent
+from roundoff.record.set_up import SetUp
 
 _T = TypeVar("_T")
 
@@ -103,6 +106,7 @@ class Writer:
         self._open: dict[int, Chunks] = {}
         self._closed = False
         scalars.repair(self._folder / SCALAR_FILE)
+        scalars.repair(self._folder / STEP_FILE)
         if rank == 0:
             self._write_about()
 
@@ -137,6 +141,16 @@ class Writer:
         self._guarded(
             lambda: scalars.append(self._folder / SCALAR_FILE, step, name, value)
         )
+
+    def numbers(self, rows: Sequence[tuple[int, str, float]]) -> None:
+        """Record numbers of steps of the program: step, name and value of each."""
+        if rows:
+            path = self._folder / STEP_FILE
+            self._guarded(lambda: scalars.append_all(path, rows))
+
+    def set_up(self, content: SetUp) -> None:
+        """Record how the program was set up, in place of what was recorded of it."""
+        self._guarded(lambda: self._write_set_up(content))
 
     def close(self, **about: Any) -> None:
         """End the run and write ``about`` over the fields of ``run.json``.
@@ -243,6 +257,11 @@ class Writer:
             chunks.abandon()
             shutil.rmtree(chunks.folder, ignore_errors=True)
         self._open = {}
+
+    def _write_set_up(self, content: SetUp) -> None:
+        with atomic_path(self._folder / SET_UP) as temporary:
+            text = json.dumps(with_checksum(_plain(asdict(content))))
+            temporary.write_text(text, encoding="utf-8")
 
     def _write_about(self) -> None:
         with atomic_path(self.path / ABOUT) as temporary:

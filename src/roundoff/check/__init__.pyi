@@ -1,0 +1,16 @@
+from .baseline import Baseline as Baseline
+from .baseline import check_baseline as check_baseline
+from .checkpoint_files import is_checkpoint as is_checkpoint
+from .checkpoints import CheckpointCheck as CheckpointCheck
+from .checkpoints import Renamed as Renamed
+from .checkpoints import TensorChange as TensorChange
+from .checkpoints import check_checkpoints as check_checkpoints
+from .findings import CHANGES as CHANGES
+from .findings import NOTE as NOTE
+from .findings import ROUNDING as ROUNDING
+from .findings import Agreement as Agreement
+from .findings import Check as Check
+from .findings import Difference as Difference
+from .findings import LossCurves as LossCurves
+from .findings import NotRecorded as NotRecorded
+from .set_ups import check_runs as check_runs

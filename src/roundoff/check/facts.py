@@ -1,0 +1,193 @@
+"""Settings that are texts: optimizers, loaders, modes, seeds, the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from roundoff.check.findings import NOTE, Difference
+from roundoff.check.pair import Pair, same_number, shorten
+from roundoff.check.rules import FLOW, OF_GPUS, Rule, rule_of
+from roundoff.check.side import Side
+from roundoff.record import Fact
+
+Key = tuple[str, str, str]
+#: What is compared in its own way.
+_OTHERWISE = ("module", "mode")
+#: Groups that say nothing of a side that has none of them.
+_WHOLE = ("model", "mode", "data")
+#: What a setting of each group is where the program has none.
+_ABSENT = {"seed": "not set", "environment": "not set", "compile": "none"}
+_NOT_IMPORTED = "not imported"
+_PLAIN_SAMPLERS = ("RandomSampler", "SequentialSampler")
+_MODULES = Rule(
+    group=FLOW,
+    name="modules",
+    why="the models compute something else",
+    fix="build the same model in both programs",
+)
+
+
+def differing_facts(pair: Pair) -> Iterator[Difference]:
+    """Yield the settings that the two sides have otherwise."""
+    ours, theirs = pair.sides
+    for key in dict.fromkeys((*ours.facts, *theirs.facts)):
+        rule = None if key[0] in _OTHERWISE else rule_of(key[0], key[2])
+        if key[0] in _WHOLE and not all(_has(side, key[0]) for side in pair.sides):
+            continue
+        if rule is not None and not _is_told_otherwise(key, pair):
+            yield from _differing(pair, key, rule)
+    yield from _differing_modules(pair)
+    yield from _differing_modes(pair)
+
+
+def _has(side: Side, group: str) -> bool:
+    return any(name == group for name, _, _ in side.facts)
+
+
+def _is_told_otherwise(key: Key, pair: Pair) -> bool:
+    """Return True for a setting that another one tells of, or that only one of two
+    classes has."""
+    group, of, name = key
+    if (group, name) == ("seed", "initial seed"):
+        return all((group, of, "seed") in side.facts for side in pair.sides)
+    if group == "data" and name in ("sampler", "shuffle"):
+        kinds = {side.value("data", of, "sampler") for side in pair.sides}
+        # of these two the name says nothing that "shuffle" does not
+        return (name == "sampler") == kinds.issubset(_PLAIN_SAMPLERS)
+    if group != "optimizer" or name == "class":
+        return False
+    number = of.partition(",")[0]
+    classes = {side.value("optimizer", number, "class") for side in pair.sides}
+    return len(classes) > 1 and any(key not in side.facts for side in pair.sides)
+
+
+def _differing(pair: Pair, key: Key, rule: Rule) -> Iterator[Difference]:
+    group, of, name = key
+    facts = [side.facts.get(key) for side in pair.sides]
+    values = [_shown(fact, key) for fact in facts]
+    if _is_same(values):
+        return
+    called = rule.name or (name if name.isupper() else name.replace("_", " "))
+    severity = rule.severity
+    why = rule.why
+    if name in OF_GPUS and not any(map(_has_gpu, pair.sides)):
+        severity = NOTE
+        why = f"{why}; no GPU was there, so it changed nothing here"
+    if _NOT_IMPORTED in values:
+        severity = NOTE
+    yield pair.difference(
+        rule,
+        values,
+        name=called,
+        subject=_subject(group, of, called),
+        severity=severity,
+        why=why,
+        reference_line=None if facts[0] is None else facts[0].line,
+        line=None if facts[1] is None else facts[1].line,
+    )
+
+
+def _shown(fact: Fact | None, key: Key) -> str:
+    if fact is not None:
+        return fact.value
+    group, _, name = key
+    is_package = group == "environment" and not name.isupper()
+    return _NOT_IMPORTED if is_package else _ABSENT.get(group, "none")
+
+
+def _is_same(values: Sequence[str]) -> bool:
+    if values[0] == values[1]:
+        return True
+    with suppress(ValueError):
+        return same_number(float(values[0]), float(values[1]))
+    return False
+
+
+def _subject(group: str, of: str, called: str) -> str:
+    if group in ("optimizer", "data") and of not in ("", "optimizer 0", "loader 0"):
+        return f"the {called} of {of}"
+    if group == "seed":
+        return f"{of}'s {called}"
+    if group == "scaler":
+        return f"the loss scale's {called}"
+    if group == "autocast":
+        return f"the autocast that was asked for on {of}"
+    return f"the {called}" if not called.isupper() else called
+
+
+def _has_gpu(side: Side) -> bool:
+    return side.value("environment", "", "GPU") is not None
+
+
+def _differing_modules(pair: Pair) -> Iterator[Difference]:
+    """Modules that hold no others, and have other settings or are in one model alone."""
+    ours, theirs = (_modules(side) for side in pair.sides)
+    if not ours or not theirs:
+        return
+    changed = [path for path in ours if path in theirs and ours[path] != theirs[path]]
+    dropouts = [path for path in changed if "Dropout(" in ours[path]]
+    others = [path for path in changed if path not in dropouts]
+    if dropouts:
+        yield _changed(pair, dropouts, "dropout", ours, theirs)
+    if others:
+        yield _changed(pair, others, "", ours, theirs)
+    values = [
+        shorten(", ".join(path for path in mine if path not in others_of) or "none")
+        for mine, others_of in ((ours, theirs), (theirs, ours))
+    ]
+    if values != ["none", "none"]:
+        subject = "the modules that the other model lacks"
+        yield pair.difference(_MODULES, values, subject=subject)
+
+
+def _changed(
+    pair: Pair,
+    paths: Sequence[str],
+    called: str,
+    ours: dict[str, str],
+    theirs: dict[str, str],
+) -> Difference:
+    first = paths[0]
+    more = f" (and {len(paths) - 1} more modules)" if len(paths) > 1 else ""
+    subject = f"the {called or 'module'} {first}{more}"
+    name = called or "modules"
+    rule = _DROPOUT if called else _MODULES
+    return pair.difference(
+        rule, (ours[first], theirs[first]), name=name, subject=subject
+    )
+
+
+_DROPOUT = Rule(
+    group=FLOW,
+    name="dropout",
+    why="another share of the activations is zero in training",
+    fix="build both models with the same probabilities",
+)
+
+
+def _modules(side: Side) -> dict[str, str]:
+    return {
+        of: fact.value
+        for (group, of, _), fact in side.facts.items()
+        if group == "module"
+    }
+
+
+def _differing_modes(pair: Pair) -> Iterator[Difference]:
+    """Modes, and when they changed."""
+    rule = rule_of("mode", "mode")
+    values = [_modes(side) for side in pair.sides]
+    if "unknown" in values:
+        return
+    if rule is not None and values[0] != values[1]:
+        yield pair.difference(rule, values, subject="the mode of the model")
+
+
+def _modes(side: Side) -> str:
+    modes = [
+        f"{fact.value} {of}".strip()
+        for (group, of, _), fact in side.facts.items()
+        if group == "mode"
+    ]
+    return ", then ".join(modes) or "unknown"

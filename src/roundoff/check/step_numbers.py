@@ -1,0 +1,129 @@
+"""Numbers of each step: learning rates, accumulation, clipping, loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from roundoff.check.findings import NOTE, Difference
+from roundoff.check.pair import Pair, number, same_number
+from roundoff.check.rules import HYPER_PARAMETERS, SCALING, Rule
+
+_RATE = "learning rate"
+_BACKWARD = "backward passes"
+#: Number of a step -> how a difference is judged.
+_RULES = {
+    _BACKWARD: Rule(
+        group=HYPER_PARAMETERS,
+        name="backward passes of an optimizer step",
+        why="gradients are gathered over another number of batches: another effective "
+        "batch, and gradients of another size where the loss is not divided by it",
+        fix="accumulate over as many batches in both programs",
+    ),
+    "max_norm of clipping": Rule(
+        group=HYPER_PARAMETERS,
+        name="clipping of gradient norms",
+        why="large gradients are scaled down to another size",
+        fix="clip both to the same norm, at the same place",
+        follows=("clipping",),
+    ),
+    "clip_value of clipping": Rule(
+        group=HYPER_PARAMETERS,
+        name="clipping of gradient values",
+        why="large gradients are cut at another value",
+        fix="clip both at the same value, at the same place",
+        follows=("clipping",),
+    ),
+    "clipped after unscaling": Rule(
+        group=HYPER_PARAMETERS,
+        name="clipping after unscale_",
+        why="scaled gradients are clipped by a limit that is meant for unscaled ones, "
+        "which makes updates smaller by the loss scale",
+        fix="call scaler.unscale_(optimizer) before clipping",
+    ),
+    "loss scale": Rule(
+        group=SCALING,
+        name="loss scale",
+        why="other gradients underflow, and other steps are skipped",
+        fix="give both GradScalers the same settings",
+    ),
+}
+_RATES = Rule(
+    group=HYPER_PARAMETERS,
+    name=_RATE,
+    why="every update of the weights has another size",
+    fix="give both optimizers and schedules the same rates",
+)
+_LENGTH = Rule(
+    group=HYPER_PARAMETERS,
+    name="number of steps",
+    severity=NOTE,
+    why="one of them trains longer; the steps that both have are compared",
+    fix="nothing, where that is meant",
+    follows=(
+        "batch size",
+        "samples",
+        "sampler",
+        "drop_last",
+        "backward passes of an optimizer step",
+        "processes",
+    ),
+)
+
+
+def differing_numbers(pair: Pair) -> Iterator[Difference]:
+    """Yield the numbers of steps that differ, each where it does first."""
+    ours, theirs = (side.numbers for side in pair.sides)
+    if not ours or not theirs:
+        return
+    for name in sorted({*ours, *theirs}):
+        rule = _RATES if name.startswith(f"{_RATE} of") else _RULES.get(name)
+        if rule is not None:
+            yield from _first_difference(pair, name, rule)
+    yield from _differing_length(pair)
+
+
+def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]:
+    ours, theirs = (side.numbers.get(name, {}) for side in pair.sides)
+    steps = sorted(
+        {*_steps(pair.reference.numbers)} & {*_steps(pair.candidate.numbers)}
+    )
+    for step in steps:
+        values = ours.get(step), theirs.get(step)
+        if not same_number(*values):
+            break
+    else:
+        return
+    shown = [_shown(name, value) for value in values]
+    what = rule.name
+    if rule is _RATES and not name.endswith("of optimizer 0"):
+        what = name.replace("of optimizer 0, group", "of parameter group")
+    when = f"from step {step} on " if step else ""
+    before = " (equal before it)" if step else ""
+    ours_name, theirs_name = (side.name for side in pair.sides)
+    verb = "are" if what.startswith("backward") else "is"
+    text = (
+        f"{when}the {what} {verb} {shown[1]} in {theirs_name}, "
+        f"{shown[0]} in {ours_name}{before}"
+    )
+    why = rule.why
+    if step and rule is _RATES:
+        why = "the schedules differ: from there on updates have another size"
+    yield pair.difference(rule, shown, text=text, why=why, step=step)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if name == "clipped after unscaling":
+        return {None: "none", 0.0: "missing", 1.0: "done"}.get(value, number(value))
+    return number(value)
+
+
+def _steps(numbers: Mapping[str, Mapping[int, float]]) -> set[int]:
+    return {step for series in numbers.values() for step in series}
+
+
+def _differing_length(pair: Pair) -> Iterator[Difference]:
+    if not all(side.run.about.complete for side in pair.sides):
+        return
+    lengths = [1 + max(_steps(side.numbers), default=-1) for side in pair.sides]
+    if lengths[0] != lengths[1]:
+        yield pair.difference(_LENGTH, [str(length) for length in lengths])

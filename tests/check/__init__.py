@@ -1,0 +1,1 @@
+"""Pairs of scripts that differ in one setting, and what is said of them."""

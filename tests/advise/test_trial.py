@@ -189,3 +189,26 @@ def test_nan_and_empty_outputs_are_answered():
 
     answer = roundoff.advise(Workload(Odd(), data()), seconds=0.0)
     assert answer.tuning.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.ReLU(), "empty parameter list"),
+        (nn.Sequential(nn.Linear(8, 8), nn.Threshold(0, 0)), "does not require grad"),
+    ],
+)
+def test_a_step_that_cannot_be_run_is_the_users_error(model, message):
+    def loss(output, batch):
+        return output.detach().sum()
+
+    workload = Workload(model, data(), loss=loss)
+    with pytest.raises(WorkloadError, match=message):
+        roundoff.advise(workload, train=True, seconds=0.0)
+
+
+def test_a_scripted_model_is_answered():
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(8, 8))
+    answer = roundoff.advise(Workload(scripted, data()), seconds=0.0)
+    assert answer.summary.counts.macs == 4 * 8 * 8

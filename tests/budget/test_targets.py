@@ -20,6 +20,7 @@ from roundoff.budget.targets import (
     drop_to_db,
     metric_at,
     metric_curve,
+    values_by_level,
 )
 from roundoff.errors import PlanError
 
@@ -97,6 +98,33 @@ def test_what_is_no_drop(value):
     with pytest.raises(PlanError) as error:
         parse_drop(value)
     assert "0.5% or 0.005" in str(error.value)
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 16, 17, 18])
+def test_levels_above_the_first_that_changes_nothing_are_not_looked_at(first):
+    """A search among n levels looks at two for each bit of n, and at all that change."""
+    asked = []
+
+    def value_at(place):
+        asked.append(place)
+        return 1.0 if place >= first else place / len(LEVELS)
+
+    expected = [value_at(place) for place in range(len(LEVELS))]
+    asked.clear()
+    assert values_by_level(value_at, 1.0) == expected
+    most = 2 * math.ceil(math.log2(len(LEVELS) + 1))
+    assert len(set(asked)) <= min(len(LEVELS), first + most)
+
+
+def test_one_level_that_is_as_before_by_chance_ends_nothing():
+    values = [0.5, 1.0, 0.75, 0.5, 1.0, 0.9] + [0.95] * (len(LEVELS) - 6)
+    assert values_by_level(values.__getitem__, 1.0) == values
+
+
+def test_a_metric_that_is_no_number_is_asked_for_at_every_level():
+    values = values_by_level(lambda _: math.nan, math.nan)
+    assert len(values) == len(LEVELS)
+    assert all(map(math.isnan, values))
 
 
 def curve(means, reference=1.0, std=0.0):
@@ -231,8 +259,9 @@ def test_noise_is_shared_among_samples_as_the_budget_found_it(made):
     seen = []
 
     def metric(outputs, reference):
-        seen.append((outputs[0] - reference[0]).square().sum(1).tolist())
-        return 0.0
+        errors = (outputs[0] - reference[0]).square().sum(1)
+        seen.append(errors.tolist())
+        return float(errors.sum())  # every level changes it
 
     output = torch.ones(2, 500)
     metric_curve(
@@ -242,8 +271,10 @@ def test_noise_is_shared_among_samples_as_the_budget_found_it(made):
     )
     assert all(first == 0.0 for first, _ in seen)
     # 10**-0.2 of a signal of 1000 in 500 elements: sigma of a draw 2 sqrt(2 / 500) = 6 %, of four 3 %
-    of_first_level = [second for _, second in seen[1 :: len(LEVELS)]]
-    assert len(of_first_level) == REPEATS
+    errors = [second for _, second in seen[1:]]
+    assert len(errors) == REPEATS * len(LEVELS)
+    starts = range(0, len(errors), len(LEVELS))
+    of_first_level = [max(errors[i : i + len(LEVELS)]) for i in starts]
     assert sum(of_first_level) / REPEATS == pytest.approx(631.0, rel=0.13)
 
 

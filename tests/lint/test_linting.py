@@ -296,3 +296,42 @@ def test_flake8(folder):
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("a.py:3:6: RO209 `torch.cuda.amp.autocast`")
+
+
+# -- gradients that are read -----------------------------------------------------------
+
+LOOP = """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    for p in model.parameters():
+        {use}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "codes"),
+    [
+        ("norms.append(p.grad.norm())", ["RO104"]),
+        ("norms.append(p.grad.detach().data.norm(2).item())", ["RO104"]),
+        ("p.grad.data.clamp_(-1, 1)", ["RO104"]),
+        ("p.grad.add_(torch.randn_like(p.grad))", ["RO104", "RO104"]),
+        ("assert p.grad is not None", []),
+        ("assert p.grad.dtype == torch.float32", []),
+        ("torch.distributed.all_reduce(p.grad)", []),
+        ("p.grad /= 2", []),
+        ("p.grad.div_(2)", []),
+        ("p.grad = None", []),
+        ("bad = torch.isnan(p.grad).any()", []),
+    ],
+)
+def test_values_of_scaled_gradients(use, codes, folder):
+    Path("a.py").write_text(LOOP.format(use=use))
+    assert [code for code, *_ in found("a.py", select=["RO104"])] == codes

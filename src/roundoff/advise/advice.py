@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,6 +56,7 @@ class AdviceRow:
             tried so.
         precision: likewise.
         share: of the step's time that is concerned, where that is known.
+        of: what the speed is of: ``step``, ``layer`` or ``loading``.
         change: what was tried, to be applied; None for what only the user can do.
     """
 
@@ -71,12 +72,23 @@ class AdviceRow:
     on_top: Speed | None = None
     precision: Precision | None = None
     share: float | None = None
+    of: str = "step"
     change: Change | None = None
 
     @property
     def pays(self) -> bool:
         """True for what makes this workload faster by itself."""
         return self.verdict == "pays"
+
+    @property
+    def step_speed(self) -> float | None:
+        """Return the speed of the whole step: measured, or from that of the part by its
+        share of the time (Amdahl 1967); None where neither is known."""
+        if self.speed is None or self.of == "step":
+            return None if self.speed is None else self.speed.median
+        if self.share is None:
+            return None
+        return 1 / (1 - self.share + self.share / self.speed.median)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +149,14 @@ def try_rules(
     trials: Trials,
     *,
     progress: Callable[[int, int], None],
-    left_out: Sequence[str] = (),
+    untried: Mapping[str, str],
 ) -> list[AdviceRow]:
-    """Try every rule whose condition holds, but those ``left_out``."""
+    """Try every rule whose condition holds; of ``untried`` ones the reason is said."""
     rows = []
     for number, rule in enumerate(RULES, start=1):
-        evidence = None if rule.name in left_out else rule.condition(facts)
+        evidence = rule.condition(facts)
+        if evidence is not None and rule.name in untried:
+            evidence = replace(evidence, change=None, untried=untried[rule.name])
         if evidence is not None:
             rows.append(try_one(rule, evidence, trials))
         progress(number, len(RULES))

@@ -152,6 +152,8 @@ def _pairs(modules: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _compile(model: nn.Module) -> None:
+    # what was compiled for other copies counts against torch's limit of variants
+    torch.compiler.reset()
     model.compile()
 
 

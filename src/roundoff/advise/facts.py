@@ -163,6 +163,8 @@ def subnormal_share(setup: Setup) -> float:
             shares.append(_share_of(output))
 
     for module in copied.model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it takes no hooks
         module.register_forward_hook(look)
     with torch.no_grad():
         copied.workload.run(copied.workload.batches[0])

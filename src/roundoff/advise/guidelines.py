@@ -87,6 +87,7 @@ def _try(case: _Case, facts: Facts, seconds: float) -> AdviceRow:
         reason=reason,
         speed=speed,
         share=case.share,
+        of="layer",
     )
 
 

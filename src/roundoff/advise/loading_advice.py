@@ -65,6 +65,7 @@ def _row(name: str, seen: str, do: str, why: str, source: str) -> AdviceRow:
         why=why,
         source=source,
         verdict="not tried",
+        of="loading",
     )
 
 
@@ -146,7 +147,7 @@ def _ready_batches(
         "against the same batches read back from one file",
         "resize and decode once, and store what the model reads: torch.save, numpy.memmap",
         "what is the same in every epoch is computed again in every epoch",
-        "PyTorch performance tuning guide",
+        "Mohan et al. 2021, Analyzing and mitigating data stalls in DNN training",
     )
     row = replace(row, share=loading.wait_share)
     if not loading.is_repeatable:

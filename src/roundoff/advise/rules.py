@@ -181,6 +181,28 @@ def _syncs(facts: Facts) -> Evidence | None:
     return Evidence(text, None, place_of(rows[0]), untried, share)
 
 
+def _compile(facts: Facts) -> Evidence | None:
+    calls = sum(row.calls for row in facts.counts.rows)
+    return Evidence(f"{_count(calls, 'kernel')} run one by one", Change("compile"))
+
+
+def _copies(facts: Facts) -> Evidence | None:
+    """Copies of whole tensors that no change of dtype asks for."""
+    rows = [row for row in facts.counts.rows if row.operator in COPIES]
+    share = sum(_share(facts, operator) for operator in COPIES)
+    if not rows or share < COPY_SHARE:
+        return None
+    worst = max(rows, key=lambda row: row.bytes_moved)
+    text = f"{_calls(rows)} copy tensors, {share:.0%} of the time"
+    untried = "what asks for the copy is in the code"
+    return Evidence(text, None, place_of(worst), untried, share)
+
+
+#: Kernels that copy a tensor as it is, and the share of time from which that is told.
+COPIES = ("clone", "contiguous")
+COPY_SHARE = 0.1
+
+
 #: Rules of the model and the step; those of the data stand in ``loading``, those of
 #: layers in ``guidelines``.
 RULES: Sequence[Rule] = (
@@ -231,7 +253,7 @@ RULES: Sequence[Rule] = (
         "no_fp64",
         "keep constants and buffers in fp32",
         "fp64 takes twice the bytes and at least twice the time",
-        _TUNING,
+        "IEEE 754: 64 bits a number; vector units hold half as many",
         _fp64,
     ),
     Rule(
@@ -260,7 +282,7 @@ RULES: Sequence[Rule] = (
         "torch.autograd.set_detect_anomaly(False)",
         "every backward kernel's result is searched for NaN, and every call keeps its "
         "stack",
-        _TUNING,
+        "torch.autograd.detect_anomaly",
         _anomaly,
     ),
     Rule(
@@ -276,6 +298,21 @@ RULES: Sequence[Rule] = (
         "kernels split their work over threads",
         _TUNING,
         _threads,
+    ),
+    Rule(
+        "compile",
+        "model.compile()",
+        "kernels are fused, so that values stay in registers, and Python is left out",
+        "Ansel et al. 2024, PyTorch 2",
+        _compile,
+    ),
+    Rule(
+        "copies",
+        "the layout that the next operator reads, from the beginning; fewer transposes "
+        "before contiguous() and reshape()",
+        "a copy computes nothing and moves every element twice",
+        "Ma et al. 2018, ShuffleNet V2, section 2",
+        _copies,
     ),
     Rule(
         "value_to_python",

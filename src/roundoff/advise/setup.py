@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundoff.errors import WorkloadError
-from roundoff.workload import Workload, named_tensors
+from roundoff.workload import Workload, named_tensors, user_code
 
 #: The learning rate of workloads that define no optimizer.
 DEFAULT_RATE = 0.01
@@ -74,7 +74,9 @@ class Runner:
                 stack.enter_context(opened())
             if self._optimizer is None:
                 return self.setup.workload.run(batch)
-            return _training_step(self.setup.workload, self._optimizer, batch)
+            workload = self.setup.workload
+            with user_code("the training step", _where(workload), path=workload.path):
+                return _training_step(workload, self._optimizer, batch)
 
 
 def _training_step(
@@ -90,6 +92,10 @@ def _training_step(
     return loss
 
 
+def _where(workload: Workload) -> str:
+    return str(workload.path or workload.name)
+
+
 def loss_of(workload: Workload, output: Any, batch: Any) -> Tensor:
     """Return the workload's loss, or the part of the output that is called so."""
     if workload.loss is not None:
@@ -98,7 +104,7 @@ def loss_of(workload: Workload, output: Any, batch: Any) -> Tensor:
     if loss is None:
         raise WorkloadError(
             "loss missing",
-            where=str(workload.path or workload.name),
+            where=_where(workload),
             expected="a workload that says how it is trained",
             do="define loss(output, batch)",
         )
@@ -110,10 +116,11 @@ def make_optimizer(setup: Setup) -> torch.optim.Optimizer:
     defines none."""
     workload = setup.workload
     optimizer: torch.optim.Optimizer
-    if workload.optimizer is None:
-        optimizer = torch.optim.SGD(workload.model.parameters(), DEFAULT_RATE)
-    else:
-        optimizer = workload.optimizer(workload.model)
+    with user_code("the optimizer", _where(workload), path=workload.path):
+        if workload.optimizer is None:
+            optimizer = torch.optim.SGD(workload.model.parameters(), DEFAULT_RATE)
+        else:
+            optimizer = workload.optimizer(workload.model)
     set_flags(optimizer, setup.optimizer_flags)
     return optimizer
 

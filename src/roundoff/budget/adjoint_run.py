@@ -25,7 +25,7 @@ from roundoff.budget.trial_signs import DrawnSigns
 from roundoff.budget.written_over import Writes, saving
 from roundoff.errors import GradientPathError, WorkloadError
 from roundoff.formats import Format
-from roundoff.ops import CallMode
+from roundoff.ops import CallMode, RoundedOperands
 from roundoff.plan import check_finite
 from roundoff.workload import Workload
 
@@ -74,6 +74,8 @@ class AdjointRun(BudgetRun):
         self.axes: dict[tuple[str, int], tuple[int, int] | None] = {}
         self.drawn: tuple[str, ...] = ()
         self.state = self.generator.get_state()
+        self.rounded = RoundedOperands()
+        self.parameters = {p.data_ptr() for p in asked.workload.model.parameters()}
 
     @property
     def is_batched(self) -> bool:
@@ -131,6 +133,7 @@ class AdjointRun(BudgetRun):
     ) -> tuple[Probe, list[Tensor], Division]:
         is_site = self.target is not None and "/" in self.target
         anchor = torch.tensor(-0.0, requires_grad=True)
+        self.rounded.keep_only(self.parameters)
         probe = Probe(
             self.formats,
             self.sites,
@@ -138,6 +141,7 @@ class AdjointRun(BudgetRun):
             anchor,
             wanted=self.target if is_site else None,
             axes=self.axes,
+            rounded=self.rounded,
             limit=range_limit(self.formats),
         )
         with saving(self.writes, probe.keep):

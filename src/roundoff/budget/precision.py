@@ -83,8 +83,12 @@ class Sampled:
         return int(min(most, max(FEWEST_PROBES, math.ceil(needed / per_probe))))
 
 
+#: Projections of the parts of a site in a format together, by their names.
+SiteProjections = Mapping[tuple[str, str], Array]
+
+
 def mean_error_db(
-    batches: Sequence[Mapping[TermKey, Array]],
+    batches: Sequence[SiteProjections],
     unmeasured: float,
     outputs: int = 1,
     *,
@@ -99,8 +103,8 @@ def mean_error_db(
     batch: see ``standard_errors``.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
-    for terms in batches:
-        for name, values in _of_sites(terms).items():
+    for sites in batches:
+        for name, values in sites.items():
             totals[name].append(values)
     errors = []
     for stacked in _of_one_shape(totals.values()):
@@ -119,7 +123,7 @@ def mean_error_db(
     return math.sqrt(float(np.mean(np.square(joined)))) if joined.size else 0.0
 
 
-def _of_sites(terms: Mapping[TermKey, Array]) -> dict[tuple[str, str], Array]:
+def of_sites(terms: Mapping[TermKey, Array]) -> SiteProjections:
     """Return the projections of the parts of each site and format together."""
     sums: dict[tuple[str, str], Array] = {}
     for key, values in terms.items():

@@ -16,7 +16,12 @@ from roundoff.budget.adjoint import SiteInfo
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import TRIAL, Term
 from roundoff.budget.outputs import OutputRows
-from roundoff.budget.precision import Sampled, mean_error_db
+from roundoff.budget.precision import (
+    Sampled,
+    SiteProjections,
+    mean_error_db,
+    of_sites,
+)
 from roundoff.budget.samples import Division, divide, divisions
 from roundoff.budget.scan import Scan
 from roundoff.budget.signs import draw_signs
@@ -86,6 +91,7 @@ class BudgetRun(ABC):
         self.is_precise = False
         self.sites: dict[str, SiteInfo] = {}
         self.batches: list[MeasuredBatch] = []
+        self._of_sites: list[SiteProjections] = []
         self.signs: list[DrawnSigns] = []
         self.outputs: list[Any] = []
         self.shapes: dict[str, list[int]] = {}
@@ -139,9 +145,10 @@ class BudgetRun(ABC):
 
     def error_db(self) -> float:
         """Return the standard error of the SQNR of the sites so far, in dB."""
-        projections = [batch.projections for batch in self.batches]
+        for batch in self.batches[len(self._of_sites) :]:
+            self._of_sites.append(of_sites(batch.projections))
         return mean_error_db(
-            projections,
+            self._of_sites,
             self.unmeasured,
             len(self.rows.names),
             is_exact=self.measured == TRIAL,

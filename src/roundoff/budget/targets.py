@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +55,7 @@ def metric_curve(
 
     name = getattr(workload.metric, "__name__", "metric")
     exact = _metric(workload, reference, reference)
-    draws = [_draw(workload, noisy_batches, generator) for _ in range(REPEATS)]
+    draws = [_draw(workload, noisy_batches, generator, exact) for _ in range(REPEATS)]
     levels = tuple(
         MetricLevel(float(db), float(np.mean(values)), float(np.std(values, ddof=1)))
         for db, values in zip(LEVELS, zip(*draws, strict=True), strict=True)
@@ -62,20 +64,43 @@ def metric_curve(
 
 
 def _draw(
-    workload: Workload, batches: Sequence[_NoisyOutput], generator: torch.Generator
+    workload: Workload,
+    batches: Sequence[_NoisyOutput],
+    generator: torch.Generator,
+    exact: float,
 ) -> list[float]:
     """Return the metric at each level, with one draw of the noise for all of them."""
     noises = [batch.draw(generator) for batch in batches]
     reference = [batch.output for batch in batches]
-    values = []
-    for db in LEVELS:
-        amplitude = 10 ** (-db / 20)
+
+    @cache
+    def value_at(place: int) -> float:
+        amplitude = 10 ** (-LEVELS[place] / 20)
         noisy = [
             batch.with_noise(noise, amplitude)
             for batch, noise in zip(batches, noises, strict=True)
         ]
-        values.append(_metric(workload, noisy, reference))
-    return values
+        return _metric(workload, noisy, reference)
+
+    return values_by_level(value_at, exact)
+
+
+def values_by_level(value_at: Callable[[int], float], exact: float) -> list[float]:
+    """Return the metric at each level, without a look at those that change nothing.
+
+    Of scores along a line, a largest one that is so at both ends is so between: a
+    metric of decisions that a draw of noise leaves alone is left alone by less of it.
+    Two levels in turn must, since decisions may change and their number not.
+    """
+    places = range(len(LEVELS))
+
+    def is_unchanged(place: int) -> bool:
+        above = min(place + 1, places[-1])
+        return value_at(place) == exact and value_at(above) == exact
+
+    first_unchanged = bisect_left(places, True, key=is_unchanged)
+    changed = [value_at(place) for place in places[:first_unchanged]]
+    return changed + [exact] * (len(places) - first_unchanged)
 
 
 def _noise_profile(budget: Budget) -> Array:

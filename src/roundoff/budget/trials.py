@@ -575,6 +575,7 @@ class _OneCall:
         self.quick = _QuickMode()
         self.program: Program | None = None
         self.rounder: RoundedOperands | None = None
+        self.parameters = {p.data_ptr() for p in workload.model.parameters()}
         self.calls: dict[int, Call] = {}
 
     def begin(self, program: Program | None) -> None:
@@ -583,7 +584,9 @@ class _OneCall:
         self.calls = {}
         # operands stay what they are, unless the program writes over them
         keeps = program is not None and not program.writes_over
-        self.rounder = RoundedOperands() if keeps else None
+        before = self.rounder or RoundedOperands()
+        before.keep_only(self.parameters)
+        self.rounder = before if keeps else None
 
     def _run_program(
         self, program: Program, place: CallPlace, change: _Rounding

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from roundoff.lint.events import Act, Event
 from roundoff.lint.script import Script
 from roundoff.lint.things import Kind, Thing
+from roundoff.ops import operators_that
 
 CLIPS = {
     "clip_grad_norm_",
@@ -15,23 +16,10 @@ CLIPS = {
     "clip_grad_norm",
     "clip_grads_with_norm_",
 }
-_LINEAR_METHODS = {
-    "zero_",
-    "detach_",
-    "copy_",
-    "is_sparse",
-    "dtype",
-    "device",
-    "shape",
-    "numel",
-    "size",
-    "is_cuda",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "requires_grad_",
-    "register_hook",
-}
+#: Attributes of a gradient that say nothing of its values, or change it as a whole.
+_LINEAR_METHODS = operators_that("describe tensors") | {"zero_", "detach_", "copy_"}
+_LINEAR_METHODS |= {"dtype", "device", "is_sparse", "is_cuda", "register_hook"}
+_LINEAR_METHODS |= operators_that("ask about values") | {"requires_grad_"}
 _LINEAR_FUNCTIONS = {
     "all_reduce",
     "broadcast",

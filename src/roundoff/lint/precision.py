@@ -22,7 +22,7 @@ _DTYPES = {
     "torch.bfloat16": Low.BFLOAT16,
 }
 _CASTS = {"half": Low.HALF, "bfloat16": Low.BFLOAT16}
-_WIDENS = frozenset({"float", "double", "long", "int", "bool", "argmax", "tolist"})
+_WIDENS = frozenset({"float", "double", "long", "int"}) | {"bool", "argmax", "tolist"}
 _KEYWORDS = ("dtype", "torch_dtype")
 _DEEPEST = 10
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from roundoff.lint.bindings import is_self
 from roundoff.lint.script import Binding, Script
 from roundoff.lint.things import argument_for
+from roundoff.ops import operators_that
 
 _TENSOR_MODULES = (
     "torch.",
@@ -18,40 +19,19 @@ _TENSOR_MODULES = (
     "torch.Tensor.",
 )
 #: Methods of tensors that other objects have too, and with how many arguments tensors do.
-_MOST_ARGUMENTS = {"log": 0, "exp": 0, "sqrt": 0, "cos": 0, "acos": 0, "asin": 0}
+_MOST_ARGUMENTS = dict.fromkeys(("log", "exp", "sqrt"), 0) | dict.fromkeys(
+    ("cos", "acos", "asin"), 0
+)
 #: Operators that hand on values as they are, or some of them.
-SAME_VALUES = frozenset(
-    {
-        "view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
-        "permute",
-        "flatten",
-        "contiguous",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "cuda",
-        "cpu",
-        "clone",
-        "gather",
-        "index_select",
-        "masked_select",
-        "t",
-        "movedim",
-        "swapaxes",
-        "detach",
-        "requires_grad_",
-        "flip",
-        "expand",
-        "repeat",
-        "diagonal",
-    }
+SAME_VALUES = frozenset[str]().union(
+    operators_that("keep values"),
+    operators_that("cast"),
+    operators_that("reshape"),
+    operators_that("permute axes"),
+    operators_that("reorder"),
+    operators_that("cut out"),
+    operators_that("expand"),
+    operators_that("repeat"),
 )
 _DEEPEST = 12
 

@@ -448,7 +448,15 @@ class Things:
         for kind, pattern in _NAMES:
             if pattern.match(name):
                 return kind
-        return None
+        return Kind.MODEL if self._has_parameters(name) else None
+
+    def _has_parameters(self, name: str) -> bool:
+        """Return True where a name is asked for its parameters, as models are."""
+        calls = self.script.method_calls("parameters", "named_parameters")
+        return any(
+            isinstance(call.func, ast.Attribute) and _last_name(call.func.value) == name
+            for call in calls
+        )
 
     def _scales_gradients(self, name: str) -> bool:
         """Return True where a name is used as a gradient scaler is, not as one of data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,8 @@ from roundoff.ops.execute import round_operand
 class RoundedOperands:
     """``round_operand`` that remembers: what several calls read is rounded once.
 
-    It takes tensors that do not change while it lives: those of one backward pass.
+    It takes tensors that do not change while they are remembered: those of one backward
+    pass, and parameters for longer (see ``keep_only``).
 
     Args:
         bytes_kept: the oldest results go when more than this is remembered.
@@ -45,7 +47,19 @@ class RoundedOperands:
                 self._size -= oldest.nbytes
         return rounded
 
+    def keep_only(self, addresses: Collection[int]) -> None:
+        """Forget all but what is at these addresses: parameters, between two batches."""
+        kept = [
+            (key, entry)
+            for key, entry in self._results.items()
+            if entry[0].data_ptr() in addresses
+        ]
+        self._results = OrderedDict(kept)
+        self._size = sum(rounded.nbytes for _, (_, rounded) in kept)
+
     def _key(self, x: Tensor, operand: Operand, fmt: Format) -> tuple[Any, ...]:
         role = "activation" if operand.role == "activation" else "weight"
-        place = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
+        # torch counts the writes into a tensor, but for those of inference mode
+        writes = -1 if x.is_inference() else x._version
+        place = (x.data_ptr(), writes, tuple(x.shape), x.stride(), x.dtype)
         return (*place, role, operand.reduce, operand.channel, fmt.name)

@@ -16,6 +16,7 @@ _TITLES = {
     "fold_batch_norm": "batch norms folded",
     "drop_bias_before_norm": "no bias before batch norm",
     "channels_last": "channels_last",
+    "compile": "torch.compile",
     "inference_mode": "inference_mode",
     "bf16_autocast": "bf16 autocast",
     "no_fp64": "no fp64",
@@ -80,11 +81,13 @@ def _work(summary: AdviceSummary) -> list[str]:
     roofline = summary.roofline
     least = sum(roofline.least_seconds(r.flops, r.bytes_moved) for r in counts.rows)
     if summary.step_seconds:
-        sentences.append(
-            f"At this machine's peaks ({number(roofline.flops_per_second)}FLOP/s, "
-            f"{number(roofline.bytes_per_second)}B/s) it would take "
-            f"{percent(least / summary.step_seconds)} of that."
-        )
+        flops = f"{number(roofline.flops_per_second)}FLOP/s"
+        moved = f"{number(roofline.bytes_per_second)}B/s"
+        share = least / summary.step_seconds
+        takes = f"it would take {percent(share)} of that"
+        if share > 1:
+            takes = "it would take longer: caches hold what operators hand on"
+        sentences.append(f"At this machine's peaks ({flops}, {moved}) {takes}.")
     shares = [
         f"{percent(share.flops)} {share.dtype}"
         for share in summary.dtypes
@@ -118,10 +121,13 @@ def _loading(summary: AdviceSummary) -> list[str]:
 
 def sentence(row: AdviceRow) -> str:
     """Say what was seen, and why it was not tried or what else to know."""
-    if not row.reason:
-        return f"{row.seen}."
-    said = "Not tried" if row.speed is None else "Note"
-    return f"{row.seen}. {said}: {row.reason}."
+    parts = [row.seen]
+    if row.name == "compile" and row.speed is not None:
+        parts.append(f"The first step takes {seconds_of(row.speed.first_seconds)}")
+    if row.reason:
+        label = "Not tried" if row.speed is None else "Note"
+        parts.append(f"{label}: {row.reason}")
+    return ". ".join(parts) + "."
 
 
 def number(value: float | None) -> str:

@@ -19,7 +19,8 @@ from roundoff.report.advise_answer import (
     spread_of,
     title_of,
 )
-from roundoff.report.figures import count, percent
+from roundoff.report.bench_answer import times
+from roundoff.report.figures import NONE, count, percent
 from roundoff.report.terminal import HarmlessConsole, heading, print_table, say
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ def _print_rows(rows: Sequence[AdviceRow], console: Console) -> None:
         {
             "what": [title_of(row.name) for row in rows],
             "speed": [speed_of(row.speed) for row in rows],
+            "of": [row.of if row.speed else NONE for row in rows],
             "quartiles": [spread_of(row.speed) for row in rows],
             "on top": [speed_of(row.on_top) for row in rows],
+            "step": [times(row.step_speed) for row in rows],
             "SQNR dB": [decibels(row) for row in rows],
             "verdict": [row.verdict for row in rows],
             "at": [row.place for row in rows],

@@ -42,6 +42,8 @@ from roundoff.errors import WorkloadError
 from roundoff.preserve import preserve
 from roundoff.workload import Workload
 
+#: Why torch.compile is not tried unless it is asked for.
+COMPILE_TAKES = "it takes seconds to minutes: --compile tries it"
 #: Steps that are timed for the headline.
 TIMED = 5
 
@@ -150,12 +152,12 @@ def advise(
             seconds=seconds,
             least_db=least_db,
         )
-        left_out = () if try_compile else ("compile",)
+        untried = {} if try_compile else {"compile": COMPILE_TAKES}
         rows = try_rules(
             facts,
             trials,
             progress=lambda done, total: report("try", done, total),
-            left_out=left_out,
+            untried=untried,
         )
         rows, combination = combine(
             rows,
@@ -248,5 +250,4 @@ def _step_seconds(setup: Setup, device: torch.device) -> float:
 
 
 def _by_gain(row: AdviceRow) -> tuple[bool, float]:
-    gain = row.speed.median if row.speed is not None else 0.0
-    return not row.verdict.startswith("pays"), -gain
+    return not row.verdict.startswith("pays"), -(row.step_speed or 0.0)

@@ -28,7 +28,7 @@ def train_epoch(model, data_loader, loss_fn, optimizer, scheduler, device):
         attention_mask = d["attention_mask"].to(device)
         targets = d["targets"].to(device)
         outputs = model(input_ids, attention_mask)
-        loss = loss_fn(outputs, targets)
+        loss = loss_fn(outputs, targets)  # expect: RO501
         losses.append(loss.item())
         loss.backward()  # expect: RO601
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

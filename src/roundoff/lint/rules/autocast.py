@@ -20,6 +20,7 @@ from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.rules.half_casts import half_format, is_trained
 from roundoff.lint.script import Script
 from roundoff.lint.things import Kind
+from roundoff.ops import facts, operators_that
 
 _AUTOCASTS = ("torch.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 _BACKWARD = (Act.BACKWARD, Act.STEP, Act.SCALER_STEP)
@@ -138,37 +139,41 @@ def _trains_inside(script: Script) -> bool:
     )
 
 
-_IN_PLACE = {
-    "addmm_",
-    "addmv_",
-    "addr_",
-    "baddbmm_",
-    "addbmm_",
-    "exp_",
-    "log_",
-    "pow_",
-    "reciprocal_",
-    "rsqrt_",
-    "log1p_",
-    "expm1_",
-    "cumsum_",
-    "cumprod_",
-}
-_WITH_OUT = {
-    f"torch.{name}"
-    for name in "mm bmm matmul addmm baddbmm addmv mv exp log pow softmax log_softmax sum prod cumsum cumprod norm".split()
-}
+def _is_cast(operator: str) -> bool:
+    """Return True for operators that autocast runs in 16 bits, or in fp32."""
+    is_product = facts(operator).kind not in ("elementwise", "embedding")
+    return is_product or operator in _CAST
+
+
+_CAST = frozenset[str]().union(
+    operators_that("exponentiate"),
+    operators_that("take logarithms"),
+    operators_that("take roots"),
+    operators_that("add up terms"),
+    ("cumprod", "prod", "reciprocal"),
+)
 
 
 def in_place_inside(script: Script) -> Iterator[Hit]:
     """In-place operators and ``out=``, which autocast passes by."""
-    for call in script.method_calls(*_IN_PLACE):
-        if region_around(script, call) is not None and not _is_quiet(script, call):
+    for call in script.nodes(ast.Call):
+        name = script.called(call)
+        if name is None:
+            changes = _works_in_place(call) and not _is_quiet(script, call)
+        else:
+            changes = name.startswith("torch.") and _writes_out(call, name)
+        if changes and region_around(script, call) is not None:
             yield Hit(call)
-    for call in script.calls(*_WITH_OUT):
-        has_out = any(keyword.arg == "out" for keyword in call.keywords)
-        if has_out and region_around(script, call) is not None:
-            yield Hit(call)
+
+
+def _works_in_place(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return name.endswith("_") and _is_cast(name.removesuffix("_"))
+
+
+def _writes_out(call: ast.Call, name: str) -> bool:
+    has_out = any(keyword.arg == "out" for keyword in call.keywords)
+    return has_out and _is_cast(name.rpartition(".")[2])
 
 
 def _is_quiet(script: Script, call: ast.Call) -> bool:
@@ -308,11 +313,6 @@ def never_entered(script: Script) -> Iterator[Hit]:
 
 # -- custom functions, evaluation, deprecated names ------------------------------------
 
-_CAST_OPERATORS = set(
-    "mm bmm matmul addmm baddbmm addbmm mv einsum linear conv1d conv2d conv3d exp log pow softmax "
-    "log_softmax cumsum cumprod prod norm rsqrt reciprocal layer_norm log1p expm1 logsumexp cdist sum mean".split()
-)
-
 
 def plain_function(script: Script) -> Iterator[Hit]:
     """A custom function used under autocast without ``custom_fwd`` and ``custom_bwd``."""
@@ -349,7 +349,7 @@ def _casts(methods: Iterable[ast.FunctionDef]) -> bool:
             if isinstance(node, ast.BinOp) and _is_product(node):
                 return True
             function = node.func if isinstance(node, ast.Call) else None
-            if isinstance(function, ast.Attribute) and function.attr in _CAST_OPERATORS:
+            if isinstance(function, ast.Attribute) and _is_cast(function.attr):
                 return True
     return False
 

@@ -21,11 +21,13 @@ from roundoff.lint.tensors import (
     value_of,
     without_views,
 )
+from roundoff.ops import operators_that
 
 _NORMS = ("norm", "vector_norm")
 _SUMS = ("sum", "mean")
 _SQUARES = ("square", "pow", "mse_loss")
-_BOUNDS = ("clamp", "clip", "clamp_", "clamp_min", "clamp_min_", "maximum", "hardtanh")
+_BOUNDS = operators_that("clamp") | {"clamp_", "clamp_min_", "maximum"}
+_BOUNDED = ("tanh", "cos", "sin")
 _LARGEST = ("max", "amax", "logsumexp", "cummax")
 _NO_GRADIENT = re.compile(r"\.(?:grad|data|item|detach)\b")
 
@@ -250,7 +252,7 @@ def _arc_at_edge(script: Script) -> Iterator[Hit]:
 def _is_bounded(script: Script, node: ast.expr) -> bool:
     """Return True where something keeps the values inside: clamp, tanh, a factor."""
     names = {each.name for each in _inside(script, node)}
-    if names.intersection((*_BOUNDS, "tanh", "rand", "cos", "sin")):
+    if names.intersection({*_BOUNDS, *_BOUNDED, *operators_that("draw")}):
         return True
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
         return False
@@ -293,7 +295,7 @@ def _risky(script: Script, branch: ast.expr) -> Iterator[ast.expr]:
             yield divisor
 
 
-_EDGED = ("log", "sqrt", "rsqrt", "reciprocal", "log2", "log10")
+_EDGED = operators_that("take logarithms") | {"sqrt", "rsqrt", "reciprocal"}
 
 
 def _divided_by_std(script: Script) -> Iterator[Hit]:

@@ -15,6 +15,7 @@ from roundoff.lint.modes import (
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.rules.loop_errors import RULES as ERROR_RULES
 from roundoff.lint.script import Scope, Script
+from roundoff.lint.tensors import makers
 from roundoff.lint.things import Kind
 
 _STEPS = (Act.STEP, Act.SCALER_STEP)
@@ -242,11 +243,33 @@ def _is_judging(script: Script, program: Loop, forward: Event, place: ast.AST) -
     """Return True for a loop over held-out data without gradients and without eval()."""
     if program.before(forward, Act.EVAL) or not _is_over_held_out(script, place):
         return False
+    if isinstance(forward.node, ast.Call) and _has_one_mode(script, forward.node.func):
+        return False
     if any(event.node is forward.node for event in _training_events(script, forward)):
         return False
     if not is_without_gradients(script, forward.node):
         return any(turns_off_gradients(script, each) for each in forward.contexts)
     return True
+
+
+_MODES = re.compile(r"(?i)dropout|batch_?norm|instance_?norm|self\.training")
+
+
+def _has_one_mode(script: Script, model: ast.expr) -> bool:
+    """Return True for a model whose layers all stand in the script, and do the same in
+    training and evaluation.
+    """
+    if _MODES.search(script.text):
+        return False
+    several = makers(script, model)
+    return bool(several) and all(_is_written_here(script, call) for call in several)
+
+
+def _is_written_here(script: Script, call: ast.Call) -> bool:
+    name = script.called(call)
+    if name is not None:
+        return name.startswith("torch.nn.") and "Transformer" not in name
+    return script.things.script_class(call) is not None
 
 
 def _training_events(script: Script, forward: Event) -> list[Event]:
@@ -327,9 +350,18 @@ def _not_trained_again(script: Script) -> Iterator[Hit]:
     nodes: set[ast.AST] = set()
     for program in script.programs:
         for switch in program.of(Act.EVAL):
-            if switch.node not in nodes and _stays_off(program, switch):
+            if switch.node in nodes or _has_one_mode(script, _switched(switch)):
+                continue
+            if _stays_off(program, switch):
                 nodes.add(switch.node)
                 yield Hit(switch.node, edits=_train_edit(script, switch))
+
+
+def _switched(switch: Event) -> ast.expr:
+    """Return what ``eval()`` is called on."""
+    node = switch.node
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.func.value if is_method else ast.Constant(None)  # type: ignore[attr-defined]
 
 
 def _stays_off(program: Loop, switch: Event) -> bool:

@@ -10,12 +10,20 @@ from roundoff.lint.modes import uses_gpu
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
 from roundoff.lint.tensors import keyword_of, last_part, makers, number
+from roundoff.ops import operators_that
 
 _LOADER = "torch.utils.data.DataLoader"
 _IN_MEMORY = ("torch.utils.data.TensorDataset",)
-_FACTORIES = ("zeros", "ones", "full", "arange", "eye", "empty", "linspace")
-_RANDOM = ("randn", "rand", "randint", "randperm")
-_WAITS = ("item", "cpu", "tolist", "numpy")
+#: Functions that make a tensor of a shape; those with ``_`` take a device from another.
+_CONSTANT = [name for name in operators_that("create exactly") if "_" not in name]
+_FACTORIES = (*sorted(_CONSTANT), "full", "arange", "linspace")
+_RANDOM = tuple(
+    name
+    for name in sorted(operators_that("draw"))
+    if name.startswith("rand") and "_" not in name
+)
+_READS = ("item", "tolist", "numpy")
+_WAITS = (*_READS, "cpu")
 #: More than this many values that are waited for in each step are said.
 _FEW_WAITS = 1
 

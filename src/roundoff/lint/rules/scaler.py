@@ -73,6 +73,8 @@ def _scheduler_steps_always(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
         for event in loop.of(Act.SCHEDULER_STEP):
             steps = loop.before(event, Act.SCALER_STEP)
+            if getattr(event.node, "args", ()):
+                continue  # it follows a metric, not the steps
             if not any(each.loops == event.loops for each in steps):
                 continue
             if not _asks_for_skips(script, loop):

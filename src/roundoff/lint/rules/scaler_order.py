@@ -13,13 +13,48 @@ from roundoff.lint.things import Kind
 
 
 def made_in_loop(script: Script) -> Iterator[Hit]:
-    """A scaler that is made inside a loop that trains."""
+    """A scaler that is made inside a loop that trains, where the optimizer is not."""
     for program in script.programs:
         training = {loop for each in program.of(Act.BACKWARD) for loop in each.loops}
-        for event in program.of(Act.CREATE):
+        created = program.of(Act.CREATE)
+        whole = {loop for each in created if _is_optimizer(each) for loop in each.loops}
+        for event in created:
             is_scaler = event.subject is not None and event.subject.kind is Kind.SCALER
-            if is_scaler and training.intersection(event.loops):
+            again = training.intersection(event.loops) - whole
+            if is_scaler and _binds_optimizer(script, event.node):
+                again.intersection_update(script.ancestors(event.node))
+            if is_scaler and again:
                 yield Hit(event.node)
+
+
+def _binds_optimizer(script: Script, node: ast.AST) -> bool:
+    """Return True in a function that gets an optimizer of its own: loops outside of it run
+    whole trainings.
+    """
+    scope = script.scope(node)
+    if isinstance(scope, ast.Module):
+        return False
+    names = script.bindings(scope)
+    return any(
+        isinstance(each.statement, ast.Assign)
+        and script.things.kind(_target(each.statement, name)) is Kind.OPTIMIZER
+        for name, bindings in names.items()
+        for each in bindings
+    )
+
+
+def _target(assign: ast.Assign, name: str) -> ast.expr | None:
+    """Return the node that an assignment binds a name by."""
+    for target in assign.targets:
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name) and node.id == name:
+                return node
+    return None
+
+
+def _is_optimizer(event: Event) -> bool:
+    """Return True where an optimizer is made: a loop around it runs whole trainings."""
+    return event.subject is not None and event.subject.kind is Kind.OPTIMIZER
 
 
 def bare_steps(script: Script) -> Iterator[Hit]:

@@ -86,7 +86,8 @@ class OneSite(TorchFunctionMode):
     def __init__(self, target: Target, fmt: Format) -> None:
         super().__init__()
         self.target, self.fmt = target, fmt
-        self.count = 0
+        # before the first batch begins no call is the one: turning gradients off is a call too
+        self.count = target.ordinal
         self.rounded: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:

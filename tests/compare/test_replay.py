@@ -311,6 +311,17 @@ def test_differences_leaves_formats_devices_and_tensors_alone(recorded_call):
     )
 
 
+@pytest.mark.parametrize(
+    "text", ["null", "3", "[]", "[1, 2]", "[[], []]", "[{}, {}]", '"ab"', "[[]"]
+)
+def test_what_are_no_arguments_differ_in_nothing(recorded_call, text):
+    x = well((4,), 0)
+    rows, _ = recorded_call(aten.leaky_relu.default, x, 0.2)
+    other = replace(rows[0], arguments=text)
+    assert argument_differences(rows[0], other) == ()
+    assert argument_differences(other, rows[0]) == ()
+
+
 def test_differences_take_the_lowest_numbers_of_formats_for_one_another(recorded_call):
     x, mask = well((4,), 0), torch.tensor([True, False, True, False])
     least, half, four = (

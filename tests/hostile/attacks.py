@@ -56,6 +56,8 @@ WILD = ("NaN", "Infinity", "-Infinity", "1e999", "1" * 5000)
 
 def deep(suffix: str) -> bytes:
     """A text of 100,000 levels."""
+    if suffix == ".py":
+        return b"x = " + b"-(" * 20_000 + b"1" + b")" * 20_000 + b"\n"
     if suffix == ".toml":
         return b"a = " + b"[" * 100_000
     return b'{"schema":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -103,6 +105,31 @@ def change_toml(file: Path, chance: random.Random) -> None:
         change_bytes(file, chance)
         return
     file.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+
+
+def change_script(file: Path, chance: random.Random) -> None:
+    """Repeat, nest or leave out lines of a Python file."""
+    lines = file.read_text().splitlines(keepends=True)
+    place = chance.randrange(len(lines) + 1)
+    added = chance.choice(
+        [
+            "    \t\f",
+            "if 1:\n" + "".join(" " * i + "if 1:\n" for i in range(1, 120)),
+            "x = " + " + ".join(["torch.ones(1)"] * 20_000) + "\n",
+            "x = torch" + ".a" * 20_000 + "\n",
+            "x = " + "lambda: " * 5_000 + "1\n",
+            "# -*- coding: utf-7 -*-\n",
+            "\x00",
+            f"s = '{ESCAPE}'\nmodel.cuda()\n",
+            "from torch import *\nfrom . import *\n",
+            "async def f():\n    await x\nmatch x:\n    case [1, *_]: pass\n",
+            "x = 0x" + "f" * 20_000 + "\n",
+            "x = 1" + "0" * 5_000 + "\n",
+            "\u202e = 1\n",
+        ]
+    )
+    kept = lines[place + chance.randrange(3) :]
+    file.write_text("".join([*lines[:place], added, *kept]))
 
 
 def change_bytes(file: Path, chance: random.Random) -> None:
@@ -277,6 +304,8 @@ def change_archive(file: Path, chance: random.Random) -> None:
 
 
 _BY_NAME: dict[str, Callable[[Path, random.Random], None]] = {
+    ".py": change_script,
+    ".ipynb": change_json,
     ".json": change_json,
     ".toml": change_toml,
     ".parquet": change_table,

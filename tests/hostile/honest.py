@@ -40,6 +40,22 @@ format = "fp32"
 size = "any"
 seconds = 1e-6
 """
+SCRIPT = """\
+import torch
+from torch import nn
+
+model = nn.Linear(4, 2).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.cuda.amp.GradScaler()
+for batch, wanted in data:
+    with torch.cuda.amp.autocast():
+        loss = nn.functional.mse_loss(model(batch), wanted)
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
 #: Settings of other tools, which plan convert reads.
 LISTS = {
     "tensorflow.env": "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_ALLOWLIST_ADD=MatMul,Conv2D\n",
@@ -95,6 +111,19 @@ def make(folder: Path) -> None:
     (folder / "plan.toml").write_text(PLAN)
     roundoff.Plan.load(folder / "plan.toml").save(folder / "plan.json")
     (folder / "seconds.toml").write_text(SECONDS)
+    (folder / "train.py").write_text(SCRIPT)
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["# A title"]},
+        {
+            "cell_type": "code",
+            "execution_count": None,
+            "metadata": {},
+            "outputs": [],
+            "source": SCRIPT.splitlines(keepends=True),
+        },
+    ]
+    notebook = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "train.ipynb").write_text(json.dumps(notebook))
     (folder / "map.toml").write_text('"0" = "0"\n"5" = "5"\n')
     for name, text in LISTS.items():
         (folder / name).write_text(text)
@@ -170,6 +199,10 @@ COMMANDS = (
     "plan convert {ascend.json} --to plan -o out.toml --format fp16 --partial",
     "plan convert {te.yaml} --to plan -o out.toml --format bf16 --partial",
     "plan convert {apex.toml} --to plan -o out.toml --format fp16 --partial",
+    "lint {train.py}",
+    "lint {train.py} --format json",
+    "lint {train.py} --diff",
+    "lint {train.ipynb}",
     "verify net.py {plan.toml} --target 30dB --no-native",
     "verify net.py {plan.toml} --budget {budget.parquet} --target 30dB --no-native -o out.toml",
 )

@@ -8,7 +8,14 @@ import os
 import pytest
 import torch
 
-from roundoff.ops import Reason, base, calls_of_others, operators_that, run_recorded
+from roundoff.ops import (
+    Reason,
+    RepeatedCall,
+    base,
+    calls_of_others,
+    operators_that,
+    run_recorded,
+)
 from roundoff.ops.other_process import _limit
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -203,3 +210,46 @@ def test_the_other_process_may_write_no_file(tmp_path):
             os._exit(0)
     os.waitpid(child, 0)
     assert not place.exists() or not place.stat().st_size
+
+
+# -- a call that runs many times ---------------------------------------------------------
+
+
+def test_a_repeated_call_gives_what_torch_does():
+    text = json.dumps([[record(3), 2.0], {}])
+    call = RepeatedCall("aten.mul.Tensor", text)
+    assert call.records == (3,)
+    for tensor in (X, CHANNELS, X.double()):
+        [result] = call.run({3: tensor}.__getitem__)
+        assert torch.equal(result, tensor * 2)
+
+
+def test_a_repeated_call_copies_what_it_writes():
+    call = RepeatedCall("aten.add_.Tensor", json.dumps([[record(0), 1.0], {}]))
+    before = X.clone()
+    [result] = call.run({0: X}.__getitem__)
+    assert torch.equal(result, before + 1)
+    assert torch.equal(X, before)
+
+
+def test_indices_and_new_sizes_of_a_repeated_call_are_checked_each_time():
+    arguments = [[record(0), record(1), 3, -1, False], {}]
+    name = "aten.embedding_dense_backward.default"
+    call = RepeatedCall(name, json.dumps(arguments))
+    grad = torch.ones(2, 4)
+    tensors = {0: grad, 1: torch.tensor([0, 2])}
+    assert not isinstance(call.run(tensors.__getitem__), Reason)
+    tensors[1] = torch.tensor([0, 3])
+    assert isinstance(call.run(tensors.__getitem__), Reason)
+
+    norm = json.dumps([[record(0), [4], record(1), None, 1e-5], {}])
+    call = RepeatedCall("aten.native_layer_norm.default", norm)
+    tensors = {0: X, 1: torch.ones(4)}
+    assert not isinstance(call.run(tensors.__getitem__), Reason)
+    tensors[1] = torch.ones(2)
+    assert isinstance(call.run(tensors.__getitem__), Reason)
+
+
+def test_a_repeated_call_that_no_recording_may_name_is_not_run():
+    call = RepeatedCall("aten.from_file.default", json.dumps([["x", True, 8], {}]))
+    assert isinstance(call.run({}.__getitem__), Reason)

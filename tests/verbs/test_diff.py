@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
 
 
 def test_numbers(runs):
-    found = roundoff.diff(runs["good"], runs["bad"], "/add", rows=2)
+    found = roundoff.diff("/add", reference=runs["good"], candidate=runs["bad"], rows=2)
     want, got = (runs[n].tensor("/add").double().numpy() for n in ("good", "bad"))
     error = np.abs(want - got)
     # one pass in fp32 over 12 elements: 12 roundings of 2**-24, and those of the square roots
@@ -69,8 +69,12 @@ def test_numbers(runs):
 
 
 def test_names_that_differ_are_found_by_alignment(runs):
-    here = roundoff.diff(runs["good"], runs["renamed"], "dense/addmm")
-    there = roundoff.diff(runs["good"], runs["renamed"], "layer/addmm")
+    here = roundoff.diff(
+        "dense/addmm", reference=runs["good"], candidate=runs["renamed"]
+    )
+    there = roundoff.diff(
+        "layer/addmm", reference=runs["good"], candidate=runs["renamed"]
+    )
     assert here.sides == there.sides
     assert (here.sides.reference.site, here.sides.candidate.site) == (
         "layer/addmm",
@@ -78,27 +82,30 @@ def test_names_that_differ_are_found_by_alignment(runs):
     )
     assert (
         roundoff.diff(
-            runs["good"], runs["renamed"], "dense.weight", modules={"layer": "dense"}
+            "dense.weight",
+            reference=runs["good"],
+            candidate=runs["renamed"],
+            modules={"layer": "dense"},
         ).error
         == 0.0
     )
 
 
 def test_a_parameter_by_name(runs):
-    found = roundoff.diff(runs["good"], runs["bad"], "layer.weight")
+    found = roundoff.diff("layer.weight", reference=runs["good"], candidate=runs["bad"])
     assert (found.error, found.elements.differing) == (0.0, 0)
     assert found.inputs == []
 
 
 def test_statistics_alone(runs):
-    found = roundoff.diff(runs["stats"], runs["bad"], "/add")
+    found = roundoff.diff("/add", reference=runs["stats"], candidate=runs["bad"])
     assert (found.metrics, found.elements) == (None, None)
     assert found.error > 0
     assert found.note.startswith("the reference did not keep tensors")
 
 
 def test_two_formats(runs):
-    found = roundoff.diff(runs["good"], runs["half"], "/_softmax")
+    found = roundoff.diff("/_softmax", reference=runs["good"], candidate=runs["half"])
     want, got = (runs[n].tensor("/_softmax").double().numpy() for n in ("good", "half"))
     # both sums in fp32, 12 elements
     assert found.metrics.rel_l2 == pytest.approx(
@@ -108,8 +115,12 @@ def test_two_formats(runs):
 
 
 def test_runs_are_given_by_path_too(runs):
-    by_path = roundoff.diff(str(runs["good"].path), runs["bad"].path, "/add")
-    assert by_path == roundoff.diff(runs["good"], runs["bad"], "/add")
+    by_path = roundoff.diff(
+        "/add", reference=str(runs["good"].path), candidate=runs["bad"].path
+    )
+    assert by_path == roundoff.diff(
+        "/add", reference=runs["good"], candidate=runs["bad"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,5 +148,5 @@ def test_runs_are_given_by_path_too(runs):
 )
 def test_what_is_not_there(runs, site, options, words):
     with pytest.raises(RunError) as caught:
-        roundoff.diff(runs["good"], runs["bad"], site, **options)
+        roundoff.diff(site, reference=runs["good"], candidate=runs["bad"], **options)
     assert [word for word in words if word not in str(caught.value)] == []

@@ -66,9 +66,9 @@ def command(
     from roundoff.verbs.diff import diff
 
     difference = diff(
-        reference,
-        candidate,
         site,
+        reference=reference,
+        candidate=candidate,
         phase=phase,
         place=place,
         rank=rank,

@@ -8,7 +8,7 @@ at fault. Without tensors, contents alone speak.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
@@ -24,10 +24,11 @@ from roundoff.compare.parameter_content import (
     axis_orders,
     relation,
 )
-from roundoff.compare.recorded_calls import CannotRun, result_at, run_call
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
-from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
+from roundoff.compare.value_sketch import Sketch, SketchIndex, sketch_of_tensor
 
 #: Parameters of a region that are tried one by one.
 MOST_LEAVES = 12
@@ -137,14 +138,18 @@ def _proven(
         return None
     named = _next_values(sides, value.row.record if value.inner else value.key)
     named = [key for key in named if key not in sides.twins]
-    trials = iter(range(TRIALS))
+    program = TracedProgram(sides.candidate)
+    needed = {leaf.key: between(sides.candidate, leaf.key, named) for leaf in theirs}
 
     def agrees(leaf: Value, other: Tensor) -> bool:
-        if next(trials, None) is None:
-            return False
-        return any(_agrees_with(sides, key, leaf.key, other) for key in named)
+        values = values_with(program, needed[leaf.key], leaf.key, other)
+        return any(
+            _is_in_reference(sides, tensor)
+            for record, tensor in values
+            if record in named
+        )
 
-    return tried_leaves(sides, ours, theirs, agrees)
+    return tried_leaves(sides, ours, theirs, agrees, TRIALS)
 
 
 def _next_values(sides: Sides, key: int) -> list[int]:
@@ -169,21 +174,48 @@ def tried_leaves(
     ours: Sequence[Value],
     theirs: Sequence[Value],
     agrees: Callable[[Value, Tensor], bool],
+    most: int,
 ) -> Blamed | None:
-    """Return the first leaf that makes the two agree once it holds other values."""
-    for leaf in theirs:
-        held = sides.candidate.tensor(leaf.key)
-        if held is None:
-            return None
-        for wanted, content in _contents(sides, ours, held):
-            how = relation(content, held)
-            if how is not None and how.kind == EQUAL and held.dim() < 2:
-                continue
-            for other in _layouts(content, held):
-                if not torch.equal(other, held) and agrees(leaf, other):
+    """Return the first leaf that makes the two agree once it holds other values.
+
+    None too where ``most`` trials were in vain.
+    """
+    # gates have 24 orders: every leaf is tried in plain layouts before
+    for layouts in (_plain_layouts, _gates_of):
+        trials = 0
+        for leaf in _foreign_first(sides, theirs):
+            held = sides.candidate.tensor(leaf.key)
+            if held is None:
+                return None
+            for wanted, content, other in _other_values(sides, ours, held, layouts):
+                if trials == most:
+                    break
+                trials += 1
+                if agrees(leaf, other):
                     words = _in_words(leaf, wanted, content, held)
                     return Blamed(leaf, wanted, words, other)
     return None
+
+
+def _foreign_first(sides: Sides, leaves: Sequence[Value]) -> list[Value]:
+    """Return leaves that hold none of the reference's values before the others."""
+    return sorted(leaves, key=lambda leaf: leaf.key in sides.twins)
+
+
+def _other_values(
+    sides: Sides,
+    ours: Sequence[Value],
+    held: Tensor,
+    layouts: Callable[[Tensor, Tensor], Iterator[Tensor]],
+) -> Iterator[tuple[Value, Tensor, Tensor]]:
+    """Yield what a leaf might hold in place of ``held``, with what it is made of."""
+    for wanted, content in _contents(sides, ours, held):
+        how = relation(content, held)
+        if how is not None and how.kind == EQUAL and held.dim() < 2:
+            continue
+        for other in layouts(content.to(held.dtype), held):
+            if not torch.equal(other, held):
+                yield wanted, content, other
 
 
 def _contents(
@@ -233,68 +265,60 @@ def _same_size(leaves: Sequence[Value], leaf: Value) -> list[Value]:
     return [value for value in leaves if value.row.numel == numel]
 
 
-def _layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+def _plain_layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield the values of one tensor in the shape of another, in every plain layout."""
-    content = content.to(held.dtype)
-    for order in axis_orders(content):
-        turned = content.permute(order)
-        if turned.dim() != held.dim() or turned.shape == held.shape:
-            shaped = turned.reshape(held.shape)
-            yield shaped
-            yield from _gates_of(shaped)
+    yield from _turned(content, held)
     if content.shape == held.shape:
         for axis in range(held.dim()):
             yield content.flip(axis)
 
 
-def _gates_of(content: Tensor) -> Iterator[Tensor]:
-    for axis in range(content.dim()):
-        for parts in GATES:
-            size = content.shape[axis]
-            if size % parts == 0 and size > parts:
-                gates = content.chunk(parts, axis)
-                for order in permutations(range(parts)):
-                    yield torch.cat([gates[i] for i in order], axis)
+def _turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    for order in axis_orders(content):
+        turned = content.permute(order)
+        if turned.dim() != held.dim() or turned.shape == held.shape:
+            yield turned.reshape(held.shape)
 
 
-def _agrees_with(sides: Sides, named: int, leaf: int, other: Tensor) -> bool:
-    """Return True where the candidate's value agrees once a leaf holds other values."""
-    try:
-        result = run_with(sides.candidate, named, leaf, other)
-    except CannotRun:
-        return False
-    sketch = sketch_of_tensor(result)
+def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    """Yield the same with the blocks of an axis, as gates are, in every order."""
+    for turned in _turned(content, held):
+        for axis in range(turned.dim()):
+            for parts in GATES:
+                size = turned.shape[axis]
+                if size % parts == 0 and size > parts:
+                    gates = turned.chunk(parts, axis)
+                    for order in permutations(range(parts)):
+                        yield torch.cat([gates[i] for i in order], axis)
+
+
+def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
+    """Return True where the reference has a value that says something and agrees."""
+    sketch = sketch_of_tensor(tensor)
     if sketch is None:
         return False
     index = sides.near_in_reference(sketch)
     return any(not sides.reference.values[key].says_nothing for key in index)
 
 
-def run_with(flow: Flow, key: int, leaf: int, other: Tensor) -> Tensor:
-    """Return a recorded value as it would be with other values in a leaf.
+def values_with(
+    program: TracedProgram, needed: Collection[int], leaf: int, other: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield recorded values as they would be with other values in a leaf.
 
-    Raises ``CannotRun``.
+    Of the records that are needed, in the order of execution; none from the first call
+    on that cannot run.
     """
-    changed: dict[int, Tensor] = {leaf: other}
-    for record in sorted(_between(flow, leaf, key)):
-        row = flow.step.rows[record]
-        first = flow.first.get(row.call)
-        if first is None or first.arguments is None or first.overload is None:
-            raise CannotRun("its arguments were not recorded")
+    try:
+        for row, tensor in program.again({}, {leaf: other}, needed):
+            yield row.record, tensor
+    except CannotRun:
+        return
 
-        def value(of: int) -> Tensor:
-            if of in changed:
-                return changed[of].clone()
-            tensor = flow.step.tensor(of)
-            if tensor is None:
-                raise CannotRun("one of its inputs was not stored")
-            return tensor.clone()
 
-        results = run_call(first.overload, first.arguments, value, other.dtype)
-        changed[record] = result_at(results, row.place)
-    if key not in changed:
-        raise CannotRun("it is not made of this")
-    return changed[key]
+def between(flow: Flow, leaf: int, keys: Iterable[int]) -> set[int]:
+    """Return the records that lead from a leaf to some values, these among them."""
+    return {record for key in keys for record in _between(flow, leaf, key)}
 
 
 def _between(flow: Flow, leaf: int, key: int) -> set[int]:
@@ -445,6 +469,137 @@ def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
     return f"{leaf.row.name} is the reference's {wanted.row.name} {how.words}"
 
 
+def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
+    """Return a parameter that holds what another one does too, in place of a lost one.
+
+    The reference has both; the candidate has one of them twice. Of the two holders the
+    later one is named where the reference has the lost one after the other.
+    """
+    lost = {
+        leaf.key: leaf
+        for leaf in leaves_of(sides.reference, sorted(part.expected))
+        if leaf.key not in sides.agreeing and not leaf.says_nothing
+    }
+    if not lost:
+        return None
+    ours = _parameters(sides.reference)
+    holders = _holders(sides, ours, list(lost.values()))
+    missing: list[_Piece] = [(key,) for key in lost]
+    missing += [piece for piece in _pieces_beside(holders) if piece not in holders]
+    for piece, leaves in holders.items():
+        if len(leaves) <= _times_in_reference(sides, ours, leaves[0]):
+            continue
+        for other in missing:
+            if len(other) != len(piece) or not _same_place(sides, piece, other):
+                continue
+            leaf = leaves[-1] if other > piece else leaves[0]
+            held = sides.reference.values[piece[0]].row.name
+            wanted = sides.reference.values[other[0]]
+            words = f"{leaf.row.name} holds {_piece_in_words(held, piece)}, as another "
+            words += f"does, not {_piece_in_words(wanted.row.name, other)}"
+            return Blamed(leaf, wanted, words)
+    return None
+
+
+def _times_in_reference(sides: Sides, ours: Sequence[Value], leaf: Value) -> int:
+    """Return how many of the reference's parameters hold the values of a leaf; at least 1."""
+    twins = set(sides.all_twins(leaf))
+    return max(1, sum(each.key in twins for each in ours))
+
+
+#: A parameter of the reference by key, or a part of one: key, axis, count and number.
+_Piece = tuple[int, ...]
+
+
+def _parameters(flow: Flow) -> list[Value]:
+    """Return the named leaves of the forward pass, in order."""
+    return [
+        value
+        for value in flow.in_order()
+        if value.row.name
+        and not value.is_call
+        and value.row.phase == "forward"
+        and not value.says_nothing
+    ]
+
+
+def _holders(
+    sides: Sides, ours: Sequence[Value], lost: Sequence[Value]
+) -> dict[_Piece, list[Value]]:
+    """Return which leaves of the candidate hold a parameter, or a part of a lost one."""
+    names = {leaf.key for leaf in ours}
+    parts = SketchIndex(
+        (number, sketch) for number, (_, sketch) in enumerate(_parts_of(sides, lost))
+    )
+    pieces = [piece for piece, _ in _parts_of(sides, lost)]
+    holders: dict[_Piece, list[Value]] = {}
+    for leaf in _parameters(sides.candidate):
+        for key in sides.all_twins(leaf):
+            if key in names:
+                holders.setdefault((key,), []).append(leaf)
+        if leaf.sketch is not None and leaf.key not in sides.twins:
+            for _, number in parts.near(leaf.sketch, sides.limit):
+                holders.setdefault(pieces[number], []).append(leaf)
+    return holders
+
+
+def _parts_of(sides: Sides, leaves: Sequence[Value]) -> Iterator[tuple[_Piece, Sketch]]:
+    """Yield the equal parts of parameters along each axis, where tensors were kept."""
+    for leaf in leaves:
+        tensor = sides.reference.tensor(leaf.key)
+        if tensor is None:
+            continue
+        for axis in range(tensor.dim()):
+            for count in range(2, MOST_PARTS + 1):
+                if tensor.shape[axis] % count or tensor.shape[axis] == count:
+                    continue
+                for number, part in enumerate(tensor.chunk(count, axis)):
+                    sketch = sketch_of_tensor(part)
+                    if sketch is not None and not sketch.constant:
+                        yield (leaf.key, axis, count, number), sketch
+
+
+def _pieces_beside(holders: Mapping[_Piece, object]) -> Iterator[_Piece]:
+    """Yield the other parts of the parameters of which a part is held."""
+    for piece in list(holders):
+        if len(piece) > 1:
+            key, axis, count, _ = piece
+            yield from ((key, axis, count, number) for number in range(count))
+
+
+def _same_place(sides: Sides, one: _Piece, other: _Piece) -> bool:
+    """Return True for parts of one parameter, and for parameters of one shape."""
+    if len(one) > 1:
+        return one[:-1] == other[:-1]
+    values = sides.reference.values
+    return values[one[0]].row.shape == values[other[0]].row.shape
+
+
+def _piece_in_words(name: str | None, piece: _Piece) -> str:
+    if len(piece) == 1:
+        return f"the reference's {name}"
+    return f"part {piece[-1] + 1} of {piece[2]} of the reference's {name}"
+
+
+def leaves_of(flow: Flow, keys: Iterable[int]) -> list[Value]:
+    """Return the parameters and buffers that values read, in the order of execution."""
+    leaves: dict[int, Value] = {}
+    waiting = list(keys)
+    seen = set(waiting)
+    while waiting:
+        value = flow.values[waiting.pop()]
+        for key in (*value.inputs, *value.row.inputs):
+            if key in seen or key not in flow.values:
+                continue
+            seen.add(key)
+            source = flow.values[key]
+            if source.row.name and not source.is_call:
+                leaves[key] = source
+            elif not source.computes or source.inner:
+                waiting.append(key)
+    return sorted(leaves.values(), key=lambda value: value.order)
+
+
 # -- other values ------------------------------------------------------------------
 
 
@@ -468,9 +623,22 @@ def blamed_step(sides: Sides, part: Part) -> Blamed | None:
             if source.sketch is None or source.sketch.size or not source.is_number:
                 continue
             if source.is_call:
+                if _has_zeros(sides.reference, source):
+                    continue
                 return Blamed(value, part.reference, "what it adds is zero")
             return Blamed(source, part.reference, f"{source.row.name} holds zeros")
     return _foreign_step(sides, part.reference, read)
+
+
+def _has_zeros(flow: Flow, like: Value) -> bool:
+    """Return True where a side has zeros of as many elements: the state of a first turn."""
+    return any(
+        value.is_number
+        and value.sketch is not None
+        and not value.sketch.size
+        and value.row.numel == like.row.numel
+        for value in flow.values.values()
+    )
 
 
 def _foreign_step(sides: Sides, wanted: Value, read: Sequence[int]) -> Blamed | None:
@@ -599,14 +767,17 @@ def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
     ours = _read_by(sides.reference, sides.reference.values[twin], sides.agreeing)
     theirs = _read_by(sides.candidate, wrong, sides.twins)
 
-    def agrees(leaf: Value, other: Tensor) -> bool:
-        try:
-            result = run_with(sides.candidate, wrong.key, leaf.key, other)
-        except CannotRun:
-            return False
-        return same_layout(expected, result)
+    program = TracedProgram(sides.candidate)
+    flow = sides.candidate
+    needed = {leaf.key: between(flow, leaf.key, [wrong.key]) for leaf in theirs}
 
-    proven = None if wrong.inner else tried_leaves(sides, ours, theirs, agrees)
+    def agrees(leaf: Value, other: Tensor) -> bool:
+        values = dict(values_with(program, needed[leaf.key], leaf.key, other))
+        return wrong.key in values and same_layout(expected, values[wrong.key])
+
+    proven = None
+    if not wrong.inner:
+        proven = tried_leaves(sides, ours, theirs, agrees, TRIALS)
     if proven is not None:
         return proven
     words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"

@@ -74,7 +74,7 @@ def argument_differences(
 
 def _constants(row: RecordedRow, axes: int | None) -> dict[str, Any]:
     """Return the constants of a call by name, defaults of the schema included."""
-    positional, by_name = parse_json(row.arguments or "")
+    positional, by_name = _recorded(row.arguments or "")
     schema = overload_of(row.overload or "")._schema.arguments
     names = [argument.name for argument in schema]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -86,6 +86,15 @@ def _constants(row: RecordedRow, axes: int | None) -> dict[str, Any]:
         for name, value in values.items()
         if name not in _HOW
     }
+
+
+def _recorded(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments in a recording's text; raise ``ValueError`` for anything else."""
+    match parse_json(text):
+        case [list(positional), dict(by_name)]:
+            return positional, by_name
+        case other:
+            raise ValueError(f"no arguments of a call: {type(other).__name__}")
 
 
 def _from_the_front(value: Any, axes: int | None) -> Any:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
@@ -63,10 +63,17 @@ Template = Callable[[TracedCall], Edit | None]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An edit that may be made in several calls alike."""
+    """An edit that may be made in several calls alike.
+
+    Attributes:
+        unlikely: of which kind.
+        template: what it makes of a call.
+        on_line: make it in every call of the line that it fits, not in one alone.
+    """
 
     unlikely: int
     template: Template
+    on_line: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +102,7 @@ class Ingredients:
         constants: the numbers in them.
         inserted: calls that a value may go through.
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
+        siblings: ``siblings(call)`` gives the arguments of the calls of its line.
         similar: ``similar(call, record)`` yields choices of another value for one that
             a call reads.
     """
@@ -103,6 +111,7 @@ class Ingredients:
     constants: Sequence[float] = ()
     inserted: Sequence[Insertion] = ()
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
+    siblings: Callable[[TracedCall], Iterable[Any]] = lambda _call: ()
     similar: Callable[
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
     ] = lambda _call, _record: ()
@@ -123,7 +132,8 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
     """Yield edits of a call, the likely kinds first."""
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
-            yield Proposal(unlikely, template)
+            on_line = kind in (_axes_of_line, _exchanged_parts)
+            yield Proposal(unlikely, template, on_line)
 
 
 # -- the call's arguments ------------------------------------------------------------
@@ -166,11 +176,16 @@ def _places(call: TracedCall) -> Iterator[tuple[int | str, Any, Any]]:
             yield name, by_name[name], value
 
 
-def _setting(place: int | str, value: Any, words: str) -> Template:
+def _setting(place: int | str, before: Any, value: Any, words: str) -> Template:
+    """Another value for an argument, in calls that have the same one there."""
+
     def template(call: TracedCall) -> Edit | None:
         positional, keywords = call.parsed
         fits = place in keywords if isinstance(place, str) else place < len(positional)
         if not fits:
+            return None
+        present = keywords[place] if isinstance(place, str) else positional[place]
+        if present != before:
             return None
         step = EditStep(call.first.overload or "", _with(call.parsed, place, value))
         return Edit((step,), words)
@@ -207,7 +222,7 @@ def _groups_of_another(
             if isinstance(place, int) and place < len(other[0])
         }
         for number in sorted(numbers - {value}):
-            yield _setting(place, number, f"with {number} groups, not {value}")
+            yield _setting(place, value, number, f"with {number} groups, not {value}")
 
 
 def _switches(call: TracedCall, _: Ingredients) -> Iterator[Template]:
@@ -223,7 +238,7 @@ def _switches(call: TracedCall, _: Ingredients) -> Iterator[Template]:
         )
         words = f"with {declared.name}={not value}"
         if declared.name in places:
-            yield _setting(place, not value, words)
+            yield _setting(place, value, not value, words)
         elif isinstance(value, bool):
             yield _adding_argument(position, declared, not value, words)
 
@@ -285,7 +300,9 @@ def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
         if isinstance(value, int):
             numbers.sort(key=lambda number: not number.is_integer())
         for other in numbers:
-            yield _setting(place, other, f"with {other:.6g}, not {float(value):.6g}")
+            yield _setting(
+                place, value, other, f"with {other:.6g}, not {float(value):.6g}"
+            )
 
 
 def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
@@ -300,14 +317,34 @@ def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
 def _pairs_of_numbers(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """Pairs of numbers, as paddings are, the other way round or made equal."""
     for place, _declared, value in _places(call):
-        if not _is_pairs(value):
-            continue
-        pairs = list(zip(value[::2], value[1::2], strict=True))
-        turned = [number for before, after in pairs for number in (after, before)]
-        even = [sum(pair) // 2 for pair in pairs for _side in pair]
-        for numbers in (turned, even):
-            if numbers != value:
-                yield _setting(place, numbers, f"with {numbers}, not {value}")
+        if isinstance(place, int) and _is_pairs(value):
+            for change in (_turned_pairs, _even_pairs):
+                yield _changing_pairs(place, change)
+
+
+def _turned_pairs(numbers: Sequence[int]) -> list[int]:
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [number for before, after in pairs for number in (after, before)]
+
+
+def _even_pairs(numbers: Sequence[int]) -> list[int]:
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [sum(pair) // 2 for pair in pairs for _side in pair]
+
+
+def _changing_pairs(
+    place: int, change: Callable[[Sequence[int]], list[int]]
+) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        numbers: Any = positional[place] if place < len(positional) else None
+        if not _is_pairs(numbers) or change(numbers) == numbers:
+            return None
+        changed = change(numbers)
+        step = EditStep(call.first.overload or "", _with(call.parsed, place, changed))
+        return Edit((step,), f"with {changed}, not {numbers}")
+
+    return template
 
 
 def _is_pairs(value: Any) -> bool:
@@ -328,10 +365,12 @@ def _axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
         if type(value) is int:
             for axis in range(dimensions):
                 if axis != value % max(1, dimensions):
-                    yield _setting(place, axis, f"along axis {axis}, not {value}")
+                    yield _setting(
+                        place, value, axis, f"along axis {axis}, not {value}"
+                    )
         elif isinstance(value, list):
             for axes in _other_sets(value, dimensions):
-                yield _setting(place, axes, f"over axes {axes}, not {value}")
+                yield _setting(place, value, axes, f"over axes {axes}, not {value}")
 
 
 def _other_sets(axes: Sequence[int], dimensions: int) -> list[list[int]]:
@@ -346,6 +385,94 @@ def _sets_of(dimensions: int) -> list[list[int]]:
         [axis for axis in range(dimensions) if number >> axis & 1]
         for number in range(1, 2**dimensions)
     ]
+
+
+def _axes_of_line(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another axis in all that a line computes along one: a softmax written out."""
+    records = records_in(call.parsed[0])
+    if not records or _is_move(call, _RESHAPE | _PERMUTE | _CUT):
+        return
+    dimensions = len(ingredients.shapes(records[0]))
+    axis = _axis_of(call, dimensions)
+    if axis is None:
+        return
+    for other in range(dimensions):
+        if other != axis:
+            yield _along(axis, other, dimensions)
+
+
+def _axis_of(call: TracedCall, dimensions: int) -> int | None:
+    """Return the one axis that a call works along; None for none or several."""
+    for _place, declared, value in _places(call):
+        if declared.name not in ("dim", "dims", "axis"):
+            continue
+        axes = value if isinstance(value, list) else [value]
+        if len(axes) == 1 and type(axes[0]) is int and dimensions:
+            return int(axes[0]) % dimensions
+    return None
+
+
+def _along(axis: int, other: int, dimensions: int) -> Template:
+    words = f"along axis {other}, not {axis}, with what else this line does along it"
+
+    def template(call: TracedCall) -> Edit | None:
+        if _is_move(call) or _axis_of(call, dimensions) != axis:
+            return None
+        for place, declared, value in _places(call):
+            if declared.name in ("dim", "dims", "axis"):
+                changed = [other] if isinstance(value, list) else other
+                arguments = _with(call.parsed, place, changed)
+                return Edit((EditStep(call.first.overload or "", arguments),), words)
+        return None
+
+    return template
+
+
+def _other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Two of the parts that a call cuts out exchanged."""
+    count = len(call.rows)
+    if not 1 < count <= MOST_INDEXES or not _is_move(call):
+        return
+    for one, other in combinations(range(count), 2):
+        order = list(range(count))
+        order[one] = other
+        order[other] = one
+        yield _with_places(tuple(order), f"with parts {one} and {other} exchanged")
+
+
+def _with_places(places: tuple[int, ...], words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if len(call.rows) != len(places):
+            return None
+        step = EditStep(call.first.overload or "", call.parsed)
+        return Edit((step,), words, places=places)
+
+    return template
+
+
+def _exchanged_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Two parts of one value, that calls of a line cut out one by one, exchanged."""
+    if not _is_move(call, _CUT) or len(call.rows) != 1:
+        return
+    others = {
+        str(other): other
+        for other in ingredients.siblings(call)
+        if other[0][0] == call.parsed[0][0] and other != call.parsed
+    }
+    for other in others.values():
+        yield _exchanging(call.parsed[0][1:], other[0][1:])
+
+
+def _exchanging(ours: Any, theirs: Any) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        for before, after in ((ours, theirs), (theirs, ours)):
+            if call.parsed[0][1:] == before and _is_move(call, _CUT):
+                arguments = [[call.parsed[0][0], *after], call.parsed[1]]
+                step = EditStep(call.first.overload or "", arguments)
+                return Edit((step,), "with another part of it exchanged")
+        return None
+
+    return template
 
 
 # -- the operator --------------------------------------------------------------------
@@ -499,7 +626,7 @@ def _other_indexes(call: TracedCall, shape: Sequence[int]) -> Iterator[Template]
         length = shape[axis % len(shape)]
         for index in [*range(min(length, MOST_INDEXES)), length - 1]:
             if index != value % max(1, length):
-                yield _setting(place, index, f"at {index}, not {value}")
+                yield _setting(place, value, index, f"at {index}, not {value}")
 
 
 # -- inputs --------------------------------------------------------------------------
@@ -651,6 +778,9 @@ _KINDS = (
     (CHANGE, _constants),
     (CHANGE, _pairs_of_numbers),
     (CHANGE, _axes),
+    (CHANGE, _axes_of_line),
+    (CHANGE, _other_order_of_results),
+    (CHANGE, _exchanged_parts),
     (CHANGE, _other_operators),
     (LAYOUT, _layouts),
     (INPUT, _other_inputs),

@@ -42,6 +42,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept: list[Tensor] = []
         self.steps: list[tuple[int, str, tuple[int, ...], Tensor]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else torch imports its compiler with the first call, which takes seconds;
+        # nothing here is compiled
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

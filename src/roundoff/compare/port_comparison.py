@@ -25,6 +25,7 @@ from roundoff.compare.alignment import (
 )
 from roundoff.compare.blamed_leaves import (
     Blamed,
+    blamed_duplicate,
     blamed_layout,
     blamed_leaf,
     blamed_step,
@@ -183,6 +184,9 @@ def _blamed(
 
     What is tried and makes the results agree goes before what is only likely.
     """
+    duplicate = blamed_duplicate(sides, part)
+    if duplicate is not None:
+        return duplicate
     if sides.candidate.step.tensors is None:
         blamed = _blamed_on_made_up_values(sides, part)
         return blamed or blamed_leaf(sides, part) or blamed_step(sides, part)
@@ -282,8 +286,11 @@ def _ends(
         pairs.append((ours, theirs))
         end = _wide(sides.reference, ours)
         other_end = _wide(sides.candidate, theirs)
-        # what a loss is made of may be another value of its formula
-        if end.key not in sides.agreeing and other_end.key not in sides.twins:
+        # what a loss is made of may be another value of its formula: all logarithms of a
+        # softmax, or those of the targets
+        is_same = end.row.numel == other_end.row.numel
+        is_lost = end.key not in sides.agreeing and other_end.key not in sides.twins
+        if is_same and is_lost:
             pairs.append((end, other_end))
     ends: dict[int, list[tuple[Sketch, float]]] = {}
     for end, other_end in pairs:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roundoff.compare.blamed_leaves import Blamed, tried_leaves
+from roundoff.compare.blamed_leaves import Blamed, leaves_of, tried_leaves
 from roundoff.compare.call_edits import (
     LAYOUT,
     ONE_MORE,
@@ -41,12 +43,17 @@ from roundoff.compare.value_regions import Sides
 from roundoff.compare.value_sketch import MASK, Sketch, SketchIndex, sketch_of_tensor
 from roundoff.ops import operators_that, run_in_this_process
 
-#: Calls after the place where two programs part, whose edits are tried.
+#: Calls after the place where two programs part, whose edits are tried: of those that one
+#: place of a line makes in turns of a loop or in several layers the first.
 MOST_CALLS = 64
 #: Calls before it, which only move values.
 MOST_MOVES = 24
-#: Values that an edit changes without one that the reference has: it is given up.
-PATIENCE = 24
+#: Operators of lines whose values an edit changes without one that the reference has: it
+#: is given up. The longest way to write out one operator of the reference that ports take is
+#: a turn of a recurrent cell with a layer for each gate: four to eight products, four
+#: gates and five calls that use them, 17; normalization takes 9, attention 8. Turns of a
+#: loop count once.
+PATIENCE = 17
 #: Fewer values that an edit gives may be chance, or that edit itself.
 SEVERAL = 2
 #: Elements that the trials of one kind of edit may compute together.
@@ -66,6 +73,7 @@ SIMILAR = 10
 _MOVE = operators_that("move values")
 _UNARY = operators_that("work element by element") | operators_that("choose values")
 _NORMALIZE = operators_that("normalize")
+_JOIN = operators_that("join")
 
 
 #: For results of the candidate the sketches, any of which they should have, and how far
@@ -161,6 +169,10 @@ class Trials:
     program: TracedProgram
     goal: Goal
     left: int = BUDGET
+    families: Mapping[int, Sequence[TracedCall]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.families = _families(self.program)
 
     def outcome(
         self, edits: Mapping[int, Edit], leaves: Mapping[int, Tensor] | None = None
@@ -168,8 +180,8 @@ class Trials:
         """Return True where all ends agree, and the lost values that are there now."""
         gained: set[int] = set()
         right = set()
-        waited = 0
-        twins = self.program.flow
+        waited: set[object] = set()
+        values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:
             for row, tensor in self.program.again(edits, leaves):
@@ -178,12 +190,16 @@ class Trials:
                     return False, set()
                 if self.goal.is_right_end(row.record, tensor):
                     right.add(row.record)
-                if not twins.values[row.record].computes:
+                value = values[row.record]
+                if not value.computes and value.operator not in _JOIN:
                     continue
                 more = set(self.goal.gains(tensor)) - gained
                 gained |= more
-                waited = 0 if more else waited + 1
-                if waited > PATIENCE:
+                if more:
+                    waited.clear()
+                else:
+                    waited.add((row.line or row.call, value.operator, row.place))
+                if len(waited) > PATIENCE:
                     break
         except CannotRun:
             return False, set()
@@ -206,21 +222,26 @@ def _of_kinds(
     Only those that make all results agree, or give several values.
     """
     program = trials.program
-    families = _families(program)
+    families = trials.families
+    by_line = _by_line(program)
     ingredients = _ingredients(sides, program, region.expected)
     waiting = [
         (proposal, call)
-        for call in _one_of_each(_suspects(sides, program, region.parted), families)
+        for call in _suspects(sides, trials, region.parted)
         for proposal in proposals(call, ingredients)
         if proposal.unlikely in kinds
     ]
     for kind in kinds:
         trials.left = BUDGET
         for proposal, call in waiting:
-            if proposal.unlikely == kind and trials.left > 0:
-                repair = _tried(trials, proposal, call, families[call.first.call])
-                if repair is not None:
-                    yield repair
+            if proposal.unlikely != kind or trials.left <= 0:
+                continue
+            edited = families[call.first.call]
+            if proposal.on_line:
+                edited = by_line.get(call.first.line or "", edited)
+            repair = _tried(trials, proposal, call, edited)
+            if repair is not None:
+                yield repair
 
 
 def _tried(
@@ -306,7 +327,7 @@ def _lost(sides: Sides) -> list[Value]:
 
 
 def _suspects(
-    sides: Sides, program: TracedProgram, region: Collection[int]
+    sides: Sides, trials: Trials, region: Collection[int]
 ) -> list[TracedCall]:
     """Return the calls whose edits are tried: the first of a region, and moves before it."""
     flow = sides.candidate
@@ -314,11 +335,15 @@ def _suspects(
     parted = sorted(
         {flow.values[r].row.call for r in records if flow.values[r].row.is_call}
     )
-    calls = [call for call in parted if call in program.calls][:MOST_CALLS]
-    starts = {row.record for call in calls for row in program.calls[call].rows}
-    moves = _moves_before(flow, program, starts)
-    chosen = sorted({*calls, *moves[:MOST_MOVES]})
-    return [program.calls[call] for call in chosen]
+    program = trials.program
+    families = trials.families
+    calls = [program.calls[call] for call in parted if call in program.calls]
+    firsts = list(islice(_one_of_each(calls, families), MOST_CALLS))
+    starts = {row.record for call in calls for row in call.rows}
+    before = [program.calls[n] for n in _moves_before(flow, program, starts)]
+    moves = islice(_one_of_each(before, families), MOST_MOVES)
+    chosen = {call.first.call: call for call in (*firsts, *moves)}
+    return [chosen[number] for number in sorted(chosen)]
 
 
 def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list[int]:
@@ -344,19 +369,25 @@ def _families(program: TracedProgram) -> dict[int, list[TracedCall]]:
 
     The calls of a line repeat themselves: in turns of a loop, in layers of one class.
     """
-    by_line: dict[object, list[TracedCall]] = defaultdict(list)
     families: dict[int, list[TracedCall]] = {}
     for call in program.calls.values():
         if call.first.line is None:
             families[call.first.call] = [call]
-        else:
-            by_line[call.first.line].append(call)
-    for calls in by_line.values():
+    for calls in _by_line(program).values():
         period = _period([call.first.operator for call in calls])
         for place in range(period):
             family = calls[place::period]
             families.update((call.first.call, family) for call in family)
     return families
+
+
+def _by_line(program: TracedProgram) -> dict[str, list[TracedCall]]:
+    """Return the calls of each line that is known."""
+    by_line: dict[str, list[TracedCall]] = defaultdict(list)
+    for call in program.calls.values():
+        if call.first.line is not None:
+            by_line[call.first.line].append(call)
+    return by_line
 
 
 def _period(names: Sequence[str]) -> int:
@@ -395,11 +426,17 @@ def _ingredients(
         row = sides.candidate.step.rows.get(record)
         return tuple(row.shape or ()) if row is not None else ()
 
+    by_line = _by_line(program)
+
+    def siblings(call: TracedCall) -> list[Any]:
+        return [each.parsed for each in by_line.get(call.first.line or "", ())]
+
     return Ingredients(
         list(theirs.calls.values()),
         constants=_numbers_in(near, reference),
         inserted=list(_insertable(reference, near)),
         shapes=shapes,
+        siblings=siblings,
         similar=similar.to,
     )
 
@@ -510,6 +547,10 @@ class _Similar:
         for row in self._rows.values():
             if not row.is_call and row.name:
                 self._label(row, label_of(row))
+        self._alike: dict[object, list[RecordedRow]] = defaultdict(list)
+        for row in self._rows.values():
+            if row.record in self._labels:
+                self._alike[_form(row)].append(row)
 
     def _label(self, row: RecordedRow, label: object) -> None:
         self._labels[row.record] = label
@@ -522,17 +563,11 @@ class _Similar:
         read = self._rows.get(record)
         if read is None or record not in self._labels:
             return
-        rows = [row for row in self._rows.values() if self._fits(row, read, call)]
+        rows = [row for row in self._alike[_form(read)] if _fits(row, read, call)]
         rows.sort(key=lambda row: abs(row.record - record))
         labels = dict.fromkeys(self._labels[row.record] for row in rows)
         for label in list(labels)[:SIMILAR]:
             yield self._chooser(label)
-
-    def _fits(self, row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
-        if row.record not in self._labels or row.record == read.record:
-            return False
-        is_there = not row.is_call or row.record < call.first.record
-        return is_there and row.shape == read.shape and row.dtype == read.dtype
 
     def _chooser(self, label: object) -> Callable[[TracedCall], int | None]:
         rows = self._by_label[label]
@@ -547,23 +582,13 @@ class _Similar:
         return choose
 
 
-def leaves_of(flow: Flow, keys: Iterable[int]) -> list[Value]:
-    """Return the parameters and buffers that values read, in the order of execution."""
-    leaves: dict[int, Value] = {}
-    waiting = list(keys)
-    seen = set(waiting)
-    while waiting:
-        value = flow.values[waiting.pop()]
-        for key in (*value.inputs, *value.row.inputs):
-            if key in seen or key not in flow.values:
-                continue
-            seen.add(key)
-            source = flow.values[key]
-            if source.row.name and not source.is_call:
-                leaves[key] = source
-            elif not source.computes or source.inner:
-                waiting.append(key)
-    return sorted(leaves.values(), key=lambda value: value.order)
+def _form(row: RecordedRow) -> object:
+    return tuple(row.shape or ()), row.dtype
+
+
+def _fits(row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
+    """Return True for another value than the one read, which is there before the call."""
+    return row is not read and (not row.is_call or row.record < call.first.record)
 
 
 def leaf_on_trial(
@@ -575,16 +600,17 @@ def leaf_on_trial(
     too.
     """
     ours = leaves_of(sides.reference, region.expected)
-    calls = _suspects(sides, trials.program, region.parted)
+    calls = _suspects(sides, trials, region.parted)
     theirs = leaves_of(
         sides.candidate, [row.record for call in calls for row in call.rows]
     )
-    left = iter(range(MOST_CONTENTS))
 
     def agrees(leaf: Value, other: Tensor) -> bool:
-        if next(left, None) is None or trials.left < 0:
+        if trials.left < 0:
             return False
         ends, gained = trials.outcome({}, {leaf.key: other})
         return ends or (several is not None and len(gained) >= several)
 
-    return tried_leaves(sides, ours[:MOST_LEAVES], theirs[:MOST_LEAVES], agrees)
+    ours = ours[:MOST_LEAVES]
+    theirs = theirs[:MOST_LEAVES]
+    return tried_leaves(sides, ours, theirs, agrees, MOST_CONTENTS)

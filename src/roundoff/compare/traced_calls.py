@@ -6,16 +6,20 @@ Only what is made of the change runs; every other value is the recorded one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.recorded_calls import CannotRun, is_written_in_python
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow
-from roundoff.ops import Reason, base, operators_that, run_unchanged
+from roundoff.ops import Reason, RepeatedCall, base, operators_that
 
 #: Stands in an edit's arguments for what the step before it gives.
 BEFORE = -1
@@ -52,23 +56,26 @@ class Edit:
         steps: calls, one after the other; the last one's results are those of the call.
         words: what is done, as in "with eps=1e-05".
         held: tensors that its arguments name by negative records below ``BEFORE``.
+        places: which of the results of the last step stand at each place; None: as they
+            come.
     """
 
     steps: tuple[EditStep, ...]
     words: str
     held: Mapping[int, Tensor] = field(default_factory=dict)
+    places: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TracedCall:
     """One call of the forward pass: its first row, which has the arguments, and all rows."""
 
     first: RecordedRow
     rows: tuple[RecordedRow, ...]
 
-    @property
+    @cached_property
     def parsed(self) -> Any:
-        """The arguments: positional ones and keywords, tensors by record."""
+        """The arguments: positional ones and keywords, tensors by record. Not to be changed."""
         return json.loads(self.first.arguments or "[[],{}]")
 
 
@@ -115,30 +122,51 @@ class TracedProgram:
             for entry in self.order
             if isinstance(entry, TracedCall)
         }
+        self._places: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}
+        for place, entry in enumerate(self.order):
+            if isinstance(entry, TracedCall):
+                self._places[entry.first.call] = place
+            for record in self._read_by(entry):
+                self._readers.setdefault(record, []).append(place)
+        self._kept: dict[int, Tensor | None] = {}
+        self._prepared: dict[int, _PreparedCall] = {}
 
     def tensor(self, record: int) -> Tensor | None:
         """Return what was recorded; None where nothing was kept."""
         if self._tensors is not None:
             return self._tensors.get(record)
-        return self.flow.step.tensor(record)
+        if record not in self._kept:
+            self._kept[record] = self.flow.step.tensor(record)
+        return self._kept[record]
 
     def again(
-        self, edits: Mapping[int, Edit], leaves: Mapping[int, Tensor] | None = None
+        self,
+        edits: Mapping[int, Edit],
+        leaves: Mapping[int, Tensor] | None = None,
+        only: Collection[int] | None = None,
     ) -> Iterator[tuple[RecordedRow, Tensor]]:
         """Run with other calls, or leaves; yield each value that changes, in order.
 
-        Raises ``CannotRun`` where something cannot run.
+        With ``only``: no calls but those that make these records. Raises ``CannotRun``
+        where something cannot run.
         """
         changed: dict[int, Tensor] = dict(leaves or {})
-        for entry in self.order:
+        waiting = _Waiting()
+        waiting.add(self._places[call] for call in edits if call in self._places)
+        for record in changed:
+            waiting.add(self._readers.get(record, ()))
+        for place in waiting:
+            entry = self.order[place]
             rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
-            edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
-            is_made_of_it = any(i in changed for row in rows for i in row.inputs)
-            if edit is None and not is_made_of_it:
+            if only is not None and all(row.record not in only for row in rows):
                 continue
+            edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
             for row, tensor in list(self.one(entry, changed, edit)):
-                changed[row.record] = tensor
-                yield row, tensor
+                if not _are_equal(tensor, self.tensor(row.record)):
+                    changed[row.record] = tensor
+                    waiting.add(self._readers.get(row.record, ()))
+                    yield row, tensor
 
     def one(
         self,
@@ -151,7 +179,10 @@ class TracedProgram:
         if isinstance(entry, RecordedRow):
             yield entry, self._written_through(entry, changed)
             return
-        results = self._run(entry, edit, changed)
+        if edit is None:
+            results = self._as_recorded(entry, changed)
+        else:
+            results = self._edited(entry, edit, changed)
         for row in entry.rows:
             place = row.place or 0
             result = results[place] if 0 <= place < len(results) else None
@@ -166,41 +197,54 @@ class TracedProgram:
             raise CannotRun("one of its inputs was not stored")
         return tensor
 
-    def _run(
-        self, call: TracedCall, edit: Edit | None, changed: Mapping[int, Tensor]
+    def _as_recorded(
+        self, call: TracedCall, changed: Mapping[int, Tensor]
     ) -> list[Tensor | None]:
-        wanted = self._shapes_read(call)
-        if edit is None:
+        number = call.first.call
+        if number not in self._prepared:
             overload = call.first.overload
             text = call.first.arguments
             if overload is None or text is None:
                 raise CannotRun("its arguments were not recorded")
+            required = self._shapes_read(call)
+            self._prepared[number] = _PreparedCall(overload, text, required)
+        return self._prepared[number].run(lambda record: self._value(record, changed))
 
-            def value(record: int) -> Tensor:
-                return self._value(record, changed)
-
-            _check_shapes(overload, text, value, wanted)
-            return run_one(overload, text, value)
+    def _edited(
+        self, call: TracedCall, edit: Edit, changed: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
         results: list[Tensor | None] = []
         for step in edit.steps:
             previous = results[0] if results else None
 
-            def edited(record: int, previous: Tensor | None = previous) -> Tensor:
+            def value(record: int, previous: Tensor | None = previous) -> Tensor:
                 held = previous if record == BEFORE else edit.held.get(record)
                 if held is not None:
                     return held
                 return self._value(record, changed)
 
+            required = self._shapes_read(call) if step.shapes is None else step.shapes
             text = json.dumps(step.arguments)
-            required = wanted if step.shapes is None else step.shapes
-            _check_shapes(step.overload, text, edited, required)
-            results = run_one(step.overload, text, edited)
+            results = _PreparedCall(step.overload, text, required).run(value)
+        if edit.places is not None and len(edit.places) == len(results):
+            return [results[place] for place in edit.places]
         return results
 
     def _shapes_read(self, call: TracedCall) -> tuple[tuple[int, ...], ...]:
         rows = self.flow.step.rows
         records = records_in(call.parsed)
         return tuple(tuple(rows[r].shape or ()) for r in records if r in rows)
+
+    def _read_by(self, entry: TracedCall | RecordedRow) -> set[int]:
+        """Return the records whose change changes what an entry makes."""
+        if isinstance(entry, TracedCall):
+            return {record for row in entry.rows for record in row.inputs}
+        read = set(entry.inputs)
+        written = self.flow.step.rows.get(entry.inputs[0])
+        if written is not None:
+            with suppress(CannotRun):
+                read.add(self._whole_before(written, entry).record)
+        return read
 
     def _written_through(
         self, alias: RecordedRow, changed: Mapping[int, Tensor]
@@ -248,29 +292,61 @@ def records_in(value: Any) -> list[int]:
     return []
 
 
-def _check_shapes(
-    overload: str,
-    text: str,
-    value: Callable[[int], Tensor],
-    wanted: Sequence[tuple[int, ...]],
-) -> None:
-    """Refuse other shapes where a kernel would read beyond an end."""
-    operator = base(overload.partition(".")[2].rpartition(".")[0])
-    if not trusts_sizes(operator):
-        return
-    shapes = [tuple(value(record).shape) for record in records_in(json.loads(text))]
-    if shapes != list(wanted):
-        raise CannotRun("an input has another shape than was recorded")
+class _Waiting:
+    """Places in the order of execution, each once; more may come while they are taken."""
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        self._seen: set[int] = set()
+
+    def add(self, places: Iterable[int]) -> None:
+        for place in places:
+            if place not in self._seen:
+                self._seen.add(place)
+                heappush(self._heap, place)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._heap:
+            yield heappop(self._heap)
 
 
-def run_one(overload: str, text: str, value: Any) -> list[Tensor | None]:
-    """Run one call on tensors that may not be changed. Raises ``CannotRun``."""
-    if is_written_in_python(overload):
-        raise CannotRun("its kernel is the user's, and may be what is wrong")
-    name = overload.partition(".")[2].rpartition(".")[0]
-    if name.strip("_") in _DRAW or name in _DRAW:
-        raise CannotRun("it draws random numbers")
-    results = run_unchanged(overload, text, value)
-    if isinstance(results, Reason):
-        raise CannotRun(results.text)
-    return [None if each is None else each.contiguous() for each in results]
+def _are_equal(one: Tensor, other: Tensor | None) -> bool:
+    """Return True for the same numbers in the same shape and format."""
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
+
+
+class _PreparedCall:
+    """One call that is looked up and checked once. Raises ``CannotRun`` when made, or run.
+
+    Args:
+        overload: ``aten.add.Tensor``.
+        text: its arguments.
+        shapes: of its tensors, required where a kernel would read beyond an end.
+    """
+
+    def __init__(
+        self, overload: str, text: str, shapes: tuple[tuple[int, ...], ...]
+    ) -> None:
+        if is_written_in_python(overload):
+            raise CannotRun("its kernel is the user's, and may be what is wrong")
+        name = overload.partition(".")[2].rpartition(".")[0]
+        if name.strip("_") in _DRAW or name in _DRAW:
+            raise CannotRun("it draws random numbers")
+        self._call = RepeatedCall(overload, text)
+        self._shapes = shapes
+        self._records: list[int] | None = None
+        if trusts_sizes(base(name)):
+            self._records = records_in(json.loads(text))
+
+    def run(self, value: Callable[[int], Tensor]) -> list[Tensor | None]:
+        """Return what it makes of tensors, which are not changed."""
+        if self._records is not None:
+            shapes = tuple(tuple(value(record).shape) for record in self._records)
+            if shapes != self._shapes:
+                raise CannotRun("an input has another shape than was recorded")
+        results = self._call.run(value)
+        if isinstance(results, Reason):
+            raise CannotRun(results.text)
+        return [None if each is None else each.contiguous() for each in results]

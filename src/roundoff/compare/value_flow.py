@@ -13,16 +13,7 @@ from roundoff.compare.recorded_rows import RecordedRow, first_rows
 from roundoff.compare.value_sketch import Sketch, sketch_of_row, sketch_of_tensor
 from roundoff.ops import operators_that
 
-#: What torch's decompositions call an operator that changes no value.
-_PRIMITIVE = frozenset(
-    (
-        "broadcast_in_dim",
-        "convert_element_type",
-        "view_of",
-        "collapse_view",
-        "split_dim",
-    )
-)
+_PRIMITIVE = operators_that("hand on in decompositions")
 #: Make values out of nothing.
 _CREATE = operators_that("create")
 

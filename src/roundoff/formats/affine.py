@@ -235,18 +235,29 @@ def fake_quantize(
 
 
 def _divided(view: Tensor, scale: Tensor) -> Tensor:
-    try:
-        quotient = view / scale
-    except RuntimeError:
-        quotient = None
-    if quotient is None or quotient.shape != view.shape:
+    if not _broadcasts(scale.shape, view.shape):
         raise FormatError(
             "the scale does not fit the tensor",
             expected=f"a shape that broadcasts to {tuple(view.shape)}",
             got=f"a scale of shape {tuple(scale.shape)}",
             do="choose_qparams gives scales of the right shape",
         )
-    return quotient
+    if scale.dim() and scale.device != view.device:
+        raise FormatError(
+            "the scale and the tensor are on different devices",
+            expected=f"a scale on {view.device}",
+            got=f"a scale on {scale.device}",
+            do="move the scales to the tensor's device",
+        )
+    return view / scale
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return True if a tensor of ``shape`` can be expanded to the shape ``to``."""
+    if len(shape) > len(to):
+        return False
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return all(size in (1, wanted) for size, wanted in pairs)
 
 
 def quantize(x: Tensor, qparams: QParams, fmt: Format) -> Tensor:

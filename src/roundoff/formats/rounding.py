@@ -83,9 +83,9 @@ def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
     from the largest value to Inf.
     """
     count = x.numel()
-    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=x.device).random_(
-        -(2**63), None, generator=generator
-    )
+    place = _place_of_draws(x.device, generator)
+    draws = torch.empty(-(-count // 4), dtype=torch.int64, device=place)
+    draws = draws.random_(-(2**63), None, generator=generator).to(x.device)
     noise = (
         draws.view(torch.int16)[:count]
         .view(x.shape)
@@ -94,6 +94,16 @@ def _stochastic_bf16(x: Tensor, generator: torch.Generator | None) -> Tensor:
     )
     rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x)
+
+
+def _place_of_draws(
+    device: torch.device, generator: torch.Generator | None
+) -> torch.device:
+    """Return where random numbers for a tensor of ``device`` are drawn: a generator
+    draws on its own device alone."""
+    if generator is None or generator.device.type == device.type:
+        return device
+    return generator.device
 
 
 def _holds(fmt: Format, dtype: torch.dtype) -> bool:
@@ -274,8 +284,8 @@ def to_integer(
         draw = torch.rand(
             remainder.shape,
             dtype=remainder.dtype,
-            device=remainder.device,
+            device=_place_of_draws(remainder.device, generator),
             generator=generator,
-        )
+        ).to(remainder.device)
         magnitude = lower.add_(draw < remainder)
     return magnitude.copysign_(significand)

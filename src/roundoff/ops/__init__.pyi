@@ -40,7 +40,6 @@ from .from_recording import checked_arguments as checked_arguments
 from .from_recording import may_be_opened as may_be_opened
 from .from_recording import run_in_this_process as run_in_this_process
 from .from_recording import run_recorded as run_recorded
-from .from_recording import run_unchanged as run_unchanged
 from .local_values import plain as plain
 from .local_values import tensors_in as tensors_in
 from .local_values import unwrapped as unwrapped
@@ -53,6 +52,7 @@ from .refusals import Reason as Reason
 from .refusals import Refusal as Refusal
 from .refusals import holds as holds
 from .refusals import refuse as refuse
+from .repeated_call import RepeatedCall as RepeatedCall
 from .rerun import EXACT_ARGUMENTS as EXACT_ARGUMENTS
 from .rerun import outside_of_modes as outside_of_modes
 from .rerun import run_again as run_again

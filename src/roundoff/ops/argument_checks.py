@@ -51,6 +51,12 @@ def check_arguments(func: OpOverload, args: Sequence[Any], kwargs: Keywords) -> 
         raise _does_not_fit(complaint)
 
 
+def depends_on_values(func: OpOverload) -> bool:
+    """Return True where ``check_arguments`` reads values of tensors, not their sizes alone."""
+    rule = facts(base(func._schema.name.rpartition("::")[2])).sizes_like
+    return rule in _READ_INDICES
+
+
 def _does_not_fit(complaint: str) -> Refusal:
     return Refusal(f"not run again: its arguments do not fit: {complaint}"[:300])
 
@@ -381,3 +387,14 @@ _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "attention's gradient": _attention_backward,
     "recurrent layer": _mkldnn_rnn,
 }
+
+#: Checks of indices or targets.
+_READ_INDICES = frozenset(
+    (
+        "embedding's gradient",
+        "pool's gradient",
+        "volume pool's gradient",
+        "unpool",
+        "targets",
+    )
+)

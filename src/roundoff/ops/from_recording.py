@@ -33,7 +33,7 @@ _OTHER: ContextVar[OtherProcess | None] = ContextVar("process for calls", defaul
 _SAFE = operators_that("are safe from a recording")
 _WRITE_UNSAID = operators_that("write running statistics")
 #: What kernels raise of arguments that do not suit them.
-_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 
 @contextmanager
@@ -88,36 +88,7 @@ def run_recorded(
     return other.run(call)
 
 
-def run_unchanged(
-    overload: str, arguments: str, tensor_of: Callable[[int], Tensor]
-) -> list[Result] | Reason:
-    """Return what a recorded call, or an edit of one, makes in its own formats, or why it is not run.
-
-    Unlike ``run_recorded`` it copies only the tensors that the call writes.
-    """
-    if _OTHER.get() is not None:
-        return run_recorded(
-            overload, arguments, tensor_of, dtype=None, exact_as_is=True
-        )
-    try:
-        func = _operator(overload)
-        written = _copies_of(tensor_of) if _writes(func) else tensor_of
-        args, kwargs = checked_arguments(func, arguments, written)
-    except Refusal as refusal:
-        return refusal.reason
-    with torch.no_grad():
-        try:
-            result = func(*args, **kwargs)
-        except _FAILURES as error:
-            return _failure(error)
-    return list(tensors_made(func, args, kwargs, result))
-
-
-def _copies_of(tensor_of: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    return lambda record: tensor_of(record).clone()
-
-
-def _writes(func: OpOverload) -> bool:
+def writes_arguments(func: OpOverload) -> bool:
     """Return True for an operator that writes arguments, whether its schema says so or not."""
     return func._schema.is_mutable or base(_name(func)) in _WRITE_UNSAID
 
@@ -165,12 +136,13 @@ def run_checked(
     with outside_of_modes(func):
         try:
             result = func(*args, **kwargs)
-        except _FAILURES as error:
-            return _failure(error)
+        except FAILURES as error:
+            return call_failure(error)
     return list(tensors_made(func, args, kwargs, result))
 
 
-def _failure(error: Exception) -> Reason:
+def call_failure(error: Exception) -> Reason:
+    """Return why a kernel refused its arguments, in one line."""
     first_line = next(iter(str(error).splitlines()), "")
     return Reason(f"{type(error).__name__}: {first_line}"[:200])
 
@@ -182,14 +154,14 @@ def _checked(
     device: torch.device | str | None,
 ) -> tuple[OpOverload, tuple[Any, ...], Any]:
     """Return the operator and its arguments. Raises ``Refusal``."""
-    func = _operator(overload)
+    func = recorded_operator(overload)
     args, kwargs = checked_arguments(func, arguments, tensor_of, device)
     if _is_custom(func) and _OTHER.get() is not None:
         raise Refusal(_not_listed(func).text)
     return func, args, kwargs
 
 
-def _operator(overload: str) -> OpOverload:
+def recorded_operator(overload: str) -> OpOverload:
     """Return an operator that may be run. Raises ``Refusal``."""
     try:
         func = overload_of(overload)
@@ -210,13 +182,22 @@ def checked_arguments(
 
     Raises ``Refusal`` where they do not fit it, or each other.
     """
-    try:
-        # recorded tensors are read into the host's memory
-        args, kwargs = restore(arguments, tensor_of, torch.device(device or "cpu"))
-    except RunError as error:
-        raise Refusal(error.what) from error
+    args, kwargs = restored(arguments, tensor_of, device)
     check_arguments(func, args, kwargs)
     return args, kwargs
+
+
+def restored(
+    arguments: str,
+    tensor_of: Callable[[int], Any],
+    device: torch.device | str | None = None,
+) -> tuple[tuple[Any, ...], Any]:
+    """Return the arguments that a recording gives. Raises ``Refusal`` for other text."""
+    try:
+        # recorded tensors are read into the host's memory
+        return restore(arguments, tensor_of, torch.device(device or "cpu"))
+    except RunError as error:
+        raise Refusal(error.what) from error
 
 
 def _refuse_by_name(func: OpOverload) -> None:

@@ -104,6 +104,7 @@ Trait = Literal[
     "add up terms",
     "average targets",
     "clamp",
+    "hand on in decompositions",
     "work element by element",
     "pair elements",
     "keep a common factor",
@@ -301,6 +302,10 @@ _TRAITS: dict[Trait, str] = {
     "take moments": "mean var std var_mean std_mean nanmean native_batch_norm native_layer_norm",
     "average targets": "nll_loss nll_loss_forward nll_loss2d_forward cross_entropy",
     "clamp": "clamp clip clamp_min clamp_max hardtanh relu6",
+    # what torch's decompositions call one that changes no value
+    "hand on in decompositions": """
+        broadcast_in_dim convert_element_type view_of collapse_view split_dim
+    """,
     # one operand, each element by itself
     "work element by element": """
         sigmoid tanh gelu silu mish elu selu celu hardswish hardsigmoid softplus

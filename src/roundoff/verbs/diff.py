@@ -29,10 +29,10 @@ _PLACES = 8
 
 
 def diff(
-    reference: str | Path | Run,
-    candidate: str | Path | Run,
     site: str,
     *,
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
     phase: str | None = None,
     rank: int | None = None,
     step: int | None = None,
@@ -46,10 +46,10 @@ def diff(
     why not.
 
     Args:
-        reference: the run to trust: its folder, its URL, or what ``load`` gave.
-        candidate: the run to judge.
         site: as in the tables of either run, ``encoder.0/matmul#1``, or the name of a
             parameter or buffer; its counterpart is found as ``compare`` finds it.
+        reference: the run to trust: its folder, its URL, or what ``load`` gave.
+        candidate: the run to judge.
         phase: ``forward``, ``backward``, ``optimizer``, ``collective``; the first that
             has the site when None.
         rank: the first that both runs have when None.

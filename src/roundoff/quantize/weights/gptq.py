@@ -257,13 +257,7 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
     zero. The note says where damping had to be raised.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-    if damp < 0 or bool((diagonal < 0).any()):
-        raise QuantizationError(
-            "no second moments" if damp >= 0 else "negative damping",
-            where="damped_hessian",
-            expected="a Hessian with diagonal ≥ 0 and damp ≥ 0",
-            got=f"smallest {float(diagonal.min())}, damp {damp}",
-        )
+    is_negative = (diagonal < 0).any()
     alive = diagonal > 0
     mean = diagonal.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp(min=1)
     mean = torch.where(mean > 0, mean, 1.0)
@@ -274,7 +268,16 @@ def damped_hessian(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor, str]:
     for _ in range(8):
         damped = hessian + torch.diag_embed(fill + damping)
         failed = torch.linalg.cholesky_ex(damped).info > 0
-        if not bool(failed.any()):
+        # read at once: each reading waits for the device
+        has_failed, has_negative = torch.stack([failed.any(), is_negative]).tolist()
+        if damp < 0 or has_negative:
+            raise QuantizationError(
+                "no second moments" if damp >= 0 else "negative damping",
+                where="damped_hessian",
+                expected="a Hessian with diagonal ≥ 0 and damp ≥ 0",
+                got=f"smallest {float(diagonal.min())}, damp {damp}",
+            )
+        if not has_failed:
             return damped, fill + damping, note
         if raised >= 1:
             break

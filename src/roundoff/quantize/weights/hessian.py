@@ -72,9 +72,8 @@ class Hessian:
         if weights is not None:
             factor = weights.to(rows.dtype).expand(rows.shape[:2])[..., None]
         sums = _batch_sums(rows, exact, factor)
-        if not all(
-            bool(sums[name].isfinite().all()) for name in sums if "mean" in name
-        ):
+        finite = [sums[name].isfinite().all() for name in sums if "mean" in name]
+        if not bool(torch.stack(finite).all()):
             # raises for NaN and Inf among the rows; else only the sums are Inf
             check_finite(
                 "Hessian.add", inputs=inputs, weights=weights, reference=reference

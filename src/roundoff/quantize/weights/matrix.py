@@ -146,6 +146,16 @@ def weight_qparams(
     )
 
 
+def has_one_scale_per_row(scale: Tensor) -> bool:
+    """Return True if each row of an elementwise scale has one value.
+
+    An expanded scale says so by its strides, without a wait for its device.
+    """
+    if scale.shape[-1] <= 1 or scale.stride(-1) == 0:
+        return True
+    return bool((scale == scale[..., :1]).all())
+
+
 def elementwise(qparams: QParams, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of every element of a tensor of ``shape``.
 

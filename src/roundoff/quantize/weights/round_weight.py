@@ -10,7 +10,7 @@ from torch import Tensor
 from roundoff.formats import Format, QParams, fake_quantize
 from roundoff.quantize.weights.flips import flip
 from roundoff.quantize.weights.gptq import gptq, least_squares
-from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.matrix import elementwise, has_one_scale_per_row
 from roundoff.quantize.weights.output_error import Gain, Repaired, output_db
 from roundoff.quantize.weights.scales import refit_scales
 
@@ -64,12 +64,12 @@ def round_weight(
         target = least_squares(weight, hessian, cross, damp)
     scale, zero_point = elementwise(qparams, weight.shape)
     nearest = fake_quantize(weight, QParams(scale, zero_point), fmt)
-    one_scale_per_row = bool((scale == scale[..., :1]).all())
+    one_scale_per_row = refit and has_one_scale_per_row(scale)
     current = rounded.weight
     grid = rounded.qparams
     for _ in range(rounds):
         current = flip(target, current, hessian, fmt, grid, kept=kept).weight
-        if refit and one_scale_per_row:
+        if one_scale_per_row:
             refitted = refit_scales(target, current, hessian, fmt, grid)
             current = refitted.weight
             grid = refitted.qparams

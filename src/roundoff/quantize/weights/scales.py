@@ -24,7 +24,7 @@ from roundoff.formats import (
     fake_quantize,
     working_dtype,
 )
-from roundoff.quantize.weights.matrix import elementwise
+from roundoff.quantize.weights.matrix import elementwise, has_one_scale_per_row
 from roundoff.quantize.weights.output_error import (
     Gain,
     Repaired,
@@ -229,7 +229,8 @@ def _importance(
             expected=f"numbers ≥ 0 that broadcast to {tuple(weight.shape)}",
             got=fault,
         )
-    return (h / h.mean() if bool(h.any()) else h).reshape(shape)
+    mean = h.mean()
+    return (h / torch.where(mean > 0, mean, 1.0)).reshape(shape)
 
 
 def refit_scales(
@@ -263,7 +264,7 @@ def refit_scales(
     check_matrices("refit_scales", weight, hessian)
     check_finite("refit_scales", quantized=quantized)
     scale, zero_point = elementwise(qparams, weight.shape)
-    if bool((scale != scale[..., :1]).any()):
+    if not has_one_scale_per_row(scale):
         raise QuantizationError(
             "several scales in one row",
             where="refit_scales",

@@ -83,7 +83,7 @@ def main() -> None:
                 )
         calls, rows, missing = coverage(name)
         plain, captured = (
-            statistics.median(memory(name, how) for _ in range(3))
+            statistics.median(memory(name, how) for _ in range(1 if args.quick else 3))
             for how in ("plain", "captured")
         )
         rest.append(

@@ -53,14 +53,14 @@ def main() -> None:
         amp = {fmt: _autocast(workload, reference, fmt, budget) for fmt in HALVES}
         better = min(HALVES, key=lambda fmt: amp[fmt][1])
         pairs = [(fmt, (fmt,)) for fmt in HALVES] + [(better, HALVES)]
-        for model in ("bytes", "bitops"):
+        for model in ("bytes",) if args.quick else ("bytes", "bitops"):
             for fmt, allowed in pairs:
                 row = _compare(workload, budget, reference, model, allowed, *amp[fmt])
                 amp_rows.append((name, model, f"AMP {fmt}", *row))
-            for offered in OFFERED:
+            for offered in OFFERED[:1] if args.quick else OFFERED:
                 problem = Problem(budget, Goal(cost=model))
                 order = _greedy(workload, problem, offered)
-                for part in (1 / 3, 2 / 3):
+                for part in (1 / 3,) if args.quick else (1 / 3, 2 / 3):
                     formats = _until(problem, order, part)
                     level = measured_noise(workload, formats, reference)
                     row = _compare(

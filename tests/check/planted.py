@@ -275,8 +275,8 @@ PLANTED = (
 KEPT_APART = (
     Planted(
         "momentum",
-        "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.02)",
-        "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)",
+        "momentum=0.9",
+        "momentum=0.5",
         ("momentum", "0.9", "0.5"),
         script=SCRIPT.replace(
             "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.02)",
@@ -320,17 +320,15 @@ KEPT_APART = (
         level="module",
     ),
     Planted(
-        "dataset",
-        "torch.rand(96, 12, generator=noise)",
-        "torch.rand(80, 12, generator=noise)",
-        ("96", "80"),
+        "data set",
+        "TensorDataset(images, labels)",
+        "TensorDataset(images[:80], labels[:80])",
+        ("samples", "96", "80"),
     ),
     Planted(
         "group's rate",
-        "torch.optim.AdamW(model.parameters(), lr=0.01,",
-        "torch.optim.AdamW([{'params': model.first.parameters(), 'lr': 0.001},"
-        " {'params': [p for n, p in model.named_parameters() if 'first' not in n]}],"
-        " lr=0.01,",
+        "[{'params': model.first.parameters()},",
+        "[{'params': model.first.parameters(), 'lr': 0.001},",
         ("learning rate", "0.001", "0.01"),
         script=SCRIPT.replace(
             "torch.optim.AdamW(model.parameters(), lr=0.01,",

@@ -132,6 +132,14 @@ for i, (x, y) in enumerate(data):
 """,
         "depends on conditions",
     ),
+    "half precision by hand": (
+        LOOP.replace("model(x)", "model(x.half())"),
+        "half precision by hand",
+    ),
+    "a format by hand": (
+        "model.to(dtype=torch.bfloat16)\n" + LOOP,
+        "half precision by hand",
+    ),
     "made anew where it is used": (
         """
 for i, (x, y) in enumerate(data):
@@ -194,7 +202,6 @@ def test_nothing_that_trains(text: str, words: str) -> None:
     [
         ("scaler = torch.amp.GradScaler()\n" + LOOP, "GradScaler is used"),
         ("with torch.autocast('cuda'):\n    y = model(x)\n" + LOOP, "autocast is used"),
-        ("model = nn.Linear(2, 2).half()\n" + LOOP, "half precision"),
         (
             "from torch.cuda.amp import GradScaler\ns = GradScaler()\n" + LOOP,
             "--from torch.cuda.amp",
@@ -294,3 +301,25 @@ def train(model, data, optimizer, device):
     migration = migrate_script(code, "train.py", to="amp")
     assert "def train(model, data, optimizer, device, scaler):" in migration.after
     assert "pass scaler= where it is called" in migration.notes[0].reason
+
+
+def test_functions_written_by_hand_run_in_fp32() -> None:
+    code = """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+"""
+    after = migrated(code + LOOP).after
+    assert (
+        "    @staticmethod\n"
+        "    @torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)\n"
+        "    def forward(ctx, x):\n"
+    ) in after
+    assert "    @torch.amp.custom_bwd(device_type=device.type)\n" in after

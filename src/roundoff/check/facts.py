@@ -125,20 +125,23 @@ def _differing_modules(pair: Pair) -> Iterator[Difference]:
     ours, theirs = (_modules(side) for side in pair.sides)
     if not ours or not theirs:
         return
-    changed = [path for path in ours if path in theirs and ours[path] != theirs[path]]
+    changed = [path for path in ours if ours[path] != theirs.get(path, ours[path])]
     dropouts = [path for path in changed if "Dropout(" in ours[path]]
     others = [path for path in changed if path not in dropouts]
     if dropouts:
         yield _changed(pair, dropouts, "dropout", ours, theirs)
     if others:
         yield _changed(pair, others, "", ours, theirs)
-    values = [
-        shorten(", ".join(path for path in mine if path not in others_of) or "none")
-        for mine, others_of in ((ours, theirs), (theirs, ours))
-    ]
+    values = [_without(ours, theirs), _without(theirs, ours)]
     if values != ["none", "none"]:
         subject = "the modules that the other model lacks"
         yield pair.difference(_MODULES, values, subject=subject)
+
+
+def _without(modules: dict[str, str], others: dict[str, str]) -> str:
+    """Return the paths of modules that the others lack."""
+    paths = [path for path in modules if path not in others]
+    return shorten(", ".join(paths) or "none")
 
 
 def _changed(

@@ -77,8 +77,8 @@ def check_runs(
         Pair(Side(reference, called[0], rank), Side(candidate, called[1], rank))
         for rank in ranks
     ]
-    found = _merged([each for pair in pairs for each in _differences(pair)])
-    ordered = _in_order([*_differing_processes(pairs[0]), *found])
+    merged = _merged([each for pair in pairs for each in _differences(pair)])
+    ordered = _in_order([*_differing_processes(pairs[0]), *merged])
     missing = tuple(_missing(pairs[0]))
     return Check(
         reference=places[0],

@@ -209,10 +209,10 @@ def _only_model(script: Script) -> ast.ClassDef | None:
     ]
     if len(models) != 1:
         return None
-    made = any(
+    is_called = any(
         things.script_class(call) is models[0] for call in script.nodes(ast.Call)
     )
-    return None if made else models[0]
+    return None if is_called else models[0]
 
 
 def _of_layer(

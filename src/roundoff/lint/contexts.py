@@ -161,5 +161,14 @@ def autocasts(script: Script, contexts: Sequence[ast.expr]) -> Autocast | None:
 
 
 def without_gradients(script: Script, contexts: Sequence[ast.expr]) -> bool:
-    """Return True inside ``no_grad`` or ``inference_mode``."""
-    return any(script.things.kind(each) is Kind.NO_GRAD for each in contexts)
+    """Return True inside ``no_grad``, ``inference_mode`` or ``set_grad_enabled(False)``."""
+    return any(_turns_off(script, each) for each in contexts)
+
+
+def _turns_off(script: Script, context: ast.expr) -> bool:
+    if script.things.kind(context) is not Kind.NO_GRAD:
+        return False
+    if script.called(context) != "torch.set_grad_enabled":
+        return True
+    mode = context.args[0] if isinstance(context, ast.Call) and context.args else None
+    return truth_of(script, mode) is False

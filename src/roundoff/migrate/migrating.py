@@ -135,7 +135,4 @@ def _old_interface(script: Script) -> Remark | None:
         return Remark(call.lineno, reason)
     for call in script.calls("apex.amp.initialize"):
         return Remark(call.lineno, "apex is used; --from apex writes it anew")
-    for call in script.method_calls("half", "bfloat16"):
-        if script.things.kind(call.func.value) is Kind.MODEL:  # type: ignore[attr-defined]
-            return Remark(call.lineno, "the model's weights are in half precision")
     return None

@@ -48,6 +48,13 @@ _PENALTY = (
     "torch.autograd.grad in the loss (a gradient penalty): its gradients have to be "
     "scaled and unscaled by hand; bf16 needs no scaler (--to bf16)"
 )
+_BY_HAND = (
+    "half precision by hand: autocast wants fp32 weights and inputs; take the casts out, "
+    "then migrate"
+)
+_HALF = ("torch.half", "torch.float16", "torch.bfloat16")
+_FUNCTION = "a function written by hand runs in fp32, forward and backward, as it did"
+_NUMPY = "numpy has no bfloat16: under autocast write .float() in front of .numpy()"
 _ON_CPU = (
     "this script names no device but the CPU, where fp16 is slower than fp32: --to bf16"
 )
@@ -109,6 +116,7 @@ def _write(
     for loop in loops:
         work.training(loop)
     work.evaluation()
+    work.functions()
     if scales:
         checkpoints = Checkpoints(script, work.edits, work.scalers)
         checkpoints.migrate()
@@ -403,6 +411,35 @@ class _Work:
             except NotUnderstoodError as error:
                 self.notes.append(error.remark)
 
+    def functions(self) -> None:
+        """Let functions written by hand run in fp32, and name those that use numpy."""
+        for call in self.script.method_calls("numpy"):
+            is_wide = "float()" in self.script.segment(call)
+            if self.script.class_of(call) is not None and not is_wide:
+                self.notes.append(Remark(call.lineno, _NUMPY))
+        if self.to == "roundoff":
+            return
+        for definition in self.script.nodes(ast.ClassDef):
+            bases = {self.script.qualified(base) for base in definition.bases}
+            if "torch.autograd.Function" not in bases:
+                continue
+            for method in definition.body:
+                if isinstance(method, ast.FunctionDef):
+                    self._decorate(method)
+
+    def _decorate(self, method: ast.FunctionDef) -> None:
+        name = {"forward": "custom_fwd", "backward": "custom_bwd"}.get(method.name)
+        decorators = " ".join(map(ast.unparse, method.decorator_list))
+        if name is None or "custom_" in decorators:
+            return
+        device = self._device(method, [])
+        cast = f", cast_inputs={self.torch}.float32" if name == "custom_fwd" else ""
+        line = f"@{self.torch}.amp.{name}(device_type={device}{cast})"
+        start, _ = self.script.span(method)
+        indentation = self.edits.indentation(method)
+        text = f"{line}{self.edits.newline}{indentation}"
+        self.edits.replace_span(start, start, text, _FUNCTION)
+
     def imports(self) -> None:
         """Import what the new text names."""
         if self.is_imported:
@@ -445,7 +482,20 @@ def _check(script: Script, loop: Loop, *, scales: bool) -> None:
     if not loop.of(Act.STEP):
         reason = "no optimizer step is seen in this loop"
         raise NotUnderstoodError(_line(loop.node), reason)
+    by_hand = _cast_by_hand(script)
+    if by_hand is not None:
+        raise NotUnderstoodError(_line(by_hand), _BY_HAND)
     for call in script.calls(*_BANNED):
         raise NotUnderstoodError(call.lineno, _PROBABILITIES)
     for call in script.calls("torch.autograd.grad") if scales else ():
         raise NotUnderstoodError(call.lineno, _PENALTY)
+
+
+def _cast_by_hand(script: Script) -> ast.AST | None:
+    """Return the first place where a script names a half-precision format."""
+    for call in script.method_calls("half", "bfloat16"):
+        return call
+    for node in script.nodes(ast.Attribute):
+        if script.qualified(node) in _HALF:
+            return node
+    return None

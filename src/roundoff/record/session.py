@@ -35,7 +35,7 @@ from roundoff.record.noise import Noise
 from roundoff.record.other_threads import followed
 from roundoff.record.own_error import shadow as run_shadow
 from roundoff.record.recorder import Recorder
-from roundoff.record.set_up_log import SetUpLog
+from roundoff.record.set_up_log import FIRST, SetUpLog
 from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
 from roundoff.record.step_log import EVERY
@@ -405,12 +405,13 @@ class Capture:
 
     def _end_of_set_up_step(self, scalars: Mapping[str, float | Tensor]) -> None:
         log = self.set_up
-        is_early = log.is_early
+        # in full after the first step, and when no more of its content is noted
+        is_due = log.step in (0, FIRST - 1)
         if isinstance(scalars.get("loss"), int | float | Tensor):
             log.numbers.set("loss", scalars["loss"])
         log.end_step()
-        if is_early or log.step % EVERY == 0:
-            self._write_set_up(all_of_it=is_early)
+        if is_due or log.step % EVERY == 0:
+            self._write_set_up(all_of_it=is_due)
 
     def _end_set_up(self) -> None:
         self.set_up.finish()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MORE = 3
 #: The label of a difference of which nothing is known.
 UNKNOWN = "difference"
+#: Kinds of causes that stand before all operators: data, loaded weights, the loop.
+_BEFORE_OPERATORS = ("data", "parameter", "loop")
 #: Where an operator runs, in a sentence.
 PASSES = {
     "forward": "in the forward pass",
@@ -77,12 +79,20 @@ def answer_comparison(summary: ComparisonSummary) -> list[str]:
         sentences += _other_culprits(first, summary.culprits)
         sentences += _inheriting(summary)
         sentences += _advice(first, summary.culprits)
+        sentences += _set_up(first)
     elif not summary.culprits:
         sentences += _rounding(summary.rounding)
     sentences += _statistics_alone(summary)
     sentences.append(coverage_sentence(summary.coverage))
     sentences += [f"Damaged and left out: {line}." for line in about.damage]
     return [*sentences, *map(_stop, about.notes)]
+
+
+def _set_up(first: Culprit) -> list[str]:
+    """Name the verb for set-ups, where the runs part before any operator does."""
+    if first.kind not in _BEFORE_OPERATORS:
+        return []
+    return ["'roundoff check' of the two runs lists what differs in their set-ups."]
 
 
 def _stop(sentence: str) -> str:

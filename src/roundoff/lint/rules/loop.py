@@ -368,14 +368,16 @@ def _stays_off(program: Loop, switch: Event) -> bool:
     """Return True where a later round of a loop trains in the mode of evaluation."""
     if not switch.loops:
         return False
-    around = switch.loops[0]
-    inside = [event for event in program.events if around in event.loops]
+    inside = [event for event in program.events if switch.loops[0] in event.loops]
+    acts = {event.act for event in inside}
+    if Act.BACKWARD not in acts or Act.TRAIN in acts:
+        return False
+    return _is_trained(inside, switch)
+
+
+def _is_trained(inside: list[Event], switch: Event) -> bool:
+    """Return True where the model of an ``eval()`` was called before it in the loop."""
     subject = switch.subject
-    trains = any(event.act is Act.BACKWARD for event in inside)
-    if not trains or any(event.act is Act.TRAIN for event in inside):
-        return False
-    if any(event.act is Act.BACKWARD for event in inside if switch.node in event.loops):
-        return False
     called = {
         event.subject
         for event in inside
@@ -427,14 +429,18 @@ def _replaced(script: Script, create: ast.Call, model: str) -> Iterator[Hit]:
             continue
         if assign.lineno <= create.lineno or not isinstance(assign.value, ast.Call):
             continue
-        made = script.called(assign.value) or ""
-        is_layer = script.things.kind(assign.value) is Kind.MODEL
-        if not is_layer and made != "torch.nn.Parameter":
+        if not _is_new_part(script, assign.value):
             continue
         targets = [ast.unparse(each) for each in assign.targets]
         is_part = any(target.startswith(model + ".") for target in targets)
         if is_part and not _is_made_again(script, create, assign, model):
             yield Hit(assign)
+
+
+def _is_new_part(script: Script, call: ast.Call) -> bool:
+    """Return True where a call makes a layer or a parameter."""
+    is_layer = script.things.kind(call) is Kind.MODEL
+    return is_layer or script.called(call) == "torch.nn.Parameter"
 
 
 def _is_made_again(

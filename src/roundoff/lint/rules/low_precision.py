@@ -242,8 +242,8 @@ def _low_sums(script: Script) -> Iterator[Hit]:
 
 def _is_low_buffer(script: Script, target: ast.expr) -> bool:
     """Return True for a sum that was made in 16 bits: ``torch.zeros(..., dtype=half)``."""
-    made = _made(script, target)
-    return bool(made) and all(cast_of(script, call) is not None for call in made)
+    calls = _made(script, target)
+    return bool(calls) and all(cast_of(script, call) is not None for call in calls)
 
 
 def _made(script: Script, target: ast.expr) -> list[ast.Call]:

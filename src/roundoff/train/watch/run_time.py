@@ -93,7 +93,8 @@ class RunTimeRules:
         self._losses += 1
         for rule in graph_faults(loss):
             self.advise(rule)
-        ran_in, self._ran_in = self._ran_in, None
+        ran_in = self._ran_in
+        self._ran_in = None
         if ran_in is None or self._has_low_weights() or has_casts(loss):
             return
         device, dtype = ran_in

@@ -82,7 +82,8 @@ class UpdateWatch:
         counts = self._counts.get(optimizer)
         if counts is None or not counts.before:
             return None
-        before, counts.before = counts.before, []
+        before = counts.before
+        counts.before = []
         lr = _rate(optimizer)
         if lr == 0:
             return None
@@ -95,7 +96,8 @@ class UpdateWatch:
         counts = self._counts.get(optimizer)
         if counts is None or counts.steps != LAST_LOOK or _rate(optimizer) == 0:
             return []
-        first, counts.first = counts.first, {}
+        first = counts.first
+        counts.first = {}
         same = []
         for parameter in _parameters(optimizer):
             values = first.get(id(parameter))

@@ -150,7 +150,8 @@ def test_settings_and_attributes_are_no_operators(tmp_path, monkeypatch):
 def test_every_name_of_a_trait_is_an_operator(trait):
     names = operators_that(trait)
     assert names
-    assert names - operator_names() - NOT_REGISTERED == set()
+    unknown = names - operator_names() - NOT_REGISTERED
+    assert {name for name in unknown if not hasattr(torch.ops.prims, name)} == set()
 
 
 @pytest.mark.parametrize("name", ["mm", "conv2d", "lstm", "convolution_backward"])

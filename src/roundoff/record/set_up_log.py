@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
 from roundoff.record.graph_capture import in_graph_capture
@@ -344,8 +345,19 @@ class SetUpLog:
             self._ours(self._quietly, work)
 
     def _quietly(self, work: Callable[[], None]) -> None:
-        with torch.no_grad(), self._paused():
+        with torch.no_grad(), self._paused(), unseen():
             work()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep the operators inside from the program's own dispatch modes, which may count
+    them."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def _remove(hook: Any) -> None:

@@ -27,7 +27,7 @@ def test_commands(folder: Path) -> None:
         for line in lines
         if "my_workload" in line or "budget.parquet" in line
     ]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for arguments in commands:
         # an untrained network need not reach its target: both verdicts are answers, bad input is not
         assert main(arguments) in (0, 1), arguments

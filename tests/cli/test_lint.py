@@ -135,6 +135,38 @@ def test_github_commands(capsys):
     )
 
 
+ADVICE = """import torch
+
+optimizer.zero_grad(set_to_none=False)
+"""
+
+
+def test_advice_fails_only_where_it_is_strict(capsys):
+    Path("slow.py").write_text(ADVICE)
+    assert run("slow.py", capsys)[0] == 0
+    assert run("slow.py --strict", capsys)[0] == 1
+    assert run("slow.py a.py", capsys)[0] == 1
+
+
+def test_advice_is_marked_in_every_format(capsys):
+    Path("slow.py").write_text(ADVICE)
+    _, text, _ = run("slow.py a.py", capsys)
+    lines = text.splitlines()
+    assert lines[0].startswith("slow.py:3:1: RO706 ")
+    assert lines[0].endswith(" [advice] [fixable]")
+    assert lines[1].startswith("a.py:3:6: RO209 ")
+    assert "[advice]" not in lines[1]
+    assert lines[2] == "2 findings in 2 files; 1 of them advice; --fix mends 2."
+    answer = json.loads(run("slow.py a.py --format json", capsys)[1])
+    assert [each["severity"] for each in answer["findings"]] == ["advice", "warning"]
+    (sarif_run,) = json.loads(run("slow.py a.py --format sarif", capsys)[1])["runs"]
+    levels = [result["level"] for result in sarif_run["results"]]
+    assert levels == ["note", "warning"]
+    github = run("slow.py a.py --format github", capsys)[1].splitlines()
+    assert [line.partition(" ")[0] for line in github] == ["::notice", "::warning"]
+    assert "RO706 cleared-to-zero (advice)" in run("--explain RO706", capsys)[1]
+
+
 def test_explain(capsys):
     code, out, _ = run("--explain RO104", capsys)
     assert code == 0

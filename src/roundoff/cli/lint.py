@@ -62,6 +62,9 @@ def command(
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="How findings are written.")
     ] = OutputFormat.TEXT,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Let advice alone make the exit code 1.")
+    ] = False,
     explain: Annotated[
         kinds.Names | None,
         kinds.option(
@@ -75,7 +78,8 @@ def command(
     """Read training scripts and say what is wrong with their mixed precision, formulas,
     losses, loops and input pipelines. Nothing is imported or run.
 
-    The exit code is 1 where something is found, 0 where nothing is, 2 for bad input.
+    The exit code is 1 where something is wrong, 0 where nothing is or all that is found
+    is advice, 2 for bad input.
     """
     import roundoff
 
@@ -94,7 +98,8 @@ def command(
         _print_diff(result)
     else:
         _print(result, output_format)
-    return 1 if result.findings else 0
+    counted = result.findings if strict else result.warnings
+    return 1 if counted else 0
 
 
 def _codes(options: list[kinds.Names] | None) -> list[str]:

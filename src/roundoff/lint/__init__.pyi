@@ -14,6 +14,7 @@ from .files import read as read
 from .findings import Finding as Finding
 from .findings import FixedFile as FixedFile
 from .findings import LintResult as LintResult
+from .findings import Severity as Severity
 from .findings import Unread as Unread
 from .linting import lint_paths as lint_paths
 from .linting import write_fixed as write_fixed

@@ -72,6 +72,7 @@ def _finding(script: Script, rule: Rule, hit: Hit) -> FixableFinding:
         name=rule.name,
         message=hit.message or rule.message,
         fixable=bool(hit.edits),
+        severity=rule.severity,
     )
     return FixableFinding(finding, hit.edits)
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class Severity(enum.StrEnum):
+    """How much a broken rule matters."""
+
+    #: The training computes something else than it should, or may fail.
+    WARNING = "warning"
+    #: The training is right, and could be faster.
+    ADVICE = "advice"
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class Finding:
     name: str
     message: str
     fixable: bool = False
+    severity: Severity = Severity.WARNING
     cell: int | None = None
 
 
@@ -59,3 +70,10 @@ class LintResult:
     unread: tuple[Unread, ...]
     files: int
     fixed: tuple[FixedFile, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that are more than advice."""
+        return tuple(
+            each for each in self.findings if each.severity is Severity.WARNING
+        )

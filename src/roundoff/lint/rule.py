@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from roundoff.lint.findings import Severity
+
 if TYPE_CHECKING:
     from roundoff.lint.script import Script
 
@@ -60,6 +62,7 @@ class Rule:
         right: the same script as it should be.
         check: yields a :class:`Hit` for each place.
         frameworks: the check runs on scripts that import one of these.
+        severity: whether it is wrong or could only be faster.
     """
 
     code: str
@@ -70,3 +73,4 @@ class Rule:
     right: str
     check: Callable[[Script], Iterable[Hit]] = field(repr=False)
     frameworks: tuple[str, ...] = ("torch",)
+    severity: Severity = Severity.WARNING

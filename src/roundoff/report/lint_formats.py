@@ -14,6 +14,9 @@ from roundoff.packages import installed_version
 if TYPE_CHECKING:
     from roundoff.lint import Finding, LintResult, Rule
 
+#: What a severity is called in SARIF, and the command of GitHub for it.
+_SARIF_LEVELS = {"warning": "warning", "advice": "note"}
+_GITHUB_COMMANDS = {"warning": "warning", "advice": "notice"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -71,7 +74,7 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
             "text": f"wrong:\n{rule.wrong}\nright:\n{rule.right}",
             "markdown": f"Wrong:\n```python\n{rule.wrong}```\nRight:\n```python\n{rule.right}```\n",
         },
-        "defaultConfiguration": {"level": "warning"},
+        "defaultConfiguration": {"level": _SARIF_LEVELS[rule.severity]},
     }
 
 
@@ -86,7 +89,7 @@ def _sarif_result(finding: Finding, places: dict[str, int]) -> dict[str, Any]:
     return {
         "ruleId": finding.code,
         "ruleIndex": places[finding.code],
-        "level": "warning",
+        "level": _SARIF_LEVELS[finding.severity],
         "message": {"text": in_cell + finding.message},
         "locations": [_location(finding.path, region)],
     }
@@ -120,14 +123,15 @@ def github_lines(result: LintResult) -> Iterator[str]:
             "title": f"{finding.code} {finding.name}",
         }
         in_cell = "" if finding.cell is None else f"cell {finding.cell}: "
-        yield _command(fields, in_cell + finding.message)
+        name = _GITHUB_COMMANDS[finding.severity]
+        yield _command(name, fields, in_cell + finding.message)
     for unread in result.unread:
-        yield _command({"file": unread.path}, f"not linted: {unread.reason}")
+        yield _command("warning", {"file": unread.path}, f"not linted: {unread.reason}")
 
 
-def _command(fields: dict[str, Any], message: str) -> str:
+def _command(name: str, fields: dict[str, Any], message: str) -> str:
     settings = ",".join(f"{key}={_property(v)}" for key, v in fields.items())
-    return visible(f"::warning {settings}::{_data(message)}", lines=False)
+    return visible(f"::{name} {settings}::{_data(message)}", lines=False)
 
 
 def _data(text: str) -> str:

@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
 def lint_lines(result: LintResult) -> Iterator[str]:
     """Yield ``path:line:column: code message`` for each finding, what was not read, and
-    a sum.
+    a sum. Advice is marked.
     """
     for finding in result.findings:
-        mark = " [fixable]" if finding.fixable else ""
-        text = f"{place(finding)}: {finding.code} {finding.message}{mark}"
+        text = f"{place(finding)}: {finding.code} {finding.message}{_marks(finding)}"
         yield visible(text, lines=False)
     for unread in result.unread:
         yield visible(f"{unread.path}: not linted: {unread.reason}", lines=False)
     yield _sum(result)
+
+
+def _marks(finding: Finding) -> str:
+    """Return what stands behind a message."""
+    advice = "" if finding.severity == "warning" else f" [{finding.severity}]"
+    return f"{advice} [fixable]" if finding.fixable else advice
 
 
 def place(finding: Finding) -> str:
@@ -37,6 +42,9 @@ def _sum(result: LintResult) -> str:
     parts = [
         f"{count(len(result.findings), 'finding')} in {count(result.files, 'file')}"
     ]
+    advice = len(result.findings) - len(result.warnings)
+    if advice:
+        parts.append(f"{advice} of them advice")
     if fixable:
         parts.append(f"--fix mends {fixable}")
     fixes = sum(file.fixes for file in result.fixed)
@@ -60,8 +68,9 @@ def diff_lines(result: LintResult) -> Iterator[str]:
 
 def rule_text(rule: Rule) -> str:
     """Return what a rule says, why, and its two examples."""
+    severity = "" if rule.severity == "warning" else f" ({rule.severity})"
     parts = [
-        f"{rule.code} {rule.name}",
+        f"{rule.code} {rule.name}{severity}",
         f"{rule.message}.",
         rule.why,
         "wrong:",

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from roundoff.lint.events import Act, Loop
+from roundoff.lint.findings import Severity
 from roundoff.lint.modes import uses_gpu
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
@@ -53,8 +54,8 @@ def _no_workers(script: Script) -> Iterator[Hit]:
 
 def _is_in_memory(script: Script, loader: ast.Call) -> bool:
     data = loader.args[0] if loader.args else keyword_of(loader, "dataset")
-    made = makers(script, data)
-    return bool(made) and all(script.called(call) in _IN_MEMORY for call in made)
+    calls = makers(script, data)
+    return bool(calls) and all(script.called(call) in _IN_MEMORY for call in calls)
 
 
 def _not_pinned(script: Script) -> Iterator[Hit]:
@@ -152,16 +153,18 @@ def _is_printed(script: Script, call: ast.Call) -> bool:
 
 def _made_then_moved(script: Script) -> Iterator[Hit]:
     factories = [f"torch.{each}" for each in (*_FACTORIES, *_RANDOM)]
-    for made in script.calls(*factories):
-        if keyword_of(made, "device") is not None or not _is_repeated(script, made):
+    for factory in script.calls(*factories):
+        if keyword_of(factory, "device") is not None or not _is_repeated(
+            script, factory
+        ):
             continue
-        attribute = script.parent(made)
+        attribute = script.parent(factory)
         move = None if attribute is None else script.parent(attribute)
         if not isinstance(attribute, ast.Attribute) or not isinstance(move, ast.Call):
             continue
         device = _device_of(script, attribute, move)
         if device is not None:
-            yield Hit(move, edits=_device_edit(script, made, move, device))
+            yield Hit(move, edits=_device_edit(script, factory, move, device))
 
 
 def _device_of(script: Script, attribute: ast.Attribute, move: ast.Call) -> str | None:
@@ -177,16 +180,20 @@ def _device_of(script: Script, attribute: ast.Attribute, move: ast.Call) -> str 
 
 
 def _device_edit(
-    script: Script, made: ast.Call, move: ast.Call, device: str
+    script: Script, factory: ast.Call, move: ast.Call, device: str
 ) -> tuple[Edit, ...]:
     """Return the edit that makes the tensor there; none for random numbers, which would be
     others.
     """
-    if (script.called(made) or "").rpartition(".")[2] in _RANDOM:
+    if (script.called(factory) or "").rpartition(".")[2] in _RANDOM:
         return ()
     start, end = script.span(move)
-    text = script.segment(made)
-    if not (made.args or made.keywords) or not text.endswith(")") or "," in text[-3:]:
+    text = script.segment(factory)
+    if (
+        not (factory.args or factory.keywords)
+        or not text.endswith(")")
+        or "," in text[-3:]
+    ):
         return ()
     return (Edit(start, end, f"{text[:-1]}, device={device})"),)
 
@@ -300,6 +307,7 @@ RULES = (
         wrong=_HEAD + _GOOD.replace("num_workers=4, ", "") + _LOOP,
         right=_HEAD + _GOOD + _LOOP,
         check=_no_workers,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO702",
@@ -309,6 +317,7 @@ RULES = (
         wrong=_HEAD + _GOOD.replace(", pin_memory=True", "") + _BLOCKING,
         right=_HEAD + _GOOD + _BLOCKING,
         check=_not_pinned,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO703",
@@ -321,6 +330,7 @@ RULES = (
         "num_workers=4, pin_memory=True)\n"
         "for x in loader:\n    y = model(x.to(device, non_blocking=True))\n",
         check=_waits_all_the_same,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO704",
@@ -334,6 +344,7 @@ RULES = (
         + _LOOP.replace("for x, y in loader", "for step, (x, y) in enumerate(loader)")
         + "    if step % 100 == 0:\n        print(loss.item())\n",
         check=_waits_in_loop,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO705",
@@ -344,6 +355,7 @@ RULES = (
         + _MADE.replace(", device=device)", ").to(device)"),
         right="import torch\n\nfor x in data:\n" + _MADE,
         check=_made_then_moved,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO706",
@@ -355,6 +367,7 @@ RULES = (
         wrong="import torch\n\noptimizer.zero_grad(set_to_none=False)\n",
         right="import torch\n\noptimizer.zero_grad()\n",
         check=_cleared_to_zero,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO707",
@@ -366,6 +379,7 @@ RULES = (
         wrong="import torch\n\nfor i in range(labels.shape[0]):\n    counts[labels[i].item()] += 1\n",
         right="import torch\n\ncounts = torch.bincount(labels, minlength=10)\n",
         check=_element_by_element,
+        severity=Severity.ADVICE,
     ),
     Rule(
         code="RO708",
@@ -381,5 +395,6 @@ RULES = (
         "def __getitem__(self, index):\n"
         "        return Image.open(self.small_paths[index])\n",
         check=_resized_each_time,
+        severity=Severity.ADVICE,
     ),
 )

@@ -29,7 +29,7 @@ BAR = 30.0
 
 def main() -> None:
     args = options(__doc__)
-    rounds, size = (2, 6) if args.quick else (5, 20)
+    rounds, size = (1, 2) if args.quick else (5, 20)
     rows = []
     for name, workload in workloads(args, ("minilm", "digits", "gpt2", "resnet18")):
         budget = ro.budget(workload, FORMATS)  # also the warm-up

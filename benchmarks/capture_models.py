@@ -129,14 +129,21 @@ def _gpt2() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     )
 
 
+def _tiny() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """What --quick takes."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, torch.randn(4, 8), lambda out: out.square().mean()
+
+
 BUILDERS = {"resnet18": _resnet18, "gpt2": _gpt2}
+TINY = "tiny"
 
 
 def build(name: str, seed: int = 0) -> tuple[nn.Module, Callable[[], None]]:
     """The model in training mode, and one step of it: forward, loss and backward; gradients are dropped before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, batch, loss = BUILDERS[name]()
+        model, batch, loss = {**BUILDERS, TINY: _tiny}[name]()
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

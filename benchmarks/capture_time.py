@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture_models import BUILDERS, build
+from capture_models import BUILDERS, TINY, build
 from common import clock, middle, options, progress, table, verdict
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +48,7 @@ def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     names = [name for name in BUILDERS if args.only is None or name in args.only]
-    names = names[:1] if args.quick else names
+    names = [TINY] if args.quick else names
     peer = peers(names, args.quick)
     steps, disk, rest = [], [], []
     for name in names:

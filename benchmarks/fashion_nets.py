@@ -24,6 +24,9 @@ from fashion_mnist import read
 NAMES = ("resnet", "mobile", "skew")
 #: where train_fashion.py leaves its networks
 OWN = ROOT / "out" / "fashion_nets"
+QUICK = ROOT / "out" / "fashion_nets_quick"
+#: Images that are trained on, calibrated on and judged with --quick.
+QUICK_TRAINED, QUICK_CALIBRATION, QUICK_JUDGED = 250, 64, 200
 MEAN, DEVIATION = 0.2860, 0.3530
 
 
@@ -33,7 +36,7 @@ def options(description: str | None, **more: dict[str, Any]) -> argparse.Namespa
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one network, 2,000 test images: does it run?",
+        help="one network, hardly trained, 200 test images: does it run?",
     )
     parser.add_argument(
         "--only", choices=NAMES, nargs="+", default=NAMES, help="these networks alone"
@@ -61,6 +64,12 @@ def part(name: str) -> tuple[Tensor, Tensor]:
     )
 
 
+def calibration(quick: bool = False) -> list[Tensor]:
+    """The first training images, in batches of 32."""
+    count = QUICK_CALIBRATION if quick else 512
+    return list(part("train")[0][:count].split(32))
+
+
 @dataclass
 class Data:
     """Test images with labels, and the calibration data: the first 512 training images in 16 batches."""
@@ -72,17 +81,15 @@ class Data:
     @classmethod
     def load(cls, quick: bool = False) -> Data:
         images, labels = part("t10k")
-        count = 2000 if quick else len(images)
-        return cls(
-            images[:count], labels[:count], list(part("train")[0][:512].split(32))
-        )
+        count = QUICK_JUDGED if quick else len(images)
+        return cls(images[:count], labels[:count], calibration(quick))
 
     @classmethod
     def validation(cls, quick: bool = False) -> Data:
         """Training images that neither calibration nor the test images hold: what settings are chosen on."""
         images, labels = part("train")
-        chosen = slice(-500 if quick else -5000, None)
-        return cls(images[chosen], labels[chosen], list(images[:512].split(32)))
+        chosen = slice(-QUICK_JUDGED if quick else -5000, None)
+        return cls(images[chosen], labels[chosen], calibration(quick))
 
     @torch.no_grad()
     def logits(self, model: nn.Module) -> Tensor:
@@ -108,11 +115,14 @@ def db(logits: Tensor, reference: Tensor) -> float:
 def nets(args: argparse.Namespace) -> Iterator[tuple[str, nn.Module]]:
     """Name and network, of those that ``--only`` names."""
     for name in args.only:
-        yield name, load(name, args.nets)
+        yield name, load(name, args.nets, args.quick)
 
 
-def load(name: str, folder: Path | None = None) -> nn.Module:
-    """A network in evaluation mode: one of a folder's, else one of ours, trained first where there is none."""
+def load(name: str, folder: Path | None = None, quick: bool = False) -> nn.Module:
+    """A network in evaluation mode: one of a folder's, else one of ours, trained first where there is none.
+
+    With ``quick`` it is one that has hardly been trained.
+    """
     from safetensors.torch import load_file
 
     if folder is not None:
@@ -124,7 +134,10 @@ def load(name: str, folder: Path | None = None) -> nn.Module:
         import train_fashion
 
         net, file = train_fashion.NETS[name](), OWN / f"{name}.safetensors"
-        if not file.exists():
+        if quick:
+            file = QUICK / file.name
+            train_fashion.make(name, QUICK, 1, QUICK_TRAINED)
+        elif not file.exists():
             progress(f"no {name} in out/fashion_nets: training it")
             train_fashion.make(name, OWN)
     net.load_state_dict(load_file(file))

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one fault of each family, one clean pair: does it run?",
+        help="one fault, one clean pair: does it run?",
     )
     parser.add_argument(
         "--inductor",
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faults = chosen(args.names)
     if args.quick:
-        faults = list({fault.family: fault for fault in faults}.values())
+        faults = faults[:1]
     for keep in BARS if args.keep == "both" else [args.keep]:
         named(faults, keep)
     if not args.names:

@@ -21,19 +21,34 @@ from tests.hostile.honest import COMMANDS
 from tests.hostile.server import serving
 
 
+#: Commands with --quick.
+QUICK = 12
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="commands")
     parser.add_argument("--seed", type=int, default=0, help="of the first attack")
-    parser.add_argument("--quick", action="store_true", help="40 commands")
+    parser.add_argument(
+        "--verbs", nargs="+", metavar="VERB", help="commands of these verbs alone"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="12 commands, of all verbs"
+    )
     args = parser.parse_args()
-    count = 40 if args.quick else args.count
+    count = QUICK if args.quick else args.count
+    commands = [
+        command
+        for command in COMMANDS
+        if not args.verbs or command.split()[0] in args.verbs
+    ]
+    commands = commands[:: len(commands) // QUICK + 1] if args.quick else commands
     complaints: Counter[str] = Counter()
     by_verb: Counter[str] = Counter()
     longest = 0.0
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
         for number in range(count):
-            command = COMMANDS[number % len(COMMANDS)]
+            command = commands[number % len(commands)]
             complaint, output, seconds = server.end_of(command, args.seed + number)
             longest = max(longest, seconds)
             verb = command.split()[0]

@@ -348,7 +348,7 @@ def load(folder: Path) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help="2,000 images and one epoch: does it run?"
+        "--quick", action="store_true", help="250 images and one epoch: does it run?"
     )
     parser.add_argument(
         "--only", metavar="LABEL", nargs="+", help="these recipes alone"
@@ -369,7 +369,7 @@ def main() -> None:
         help="which rate is best on held-out training images",
     )
     args = parser.parse_args()
-    count, epochs = (2000, 1) if args.quick else (args.images, args.epochs)
+    count, epochs = (2 * BATCH, 1) if args.quick else (args.images, args.epochs)
     images, labels = (
         read("train-images-idx3-ubyte")[:count],
         read("train-labels-idx1-ubyte")[:count],

@@ -81,7 +81,7 @@ def main() -> None:
         },
     )
     data, (images, labels) = Data.load(args.quick), part("train")
-    count = 1280 if args.quick else args.images
+    count = 2 * BATCH if args.quick else args.images
     rows = []
     for name, net in nets(args):
         reference = data.logits(net)

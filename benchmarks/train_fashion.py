@@ -14,7 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from fashion_nets import NAMES, OWN, Data, options, part, progress, table
+from fashion_nets import (
+    NAMES,
+    OWN,
+    QUICK,
+    QUICK_TRAINED,
+    Data,
+    options,
+    part,
+    progress,
+    table,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -177,8 +187,8 @@ def make(
 
 def main() -> None:
     args = options(__doc__, epochs={"type": int, "default": 3, "help": "of training"})
-    count, data, rows = 2000 if args.quick else None, Data.load(args.quick), []
-    folder = OWN.with_name("fashion_nets_quick") if args.quick else OWN
+    count, data, rows = QUICK_TRAINED if args.quick else None, Data.load(args.quick), []
+    folder = QUICK if args.quick else OWN
     for name in (n for n in NAMES if n in args.only):
         start = time.process_time()
         net = make(name, folder, 1 if args.quick else args.epochs, count)

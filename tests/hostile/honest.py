@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import roundoff
@@ -56,6 +57,40 @@ for batch, wanted in data:
     scaler.update()
     optimizer.zero_grad()
 """
+PLAIN = """\
+import torch
+from torch import nn
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for batch, wanted in data:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch), wanted)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+SESSION = """\
+import tensorflow as tf
+
+optimizer = tf.train.AdamOptimizer(1e-3)
+train_op = optimizer.minimize(loss)
+config = tf.ConfigProto(allow_soft_placement=True)
+with tf.Session(config=config) as sess:
+    sess.run(tf.global_variables_initializer())
+    sess.run(train_op)
+"""
+TUNING = """\
+schema = 1
+
+[[change]]
+name = "channels_last"
+
+[[change]]
+name = "bf16"
+modules = ["0", "2"]
+"""
 #: Settings of other tools, which plan convert reads.
 LISTS = {
     "tensorflow.env": "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_ALLOWLIST_ADD=MatMul,Conv2D\n",
@@ -98,6 +133,26 @@ def _record(folder: Path, *, fault: float = 0.0) -> None:
             run.step()
 
 
+def _save_checkpoints(folder: Path) -> None:
+    """Write two checkpoints that differ, as a file of each kind and as a folder of parts."""
+    for side, moved in (("a", 0.0), ("b", 0.01)):
+        state = {name: each + moved for name, each in _network().state_dict().items()}
+        floats = {
+            name: each for name, each in state.items() if each.is_floating_point()
+        }
+        torch.save({"model": state, "step": 3}, folder / f"{side}.pt")
+        save_file(floats, folder / f"{side}.safetensors")
+        parts = folder / f"parts_{side}"
+        parts.mkdir()
+        names = list(floats)
+        of_files = {"one.safetensors": names[:3], "two.safetensors": names[3:]}
+        for file, chosen in of_files.items():
+            save_file({name: floats[name] for name in chosen}, parts / file)
+        weights = {name: file for file, chosen in of_files.items() for name in chosen}
+        index = json.dumps({"metadata": {}, "weight_map": weights})
+        (parts / "model.safetensors.index.json").write_text(index)
+
+
 def make(folder: Path) -> None:
     """Write one of each kind into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,6 +179,10 @@ def make(folder: Path) -> None:
     ]
     notebook = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     (folder / "train.ipynb").write_text(json.dumps(notebook))
+    (folder / "plain.py").write_text(PLAIN)
+    (folder / "session.py").write_text(SESSION)
+    (folder / "tuning.toml").write_text(TUNING)
+    _save_checkpoints(folder)
     (folder / "map.toml").write_text('"0" = "0"\n"5" = "5"\n')
     for name, text in LISTS.items():
         (folder / name).write_text(text)
@@ -159,6 +218,26 @@ def make(folder: Path) -> None:
         (step / name).write_text(json.dumps(content))
 
 
+#: Those that migrate, check and advise; the words that name a file are in brackets.
+OF_SCRIPTS_AND_CHECKPOINTS = (
+    "check {ref} {cand}",
+    "check {ref} {cand} --json",
+    "check {ref} {cand} --repeats {ref}",
+    "check zip://::{run.zip} {cand}",
+    "check {a.pt} {b.pt}",
+    "check {a.safetensors} {b.safetensors}",
+    "check {a.safetensors} {b.pt} --json",
+    "check {parts_a} {parts_b}",
+    "migrate {plain.py} --to amp",
+    "migrate {plain.py} --to bf16 --json",
+    "migrate {plain.py} --to roundoff --plan {plan.toml} -o out.py",
+    "migrate {plain.py} --to amp --write",
+    "migrate {train.py} --from torch.cuda.amp",
+    "migrate {session.py} --to npu_bridge",
+    "migrate {session.py} --from npu_bridge -o out.py",
+    "advise net.py --apply {tuning.toml} --seconds 0.001",
+    "read_tuning {tuning.toml}",
+)
 #: Every command that reads such files; the words that name a file are in brackets.
 COMMANDS = (
     "show {ref}",
@@ -203,6 +282,7 @@ COMMANDS = (
     "lint {train.py} --format json",
     "lint {train.py} --diff",
     "lint {train.ipynb}",
+    *OF_SCRIPTS_AND_CHECKPOINTS,
     "verify net.py {plan.toml} --target 30dB --no-native",
     "verify net.py {plan.toml} --budget {budget.parquet} --target 30dB --no-native -o out.toml",
 )

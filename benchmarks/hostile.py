@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 from tests.hostile.honest import COMMANDS
 from tests.hostile.server import serving
 
-
 #: Commands with --quick.
 QUICK = 12
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from roundoff import Workload, diagnose, report
+from roundoff.budget import Goal
 from roundoff.errors import PlanError
 from roundoff.report import strict
+from roundoff.verbs.diagnose import Sampling, diagnose_workload
 
 ROW = {
     "rank",
@@ -323,3 +325,21 @@ def test_progress_names_each_stage(workload):
     names = list(dict.fromkeys(seen))
     assert names[0] == "budget"
     assert {"reference", "verify 1", "one site at a time"} <= set(names)
+
+
+def test_points_of_the_curve_are_told_as_they_come(workload):
+    told = []
+    done = []
+
+    def progress(stage, *_):
+        if stage.startswith("verify"):
+            done.append(len(told))
+
+    goal = Goal(target=30)
+    options = Sampling(of="scores", checks=0)
+    answer = diagnose_workload(
+        workload, ["bf16", "int8"], goal, options, progress, told.append
+    )
+    assert tuple(told) == answer.summary.pareto
+    assert told
+    assert done[0] == len(told)

@@ -5,6 +5,7 @@ With a candidate, compare and explain too.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from roundoff.cli import kinds
 from roundoff.cli import options as o
 
 if TYPE_CHECKING:
-    from roundoff.report import CandidateSummary, DiagnosisSummary
+    from roundoff.report import CandidateSummary, DiagnosisSummary, TradeoffPoint
     from roundoff.verbs.diagnose import Diagnosis
     from roundoff.verbs.diagnose_candidate import CandidateDiagnosis
 
@@ -126,7 +127,10 @@ def command(
     loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:
-            diagnosis = diagnose_workload(loaded, formats, goal, sampling, progress)
+            on_point = None if progress is None else _show_point
+            diagnosis = diagnose_workload(
+                loaded, formats, goal, sampling, progress, on_point
+            )
         return _finish(diagnosis, folder, json, rows)
     from roundoff.verbs.diagnose_candidate import diagnose_candidate
 
@@ -143,6 +147,12 @@ def command(
             progress=progress,
         )
     return _finish_candidate(compared, folder, json, rows)
+
+
+def _show_point(point: TradeoffPoint) -> None:
+    """Print a point of the curve on standard error, above the bars of progress."""
+    cost = f"{100 * point.relative_cost:.0f} % of the cost of fp32"
+    sys.stderr.write(f"{point.target_db:.0f} dB: {cost}\n")
 
 
 def _finish(diagnosis: Diagnosis, folder: Path, json: bool, rows: int) -> int:

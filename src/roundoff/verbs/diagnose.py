@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +57,8 @@ PARETO_POINTS = 10
 PARETO_ROUNDS = 3
 BEYOND_TARGET_DB = 15.0
 PARETO_RANGE_DB = 30.0
+#: What is called with each point of it.
+OnPoint = Callable[[TradeoffPoint], None]
 #: Sites that are rounded alone, each in a forward pass of the first batch.
 CHECKED_SITES = 16
 
@@ -236,8 +238,13 @@ def diagnose_workload(
     goal: Goal,
     sampling: Sampling | None = None,
     progress: Progress | None = None,
+    on_point: OnPoint | None = None,
 ) -> Diagnosis:
-    """Measure, plan and prove; ``roundoff.diagnose`` is the way to call it."""
+    """Measure, plan and prove; ``roundoff.diagnose`` is the way to call it.
+
+    ``on_point`` is called with each point of the curve of cost against SQNR when it is
+    known.
+    """
     if goal.target is None and goal.metric_drop is None:
         goal = replace(goal, target=DEFAULT_TARGET)
     sampling = sampling or Sampling()
@@ -255,10 +262,14 @@ def diagnose_workload(
             progress=progress,
         )
     with _timed(seconds, "plan"):
+        if progress is not None:
+            progress("cheapest plan", 0, 1)
         plan = choose(measured, goal)
+        if progress is not None:
+            progress("cheapest plan", 1, 1)
         curve: list[TradeoffPoint] = []
         if sampling.pareto:
-            curve = tradeoff(Problem(measured, goal), plan, progress)
+            curve = tradeoff(Problem(measured, goal), plan, progress, on_point)
     with _timed(seconds, "verify"):
         drop = goal.metric_drop
         proof = verify(
@@ -319,7 +330,10 @@ def _formats(measured: Budget, plan: Plan) -> dict[str, str]:
 
 
 def tradeoff(
-    problem: Problem, plan: Plan, progress: Progress | None = None
+    problem: Problem,
+    plan: Plan,
+    progress: Progress | None = None,
+    on_point: OnPoint | None = None,
 ) -> list[TradeoffPoint]:
     """Return the cheapest plans at evenly spaced targets, each reported when it is there.
 
@@ -354,6 +368,8 @@ def tradeoff(
                 relative_cost=cost / full,
             )
             points.append(point)
+            if on_point is not None:
+                on_point(point)
     return points
 
 

@@ -126,14 +126,24 @@ def _baseline(
 ) -> int:
     from roundoff.report import plain, print_baseline
 
-    runs = _RUNS if repeat is None else repeat
+    words, runs = _repeat_of(script, repeat)
     with tempfile.TemporaryDirectory(prefix="roundoff-") as folder, o.script_aside():
-        answer = _recorded(list(script), Path(folder, "run"), runs, steps)
+        answer = _recorded(words, Path(folder, "run"), runs, steps)
     if json:
         o.print_json(plain(answer))
     else:
         print_baseline(answer, o.console(), limit=rows)
     return 0 if answer.agrees else 1
+
+
+def _repeat_of(script: Sequence[str], repeat: int | None) -> tuple[list[str], int]:
+    """Return the script and how often it runs; ``--repeat N`` may stand at its end."""
+    words = list(script)
+    if repeat is not None:
+        return words, repeat
+    if len(words) > 2 and words[-2] == _REPEAT and words[-1].isdecimal():
+        return words[:-2], max(2, int(words[-1]))
+    return words, _RUNS
 
 
 def _recorded(words: list[str], path: Path, runs: int, steps: str) -> Baseline:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import roundoff
 from roundoff.record import (
@@ -54,6 +55,7 @@ NOT_TRIED = {
     "_noted",
     "_enter",
     "_leave",
+    "_leave_mode",
     "_optimizer_steps",
     "_before_optimizer",
     "_after_optimizer",
@@ -155,6 +157,7 @@ def test_a_fault_of_a_recording_is_a_warning(
             monkeypatch.setattr(f"{__name__}.yield_step", run.step)
             ended = train()
     texts = [str(warning.message) for warning in caught]
+    assert _get_current_dispatch_mode() is None
     assert all(torch.equal(a, b) for a, b in zip(ended, EXPECTED, strict=True))
     if called:
         stopped = [text for text in texts if "stopped" in text]

@@ -236,8 +236,10 @@ def test_templates_are_part_of_the_package():
         "bench.html",
         "quantize.html",
         "outputs.html",
+        "advise.html",
     }
     assert names == pages | {
+        "advise.css",
         "report.css",
         "comparison.css",
         "bench.css",

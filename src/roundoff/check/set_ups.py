@@ -32,6 +32,7 @@ from roundoff.check.rules import (
     Rule,
 )
 from roundoff.check.side import Side, short_names
+from roundoff.check.skipped_steps import differing_skips, skipped_steps
 from roundoff.check.step_numbers import differing_numbers
 from roundoff.check.weights import differing_weights
 from roundoff.errors import RunError
@@ -101,6 +102,7 @@ def _differences(pair: Pair) -> Iterator[Difference]:
     if all(side.set_up is not None for side in pair.sides):
         yield from differing_facts(pair)
         yield from differing_numbers(pair)
+        yield from differing_skips(pair)
         yield from differing_data(pair)
         yield from differing_weights(pair)
     yield from differing_precision(pair)
@@ -262,7 +264,9 @@ def _scaling_in_words(side: Side) -> str:
     scales = side.numbers.get("loss scale", {})
     if not scales:
         return "no loss scale in either"
-    return f"{number(scales[min(scales)])} at first"
+    skipped = len(skipped_steps(side))
+    ends = f"{number(scales[min(scales)])} at first, {number(scales[max(scales)])} last"
+    return f"{ends}, {skipped or 'no'} steps skipped"
 
 
 def _environment_in_words(side: Side) -> str:

@@ -94,9 +94,7 @@ def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]
     else:
         return
     shown = [_shown(name, value) for value in values]
-    what = rule.name
-    if rule is _RATES and not name.endswith("of optimizer 0"):
-        what = name.replace("of optimizer 0, group", "of parameter group")
+    what = _called(pair, name) if rule is _RATES else rule.name
     when = f"from step {step} on " if step else ""
     before = " (equal before it)" if step else ""
     ours_name, theirs_name = (side.name for side in pair.sides)
@@ -109,6 +107,19 @@ def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]
     if step and rule is _RATES:
         why = "the schedules differ: from there on updates have another size"
     yield pair.difference(rule, shown, text=text, why=why, step=step)
+
+
+def _called(pair: Pair, name: str) -> str:
+    """Return what a learning rate is called: by its group and optimizer where there
+    are several."""
+    optimizer, _, group = name.removeprefix(f"{_RATE} of ").partition(", group ")
+    names = {*pair.reference.numbers, *pair.candidate.numbers}
+    words = _RATE
+    if f"{_RATE} of {optimizer}, group 1" in names:
+        words += f" of parameter group {group or 0}"
+    if f"{_RATE} of optimizer 1" in names:
+        words += f" of {optimizer}"
+    return words
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -92,3 +92,4 @@ from .step_boundaries import patched as patched
 from .step_boundaries import watch_steps as watch_steps
 from .step_boundaries import whole_step as whole_step
 from .step_numbers import StepNumbers as StepNumbers
+from .unseen import unseen as unseen

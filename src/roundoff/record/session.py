@@ -251,6 +251,7 @@ class Capture:
         if not self._is_open:
             return
         unfinished = self._attempt(self._end, kind is not None)
+        self._attempt(self._leave_mode)
         self._attempt(self._end_set_up)
         self._attempt(self._stack.close)
         self._attempt(self._close, kind is None, unfinished)
@@ -385,9 +386,14 @@ class Capture:
             return
         self._mode.active = False
         self._mode.between = False
-        is_on_top = self._is_on and _get_current_dispatch_mode() is self._mode
-        if is_on_top and not _in_compile_wrapper():
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._leave_mode()
+
+    def _leave_mode(self) -> None:
+        mode = self._mode
+        if mode is None or not self._is_on or _in_compile_wrapper():
+            return
+        if _get_current_dispatch_mode() is mode:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_on = False
 
     def _write(self) -> None:

@@ -17,7 +17,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
 from roundoff.record.graph_capture import in_graph_capture
@@ -31,6 +30,7 @@ from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
 from roundoff.record.step_log import StepLog
 from roundoff.record.tensor_content import content_of
+from roundoff.record.unseen import unseen
 from roundoff.unforeseen import OurPart
 
 #: Steps, and batches of each source, whose content is noted.
@@ -347,17 +347,6 @@ class SetUpLog:
     def _quietly(self, work: Callable[[], None]) -> None:
         with torch.no_grad(), self._paused(), unseen():
             work()
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Keep the operators inside from the program's own dispatch modes, which may count
-    them."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        yield
-        return
-    with _disable_current_modes():
-        yield
 
 
 def _remove(hook: Any) -> None:

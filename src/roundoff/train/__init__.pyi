@@ -13,7 +13,6 @@ from .bench.summary import summarize as summarize
 from .bench.trainee import Memory as Memory
 from .low_precision import round_updates_ as round_updates_
 from .low_precision import watch_updates as watch_updates
-from .our_hooks import unseen as unseen
 from .our_hooks import without_our_hooks as without_our_hooks
 from .scaling.backward_graph import BackwardGraph as BackwardGraph
 from .scaling.rerun_step import StepCalls as StepCalls

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 class OurHook:
@@ -29,16 +27,6 @@ class NoHook:
 
     def __call__(self, *args: Any) -> None:
         """Do nothing."""
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Keep the operators inside from the program's own dispatch modes, which may count them."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        yield
-        return
-    with _disable_current_modes():
-        yield
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from roundoff.record import (
     patched,
     quiet,
     run_program,
+    unseen,
     watch_steps,
     words_of,
 )
@@ -54,7 +55,6 @@ from roundoff.train import (
     WatchSummary,
     explain_skip,
     has_bf16,
-    unseen,
     vanishing_eps,
     without_our_hooks,
 )

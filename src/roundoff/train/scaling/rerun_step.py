@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundoff.preserve import random_states, set_random_states
-from roundoff.train.our_hooks import OurHook, unseen
+from roundoff.record import unseen
+from roundoff.train.our_hooks import OurHook
 from roundoff.train.scaling.backward_graph import OUTPUT
 from roundoff.train.scaling.step_gradients import write_count
 from roundoff.unforeseen import OurPart

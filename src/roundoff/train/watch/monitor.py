@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from roundoff.errors import PatternError, RoundoffError, warn
-from roundoff.record import compiled, module_path
+from roundoff.record import compiled, module_path, unseen
 from roundoff.site import matches
-from roundoff.train.our_hooks import OurHook, unseen
+from roundoff.train.our_hooks import OurHook
 from roundoff.train.scaling.step_gradients import write_count
 from roundoff.train.watch.compiled_summary import SummarySink
 from roundoff.train.watch.tensor_summary import (

@@ -315,7 +315,7 @@ NETS: dict[str, tuple[type[nn.Module], Callable[[torch.Generator], object]]] = {
     "hard_attention": (HardAttention, _tokens),
     "codebook": (Codebook, _shaped(4, 32)),
     "graph_attention": (GraphAttention, _graph),
-    "detector": (Detector, _images),
+    "box_detector": (Detector, _images),
     "max_pool": (MaxPoolNet, _images),
     "spectrum": (Spectrum, _shaped(256)),
     "recurrent": (RecurrentEncoder, _shaped(20, 12)),

@@ -150,6 +150,8 @@ def _batch_of(workload: Workload, length: int, rows: int) -> Workload:
     batches = workload.batches
     if isinstance(batches[0], dict):
         batch: Any = {k: fit([b[k] for b in batches]) for k in batches[0]}
+    elif isinstance(batches[0], tuple):
+        batch = tuple(torch.cat(parts)[:rows] for parts in zip(*batches, strict=True))
     else:
         batch = torch.cat(batches)[:rows]
     return Workload(

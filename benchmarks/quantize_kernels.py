@@ -90,6 +90,9 @@ def signal(file: Path, reference: Path, batches: list[Tensor]) -> float:
 def row(name: str, folder: Path, args: argparse.Namespace) -> tuple[list[str], float]:
     """Measure one network; return its row, and our speed over ONNX Runtime's."""
     net, batches, held = made(name)
+    if args.quick:
+        batches = batches[:1]
+        held = held[:1]
     workload = ro.Workload(net, batches)
     reference, ours, theirs = (folder / f"{name}.{k}.onnx" for k in ("a", "b", "c"))
     export_onnx(workload, net, reference)

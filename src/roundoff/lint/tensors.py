@@ -207,18 +207,65 @@ def makers(script: Script, node: ast.expr | None, depth: int = 0) -> list[ast.Ca
             and function.attr in _SAME_OBJECT
         ):
             return makers(script, function.value, depth + 1)
+        helper = script.function_of(node)
+        if helper is not None:
+            return _made_by(script, script.things.returned(helper), None, depth)
         return [node]
+    if isinstance(node, ast.IfExp):
+        return _made_by(script, [node.body, node.orelse], None, depth)
+    if isinstance(node, ast.BoolOp):
+        return makers(script, node.values[-1], depth + 1)
     if not isinstance(node, ast.Name | ast.Attribute):
         return []
     calls = []
     for value, element in sources(script, node):
-        if value is node or element is not None:
+        if value is node:
             return []
-        several = makers(script, value, depth + 1)
+        several = _made_by(script, [value], element, depth)
         if not several:
             return []
         calls += several
     return calls
+
+
+def _made_by(
+    script: Script, values: list[ast.expr], element: int | None, depth: int
+) -> list[ast.Call]:
+    """Return the calls that may have made one of several values, or a part of each."""
+    calls = []
+    for value in values:
+        part = value if element is None else _part(script, value, element)
+        if isinstance(part, list):
+            several = _made_by(script, part, element, depth + 1)
+        else:
+            several = makers(script, part, depth + 1)
+        if not several or depth > _DEEPEST:
+            return []
+        calls += several
+    return calls
+
+
+def _part(
+    script: Script, value: ast.expr, element: int
+) -> ast.expr | list[ast.expr] | None:
+    """Return what stands at a place of several values; a list where a function returns
+    them.
+    """
+    if isinstance(value, ast.Tuple | ast.List):
+        return value.elts[element] if element < len(value.elts) else None
+    if not isinstance(value, ast.Call):
+        return None
+    helper = script.function_of(value)
+    if helper is not None:
+        return script.things.returned(helper)
+    function = value.func
+    hands_on = isinstance(function, ast.Attribute) and function.attr in _HAND_ON
+    inside = hands_on and element < len(value.args)
+    return value.args[element] if inside else None
+
+
+#: Methods of accelerate and Fabric that return what they are given, made ready.
+_HAND_ON = ("prepare", "setup", "initialize")
 
 
 _SAME_OBJECT = frozenset(
@@ -231,6 +278,11 @@ _SAME_OBJECT = frozenset(
         "half",
         "float",
         "bfloat16",
+        "double",
+        "npu",
+        "xpu",
+        "apply",
+        "share_memory",
         "requires_grad_",
     }
 )

@@ -186,10 +186,20 @@ def _out_of_order(script: Script) -> Iterator[Hit]:
         for update in loop.of(Act.UPDATE):
             if _is_too_early(loop, update):
                 yield Hit(update.node, _UPDATE_FIRST)
-        for event in loop.of(Act.UNSCALE):
-            steps = _since_update(loop, event, Act.SCALER_STEP)
-            if steps and event.scaler is not None:
-                yield Hit(event.node, _STEP_FIRST)
+        for event in loop.of(Act.UNSCALE, Act.SCALER_STEP):
+            if event.scaler is not None and event.subject is not None:
+                message = _repeated(loop, event)
+                if message is not None:
+                    yield Hit(event.node, message)
+
+
+def _repeated(loop: Loop, event: Event) -> str | None:
+    """Return what is wrong where a call comes again before the scaler was updated."""
+    if _since_update(loop, event, Act.SCALER_STEP):
+        return _STEP_FIRST if event.act is Act.UNSCALE else _STEP_TWICE
+    if event.act is Act.UNSCALE and _since_update(loop, event, Act.UNSCALE):
+        return _UNSCALED_TWICE
+    return None
 
 
 _UPDATE_FIRST = (
@@ -198,6 +208,14 @@ _UPDATE_FIRST = (
 _STEP_FIRST = (
     "`unscale_()` behind `step()` of the same optimizer raises a RuntimeError: move it "
     "in front"
+)
+_STEP_TWICE = (
+    "the second `step()` of an optimizer before `update()` raises a RuntimeError: step "
+    "it once, and update behind"
+)
+_UNSCALED_TWICE = (
+    "the second `unscale_()` of an optimizer before `update()` raises a RuntimeError: "
+    "unscale once"
 )
 
 
@@ -212,13 +230,20 @@ def _is_too_early(loop: Loop, update: Event) -> bool:
 
 
 def _since_update(loop: Loop, event: Event, act: Act) -> list[Event]:
-    """Return events of the same optimizer before one, with no update between."""
+    """Return events of the same optimizer before one, with no update between.
+
+    Both happen in the same rounds of the same loops, and one call is no two.
+    """
     updates = [each.order for each in loop.before(event, Act.UPDATE)]
     since = max(updates, default=-1)
     return [
         each
         for each in loop.before(event, act)
-        if each.subject == event.subject and each.order > since
+        if each.subject == event.subject
+        and each.scaler == event.scaler
+        and each.order > since
+        and each.node is not event.node
+        and each.loops == event.loops
     ]
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from roundoff.lint.bindings import is_self
 from roundoff.lint.containers import last_layer, part_of, replaced_head
+from roundoff.lint.makers import makers
 from roundoff.lint.script import Function, Script
 from roundoff.lint.tensors import (
     SAME_VALUES,
     Operation,
-    makers,
     number,
     operation,
     sources,
@@ -99,8 +99,11 @@ def _output(
     if isinstance(node, ast.Name | ast.Attribute):
         return _of_name(script, node, element, depth)
     if isinstance(node, ast.IfExp):
-        several = [(node.body, element), (node.orelse, element)]
-        return _common(script, several, depth)
+        branches: list[tuple[ast.expr, _Place]] = [
+            (node.body, element),
+            (node.orelse, element),
+        ]
+        return _common(script, branches, depth)
     if isinstance(node, ast.Call):
         return _of_call(script, node, element, depth)
     if isinstance(node, ast.BinOp):
@@ -127,7 +130,7 @@ def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Output | None
         if number(node.right) is not None:
             return _output(script, node.left, None, depth + 1)
     if isinstance(node.op, ast.Add):
-        parts = [(node.left, None), (node.right, None)]
+        parts: list[tuple[ast.expr, _Place]] = [(node.left, None), (node.right, None)]
         mixture = _common(script, parts, depth)
         return mixture if mixture is Output.SOFTMAX else None
     return None
@@ -153,7 +156,7 @@ def _of_name(
     element: _Place,
     depth: int,
 ) -> Output | None:
-    several = [
+    several: list[tuple[ast.expr, _Place]] = [
         (value, element if place is None else place)
         for value, place in sources(script, node)
         if value is not node
@@ -162,7 +165,7 @@ def _of_name(
 
 
 def _common(
-    script: Script, several: Iterable[tuple[ast.expr, int | None]], depth: int
+    script: Script, several: Iterable[tuple[ast.expr, _Place]], depth: int
 ) -> Output | None:
     """Return what all of several values are; None where they differ."""
     outputs = {_output(script, value, place, depth + 1) for value, place in several}
@@ -308,11 +311,10 @@ def _of_function(
     script: Script, function: Function, element: _Place, depth: int
 ) -> Output | None:
     """Return what a function returns, where all its returns agree."""
-    values = [
-        each.value
-        for each in script.nodes(ast.Return)
-        if script.scope(each) is function and each.value is not None
-    ]
-    if any(isinstance(value, ast.Tuple) != isinstance(element, int) for value in values):
+    values = script.things.returned(function)
+    if any(
+        isinstance(value, ast.Tuple) != isinstance(element, int) for value in values
+    ):
         return None
-    return _common(script, [(value, element) for value in values], depth + 1)
+    several: list[tuple[ast.expr, _Place]] = [(value, element) for value in values]
+    return _common(script, several, depth + 1)

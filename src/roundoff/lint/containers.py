@@ -42,7 +42,8 @@ def _put_in(script: Script, name: ast.Name, element: int | str) -> ast.expr | No
         target = assign.targets[0]
         if not isinstance(target, ast.Subscript) or assign.lineno >= name.lineno:
             continue
-        holder, key = target.value, target.slice
+        holder = target.value
+        key = target.slice
         is_same = isinstance(holder, ast.Name) and holder.id == name.id
         is_part = isinstance(key, ast.Constant) and key.value == element
         if is_same and is_part and script.scope(assign) is script.scope(name):
@@ -133,10 +134,11 @@ def _grown(
             yield getattr(statement, "lineno", 0), last
     for call in script.method_calls("append"):
         holder = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if isinstance(holder, ast.Name) and script.home(holder) is home:
-            if holder.id == name and call.args:
-                last = None if _is_optional(script, call) else call.args[0]
-                yield call.lineno, last
+        if not isinstance(holder, ast.Name) or not call.args:
+            continue
+        if holder.id == name and script.home(holder) is home:
+            last = None if _is_optional(script, call) else call.args[0]
+            yield call.lineno, last
 
 
 def _is_optional(script: Script, node: ast.AST) -> bool:

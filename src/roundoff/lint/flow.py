@@ -262,9 +262,7 @@ class _Walker:
                 key = f"{parameter.arg}@{function.lineno}"
                 yield key, _resolved(thing, around.names)
 
-    def _written_out(
-        self, test: ast.expr, around: _Around, depth: int = 0
-    ) -> ast.expr:
+    def _written_out(self, test: ast.expr, around: _Around, depth: int = 0) -> ast.expr:
         """Return a test with names replaced by the comparisons that they hold."""
         if depth > _DEEPEST:
             return test
@@ -274,7 +272,9 @@ class _Walker:
             operand = self._written_out(test.operand, around, depth + 1)
             return ast.UnaryOp(test.op, operand)
         if isinstance(test, ast.BoolOp):
-            values = [self._written_out(each, around, depth + 1) for each in test.values]
+            values = [
+                self._written_out(each, around, depth + 1) for each in test.values
+            ]
             return ast.BoolOp(test.op, values)
         return test
 

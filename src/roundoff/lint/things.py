@@ -369,18 +369,21 @@ class Things:
 
     def _values(self, node: ast.Name | ast.Attribute) -> list[ast.expr]:
         """Return what a name may hold, ``None`` left out; parameters by their callers."""
-        values: list[ast.expr | None] = []
+        values: list[ast.expr] = []
         for home, binding in self._bindings_of(node):
             if isinstance(binding.statement, ast.arg):
-                calls = (self._callers or {}).get(home, ())
-                name = binding.statement.arg
-                values += [argument_for(home, name, call) for call in calls]
-            elif binding.element is None and not binding.is_loop:
-                values.append(binding.value)
-            else:
+                values += self._passed(home, binding.statement.arg)
+            elif binding.element is not None or binding.is_loop:
                 return []
-        known = [each for each in values if each is not None and each is not node]
-        return [each for each in known if not _is_none(each)]
+            elif binding.value is not None:
+                values.append(binding.value)
+        return [each for each in values if each is not node and not _is_none(each)]
+
+    def _passed(self, function: ast.AST, parameter: str) -> list[ast.expr]:
+        """Return what the callers that are noted so far pass for a parameter."""
+        calls = (self._callers or {}).get(function, ())
+        passed = [argument_for(function, parameter, call) for call in calls]
+        return [each for each in passed if each is not None]
 
     def _bindings_of(
         self, node: ast.Name | ast.Attribute

@@ -15,6 +15,7 @@ from roundoff.lint.rules.accumulation import (
     outside,
 )
 from roundoff.lint.rules.half_casts import half_format, is_trained
+from roundoff.lint.rules.old_torch import is_for_old_torch
 from roundoff.lint.rules.scaler_order import (
     bare_steps,
     made_in_loop,
@@ -307,6 +308,8 @@ def _has_scaler(script: Script) -> bool:
 
 def _deprecated(script: Script) -> Iterator[Hit]:
     for call in script.calls("torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler"):
+        if is_for_old_torch(script, call, "GradScaler"):
+            continue
         yield Hit(call, edits=_present_scaler(script, call))
 
 

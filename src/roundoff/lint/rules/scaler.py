@@ -187,6 +187,8 @@ def _out_of_order(script: Script) -> Iterator[Hit]:
         for update in loop.of(Act.UPDATE):
             if _is_too_early(loop, update):
                 yield Hit(update.node, _UPDATE_FIRST)
+            elif _is_without_step(loop, update):
+                yield Hit(update.node, _NO_STEP)
         for event in loop.of(Act.UNSCALE, Act.SCALER_STEP):
             if event.scaler is not None and event.subject is not None:
                 message = _repeated(loop, event)
@@ -218,6 +220,23 @@ _UNSCALED_TWICE = (
     "the second `unscale_()` of an optimizer before `update()` raises a RuntimeError: "
     "unscale once"
 )
+
+
+_NO_STEP = (
+    "`update()` in a micro-step in which the scaler did not step raises an "
+    "AssertionError: put it behind `step()`, under the same condition"
+)
+
+
+def _is_without_step(loop: Loop, update: Event) -> bool:
+    """Return True where the scaler steps in some micro-steps and updates in each."""
+    condition = accumulation(loop)
+    steps = [each for each in loop.of(Act.SCALER_STEP) if each.scaler == update.scaler]
+    if condition is None or not steps or update.scaler is None:
+        return False
+    in_each = update in outside(loop, condition, Act.UPDATE)
+    unscaled = outside(loop, condition, Act.UNSCALE)
+    return in_each and not unscaled and all(condition in s.conditions for s in steps)
 
 
 def _is_too_early(loop: Loop, update: Event) -> bool:

@@ -67,7 +67,29 @@ def bare_steps(script: Script) -> Iterator[Hit]:
                 continue
             if _is_taken_by_scaler(loop, step) or _unscaled_by_hand(loop, step):
                 continue
-            yield Hit(step.node, edits=_scaled_step(script, loop, backward, step))
+            unscaled = bool(loop.before(step, Act.UNSCALE))
+            if unscaled and _looks_for_inf(script, loop):
+                continue
+            edits = _scaled_step(script, loop, backward, step)
+            yield Hit(step.node, _NOT_SKIPPED if unscaled else "", edits)
+
+
+_NOT_SKIPPED = (
+    "the optimizer steps by itself, so that nothing skips a step with Inf or NaN: write "
+    "`scaler.step(optimizer)`"
+)
+
+
+def _looks_for_inf(script: Script, loop: Loop) -> bool:
+    """Return True where a script itself asks whether gradients are finite."""
+    scopes = {script.scope(event.node) for event in loop.events} | {loop.node}
+    names = {
+        node.attr
+        for scope in scopes
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Attribute)
+    }
+    return bool(names & {"isfinite", "isnan", "isinf", "found_inf"})
 
 
 def _last(events: list[Event]) -> Event | None:
@@ -83,8 +105,10 @@ def _is_taken_by_scaler(loop: Loop, step: Event) -> bool:
 
 
 def _unscaled_by_hand(loop: Loop, step: Event) -> bool:
-    """Return True where gradients are unscaled, or read and changed, before a step."""
-    return bool(loop.before(step, Act.UNSCALE, Act.GRADIENT))
+    """Return True where a script itself unscales gradients before a step."""
+    before = loop.before(step, Act.UNSCALE)
+    by_hand = any(each.scaler is None for each in before)
+    return by_hand or (not before and bool(loop.before(step, Act.GRADIENT)))
 
 
 def _scaled_step(

@@ -74,15 +74,10 @@ def test_a_product_of_fixed_sizes_stays_in_integers(
 
 
 @pytest.mark.parametrize("sizes", [["n", 3], [6]], ids=["free", "a matrix"])
-def test_other_products_are_left(sizes, tmp_path):
+def test_other_products_are_left(sizes):
     model = product(sizes, first=False)
-    changed = rewritten(model)
-    assert (
-        changed.graph
-        == ir.serde.serialize_model(ir.serde.deserialize_model(model)).graph
-    )
-    onnx.save(changed, tmp_path / "same.onnx")
-    assert sum(kernels(tmp_path / "same.onnx").counts.values()) == 1
+    same = ir.serde.serialize_model(ir.serde.deserialize_model(model))
+    assert rewritten(model) == same
 
 
 def test_a_bias_that_is_computed_is_left():

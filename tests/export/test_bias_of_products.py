@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from roundoff.export.onnx.bias_of_products import biases_of_full_rank
+from roundoff.export.onnx.bias_of_products import keep_biases_apart
 from roundoff.export.onnx.runtime import kernels
 
 FLOAT = TensorProto.FLOAT
@@ -51,14 +51,16 @@ def product(sizes: list[Any], *, first: bool) -> onnx.ModelProto:
 
 def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     tidied = ir.serde.deserialize_model(model)
-    biases_of_full_rank(tidied.graph)
+    keep_biases_apart(tidied.graph)
     changed = ir.serde.serialize_model(tidied)
     onnx.checker.check_model(changed)
     return changed
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("sizes", [[2, 3], [2, 3, 4]], ids=["3 axes", "4 axes"])
+@pytest.mark.parametrize(
+    "sizes", [[2], [2, 3], [2, 3, 4]], ids=["a matrix", "3 axes", "4 axes"]
+)
 def test_a_product_of_fixed_sizes_stays_in_integers(
     sizes, first, inference_session, tmp_path
 ):
@@ -73,11 +75,20 @@ def test_a_product_of_fixed_sizes_stays_in_integers(
     assert kernels(tmp_path / "after.onnx").counts["MatMulIntegerToFloat"] == 1
 
 
-@pytest.mark.parametrize("sizes", [["n", 3], [6]], ids=["free", "a matrix"])
-def test_other_products_are_left(sizes):
-    model = product(sizes, first=False)
+def test_a_product_of_free_sizes_is_left():
+    model = product(["n", 3], first=False)
     same = ir.serde.serialize_model(ir.serde.deserialize_model(model))
     assert rewritten(model) == same
+
+
+def test_a_matrix_that_becomes_codes_is_left():
+    model = product([6], first=False)
+    codes = helper.make_node("QuantizeLinear", ["sum", "step", "zero"], ["out"])
+    model.graph.node[-1].output[0] = "sum"
+    model.graph.node.append(codes)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.UINT8
+    model = onnx.shape_inference.infer_shapes(model)
+    assert rewritten(model).graph.node[-2].op_type == "Add"
 
 
 def test_a_bias_that_is_computed_is_left():

@@ -131,6 +131,29 @@ def test_masked_positions_may_overflow():
     assert alone / 4 < row["noise"] < alone * 4
 
 
+def test_what_a_mask_writes_into_scores_may_overflow_on_its_own():
+    """A row that is masked wholly: -3.4e38 is -inf in fp16, and its softmax is NaN, in
+    whatever format the scores arrive."""
+
+    def attention(self, x):
+        masked = torch.zeros(6, 6, dtype=torch.bool)
+        masked[2:] = True
+        scores = (self.linear(x) @ x.T) * 0.5
+        scores = scores.masked_fill(masked, torch.finfo(torch.float32).min)
+        return scores.softmax(-1) @ x
+
+    budget = measured(attention, formats=("fp16",))
+    plan = budget.plan(30)
+    assert plan.format_of("/softmax") == "fp32"
+    assert plan.format_of("/mul") == "fp16"
+    assert budget.predict({"/mul": "fp16", "/softmax": "fp16"}).db == -math.inf
+    torch.manual_seed(0)
+    workload = Workload(Function(attention), [torch.randn(6, 4)])
+    reference = run_batches(workload).targets
+    rounded = run_batches(workload, {"/mul": "fp16", "/softmax": "fp16"}).targets
+    assert not math.isfinite(noise(rounded, reference))
+
+
 def test_a_site_without_an_error_is_exact():
     x = torch.randint(-8, 8, (6, 4)).float()  # whole numbers: bf16 holds them
     found = measured(lambda self, x: (x.relu() + x).sin(), x)

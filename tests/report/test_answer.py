@@ -97,3 +97,10 @@ def test_agreement():
         "1 point without a finite SQNR left out."
     )
     assert agreement(points[3:]) == agreement([]) == "No site was measured alone."
+    # 130 dB for 160 dB predicted: fp32's own rounding is all that was measured
+    unresolved = point("e", "fp16", 160.0, 130.0)
+    assert agreement([points[0], unresolved]) == (
+        "1 site rounded alone: 1 of 1 predictions within 1 dB, median difference 0.5 dB, "
+        "largest 0.5 dB at a in int8. "
+        "1 point left out: more than 120 dB, below fp32's own rounding."
+    )

@@ -266,6 +266,36 @@ def test_an_overflowing_plan_is_lost_and_stays_json():
     json.dumps(strict(proof.summary()), allow_nan=False)
 
 
+class FirstRow(nn.Module):
+    """Attention whose other rows are masked wholly, with the lowest fp32: in fp16 their
+    softmax is NaN. The output is the first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.value = nn.Linear(4, 4)
+
+    def forward(self, x):
+        masked = torch.zeros(6, 6, dtype=torch.bool)
+        masked[1:] = True
+        scores = self.query(x) @ x.T
+        scores = scores.masked_fill(masked, torch.finfo(torch.float32).min)
+        return (scores.softmax(-1) @ self.value(x))[0]
+
+
+def test_a_plan_with_nan_that_no_output_reads_is_mended():
+    torch.manual_seed(0)
+    workload = Workload(FirstRow(), [torch.randn(6, 4)])
+    measured = budget(workload, ["fp16"])
+    plan = Plan((Rule("fp16", ("*",)),))
+    # fp16 alone reaches about 66 dB
+    proof = verify(workload, plan, budget=measured, target=75.0)
+    first = proof.rounds[0]
+    assert math.isfinite(first.measured_db)
+    assert "solved again" in first.action
+    assert proof.met
+
+
 def test_progress_is_told(workload, measured):
     seen = []
     verify(

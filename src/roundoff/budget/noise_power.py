@@ -74,7 +74,14 @@ class Term:
 
     @property
     def absorbable(self) -> bool:
-        """True where these values may arrive in the format, so that nothing is rounded."""
+        """True where these values may arrive in the format, so that nothing is rounded.
+
+        Values that overflow in the format never arrive in it: what made them would have
+        overflowed too, or a constant was written among them on the way, a mask's
+        -3.4e38 say.
+        """
+        if self.overflow:
+            return False
         if self.part == "gradient":
             return bool(self.sources)
         return self.part == "activation"

@@ -35,6 +35,9 @@ NO_SITES = (
 REFERENCE = "fp32"
 #: Sites named in a sentence.
 WORST = 3
+#: SQNR in dB from which on fp32's own rounding is as large: an operator rounds to 2^-24,
+#: -144.5 dB, and the roundings of the 300 operators that may follow add up as powers.
+FP32_FLOOR_DB = 120.0
 
 
 def verdict(summary: DiagnosisSummary) -> str:
@@ -270,10 +273,16 @@ def agreement(points: Sequence[ScatterPoint], within: float = 1.0) -> str:
         f"median difference {db(statistics.median(differences))} dB, "
         f"largest {db(largest)} dB at {worst.site} in {worst.format}."
     )
-    left_out = len(points) - number
-    if not left_out:
-        return text
-    return f"{text} {count(left_out, 'point')} without a finite SQNR left out."
+    unresolved = sum(map(_is_unresolved, points))
+    if unresolved:
+        text += (
+            f" {count(unresolved, 'point')} left out: more than {FP32_FLOOR_DB:g} dB, "
+            "below fp32's own rounding."
+        )
+    infinite = len(points) - number - unresolved
+    if infinite:
+        text += f" {count(infinite, 'point')} without a finite SQNR left out."
+    return text
 
 
 def _difference(point: ScatterPoint) -> float:
@@ -284,5 +293,15 @@ def _difference(point: ScatterPoint) -> float:
 
 
 def comparable(points: Sequence[ScatterPoint]) -> list[ScatterPoint]:
-    """Return the points whose two SQNRs are finite."""
-    return [p for p in points if finite(p.predicted_db) and finite(p.measured_db)]
+    """Return the points whose two SQNRs are finite and not both below fp32's rounding."""
+    return [p for p in points if _is_finite(p) and not _is_unresolved(p)]
+
+
+def _is_finite(point: ScatterPoint) -> bool:
+    return finite(point.predicted_db) and finite(point.measured_db)
+
+
+def _is_unresolved(point: ScatterPoint) -> bool:
+    """Return True where two passes in fp32 differ by as much as is to be compared."""
+    figures = (point.predicted_db, point.measured_db)
+    return _is_finite(point) and all(sqnr and sqnr > FP32_FLOOR_DB for sqnr in figures)

@@ -40,6 +40,9 @@ ROUNDS = 3
 #: What is done after a round.
 LINEARISED = "linearised again around the rounded model"
 TRACED = "its noise traced to sites"
+#: Where a plan leaves NaN in places that no output reads, a mask's say, no derivative
+#: exists around it.
+AS_MEASURED = "corrected by this run"
 #: dB asked for beyond the target, where the metric drops although the target is met.
 EXTRA_DB = 3.0
 
@@ -361,19 +364,22 @@ class _Verifier:
             )
             return None
         candidate = trial.candidate
+        output = deciding(trial.outputs).output
         around = self._around(trial, budget)
+        way = LINEARISED
         refreshed = around.predict(candidate.formats)
+        if not math.isfinite(_noise_at(refreshed, output)):
+            around = budget
+            way = AS_MEASURED
+            refreshed = budget.predict(candidate.formats)
         # what even the new linearisation leaves unexplained is carried over to the
         # next plan's prediction
         shift = _shift(refreshed, trial.outputs)
-        output = deciding(trial.outputs).output
         if not math.isfinite(shift.get(output, math.nan)):
-            trial.action = (
-                "the plan's noise is not finite: no linearisation exists around it"
-            )
+            trial.action = "the plan's noise is not finite in any prediction"
             return None
         if self.target is None:
-            trial.action = LINEARISED
+            trial.action = way
             return _Candidate.of(candidate.plan, candidate.formats, refreshed, {})
         if abs(shift[output]) > AGREEMENT_DB:
             learned = self._learned(trial, budget)
@@ -381,7 +387,7 @@ class _Verifier:
             if abs(left[output]) <= abs(shift[output]):
                 self.budget = learned
                 return self._solved_again(trial, learned, self.target, left, TRACED)
-        return self._solved_again(trial, around, self.target, shift, LINEARISED)
+        return self._solved_again(trial, around, self.target, shift, way)
 
     def _around(self, trial: _PlanTrial, known: Budget) -> Budget:
         """Return a budget like the known one, around a plan that ran."""

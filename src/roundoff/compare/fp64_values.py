@@ -27,6 +27,7 @@ from roundoff.compare.rounding_bound import unit
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, flow_of
 from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import MASK
 from roundoff.ops import operators_that
 
 #: Larger recordings are not run again.
@@ -36,6 +37,9 @@ MOST_ELEMENTS = 3 * 10**7
 #: folded, amplified by the network. Of 24 right ports the farthest is 0.6 units off, an
 #: epsilon of 1e-6 for 1e-5 is 75.
 ROUNDINGS = 16.0
+#: A value in fp64 that is this many times farther from the recorded one than two programs
+#: may be apart was not computed as the program computes it.
+UNFAITHFUL = 16.0
 _NARROW = ("float16", "bfloat16")
 _DRAW = operators_that("draw") | operators_that("drop out")
 
@@ -56,10 +60,35 @@ def in_fp64(sides: Sides) -> Sides | None:
         theirs = _run(sides.candidate, _Given(sides, ours))
     except CannotRun:
         return None
+    if not _is_faithful(sides, sides.reference, ours):
+        return None
+    if not _is_faithful(sides, sides.candidate, theirs):
+        return None
     limit = ROUNDINGS * unit("float32")
     reference = flow_of(_wide_step(sides.reference, ours))
     candidate = flow_of(_wide_step(sides.candidate, theirs))
     return Sides(reference, candidate, limit)
+
+
+def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> bool:
+    """Return True where fp64 gives what was recorded, but for rounding.
+
+    It does not where a recording lacks something: a write through a view, an argument.
+    """
+    allowed = UNFAITHFUL * sides.limit
+    for key, tensor in tensors.items():
+        value = flow.values[key]
+        if not value.computes or not value.is_number:
+            continue
+        recorded = flow.tensor(key)
+        if recorded is None or recorded.shape != tensor.shape:
+            continue
+        seen = recorded.to(torch.float64)
+        finite = seen.abs() < MASK
+        apart = float((tensor - seen)[finite].norm())
+        if apart > allowed * float(seen[finite].norm()):
+            return False
+    return True
 
 
 def _is_narrow(flow: Flow) -> bool:
@@ -100,9 +129,13 @@ class _Given:
 
     def __call__(self, record: int) -> Tensor | None:
         tensor = self._sides.candidate.tensor(record)
-        if tensor is None or not tensor.is_floating_point():
+        value = self._sides.candidate.values[record]
+        if tensor is None or not tensor.is_floating_point() or value.says_nothing:
             return tensor
-        for key in self._sides.all_twins(self._sides.candidate.values[record]):
+        if value.sketch is not None and value.sketch.masked:
+            # its sketch knows nothing of these, nor do the values that agree with it
+            return tensor
+        for key in self._sides.all_twins(value):
             twin = self._ours.get(key)
             if twin is not None and twin.numel() == tensor.numel():
                 return _in_places_of(tensor, twin)

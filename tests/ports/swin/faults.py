@@ -63,6 +63,6 @@ FAULTS = [
         "relative rows the other way",
         "row[:, None] - row[None, :] + 3",
         "row[None, :] - row[:, None] + 3",
-        at="bias_table[:, down, right]",
+        at="down = row|bias_table[:, down, right]",
     ),
 ]

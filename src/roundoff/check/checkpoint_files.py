@@ -132,7 +132,7 @@ def _of_safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     try:
         with safe_open(regular(file), framework="pt") as opened:
             names = list(opened.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise _unreadable(str(file), str(error)) from error
     for name in names:
         yield name, reader(name)
@@ -149,6 +149,7 @@ def _of_torch(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         OSError,
         EOFError,
         ValueError,
+        MemoryError,
     ) as error:
         got = str(error).partition("\n")[0][:200]
         raise _unreadable(str(file), got) from error

@@ -97,6 +97,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 tensors |= {key: file.get_tensor(key) for key in keys}
     except (
         OSError,
+        MemoryError,
         SafetensorError,
         ValueError,
         KeyError,

@@ -132,9 +132,6 @@ def _call(
     by_record: Mapping[int, RecordedRow],
 ) -> RecordedCall:
     first = rows[0]
-    shown = first
-    if first.shape is None and first.inputs:
-        shown = by_record.get(first.inputs[0], first)
     writes = {rename(row.name) for row in rows if row.name}
     names = set(writes)
     for row in rows:
@@ -147,9 +144,15 @@ def _call(
         module=rename(first.module),
         operator=first.operator.rstrip("_") or first.operator,
         shapes=tuple(tuple(row.shape or ()) for row in rows),
-        shown=shown,
+        shown=_shown(first, by_record),
         read=_numbers_read(first, by_record),
     )
+
+
+def _shown(row: RecordedRow, by_record: Mapping[int, RecordedRow]) -> RecordedRow:
+    if row.shape is None and row.inputs:
+        return by_record.get(row.inputs[0], row)
+    return row
 
 
 def _numbers_read(
@@ -367,14 +370,7 @@ def _score(reference: RecordedCall, candidate: RecordedCall) -> float:
 
 def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     """Return True for one operator on equal shapes, or on the same parameters."""
-    if reference.operator != candidate.operator:
-        return False
-    if reference.is_complex != candidate.is_complex:
-        return False
-    if _are_strangers(reference, candidate):
-        return False
-    written = reference.writes | candidate.writes
-    if written and not reference.writes & candidate.writes:
+    if reference.operator != candidate.operator or _must_not_pair(reference, candidate):
         return False
     same_shapes = reference.shapes == candidate.shapes
     same_names = reference.names == candidate.names
@@ -385,6 +381,16 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
         # an update has the shape of its parameter: another one is of another
         return same_shapes
     return same_names and reference.inputs_read == candidate.inputs_read
+
+
+def _must_not_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
+    """Return True for calls of one operator that write, or show, other things."""
+    if reference.is_complex != candidate.is_complex:
+        return True
+    written = reference.writes | candidate.writes
+    if written and not reference.writes & candidate.writes:
+        return True
+    return _are_strangers(reference, candidate)
 
 
 def _are_strangers(one: RecordedCall, other: RecordedCall) -> bool:

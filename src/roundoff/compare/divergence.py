@@ -175,9 +175,12 @@ class Divergence:
         if finding.cause is None:
             self._inherit(finding)
         if finding.cause is None and not self._can_be_judged(row):
-            explained = self._explains(finding, distance.error)
-            finding.undecided = finding.one_function or not explained
+            finding.undecided = self._is_undecided(finding, distance.error)
         return finding
+
+    def _is_undecided(self, finding: Finding, error: float) -> bool:
+        """Return True where neither rounding nor the inputs are sure to explain an error."""
+        return finding.one_function or not self._explains(finding, error)
 
     def _clear_another_formula(
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
@@ -187,16 +190,20 @@ class Divergence:
             return
         if not finding.region and row.record in self.exact and not self._parted(row):
             return
-        shared = {
-            self.counterpart[record]: record
-            for record, earlier in self.findings.items()
-            if earlier.cause is None and earlier.error is not None
-        }
+        shared = self._agreeing()
         agree = self.measures.is_another_formula(twin, row, error, shared)
         if agree is not False:
             finding.cause = None
             finding.origin = None
             finding.one_function = True
+
+    def _agreeing(self) -> dict[int, int]:
+        """Return the candidate's records of values that both have so far, by the reference's."""
+        return {
+            self.counterpart[record]: record
+            for record, earlier in self.findings.items()
+            if earlier.cause is None and earlier.error is not None
+        }
 
     def _parted(self, row: RecordedRow) -> bool:
         """Return True where a value that the row reads has parted from its counterpart."""

@@ -8,7 +8,7 @@ runs have: what differs there is another function, what does not is rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +77,15 @@ def largest_condition(rows: Rows, record: int, shared: Collection[int]) -> float
         record: of the value.
         shared: records of values that both runs have, before which nothing is looked at.
     """
-    worst = 1.0
+    numbers = [row for row in _leading_to(rows, record, shared) if row.numel == 1]
+    amplified = [condition(row, _read_by(rows, row)) for row in numbers]
+    return max([1.0, *filter(math.isfinite, amplified)])
+
+
+def _leading_to(
+    rows: Rows, record: int, shared: Collection[int]
+) -> Iterator[RecordedRow]:
+    """Yield the results of the calls that lead to a value, from it back."""
     visited: set[int] = set()
     waiting = [record]
     while waiting and len(visited) < MOST_CALLS:
@@ -86,12 +94,12 @@ def largest_condition(rows: Rows, record: int, shared: Collection[int]) -> float
         if row is None or reached in visited or not row.is_call:
             continue
         visited.add(reached)
-        read = [rows[i] for i in row.inputs if i in rows]
-        amplified = condition(row, read)
-        if row.numel == 1 and math.isfinite(amplified):
-            worst = max(worst, amplified)
+        yield row
         waiting += [i for i in row.inputs if i not in shared]
-    return worst
+
+
+def _read_by(rows: Rows, row: RecordedRow) -> list[RecordedRow]:
+    return [rows[record] for record in row.inputs if record in rows]
 
 
 def is_one_function(

@@ -11,8 +11,8 @@ import pytest
 from roundoff import Budget, Plan
 from roundoff.errors import RoundoffError
 from roundoff.export import read_config, read_record
-from roundoff.record import load_run
 from roundoff.foreign import read_bytes, read_text, regular
+from roundoff.record.disk.loading import load
 from roundoff.verbs.compare import Comparison
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
@@ -48,7 +48,7 @@ def test_a_saved_comparison_of_pipes(tmp_path: Path) -> None:
 def test_an_archive_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.zip")
     with pytest.raises(RoundoffError, match="not a regular file"):
-        load_run(f"zip://::{tmp_path / 'run.zip'}")
+        load(f"zip://::{tmp_path / 'run.zip'}")
 
 
 def test_a_text_is_read_as_it_is_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from roundoff.export.onnx.lower_recurrent import lower_recurrent
 from roundoff.export.onnx.tidy import drop_unread, tidy
 from roundoff.export.onnx.traced import Traced
 from roundoff.files import atomic_path
+from roundoff.preserve import process_kept
 from roundoff.quantize import QuantizedModel
 from roundoff.workload import Workload
 
@@ -95,7 +96,8 @@ def write(
     traced = Traced(
         workload, model, workload.batches[0] if batch is None else batch
     ).eval()
-    captured = capture(workload, traced)
+    with process_kept():
+        captured = capture(workload, traced)
     program = captured.program
     lower_recurrent(program.model.graph)
     tidy(program.model, pack)

@@ -16,7 +16,7 @@ from roundoff.check.findings import (
     Difference,
     NotRecorded,
 )
-from roundoff.check.losses import compare_losses
+from roundoff.check.losses import losses_of_ranks
 from roundoff.check.low_precision import differing_precision, dtypes_of, in_words
 from roundoff.check.operators import differing_operators
 from roundoff.check.pair import Pair, number
@@ -88,7 +88,7 @@ def check_runs(
         differences=tuple(ordered),
         agreements=tuple(_agreements(pairs[0], ordered, missing)),
         missing=missing,
-        losses=compare_losses(pairs[0], repeats),
+        losses=losses_of_ranks(pairs, repeats),
         remarks=tuple(_remarks(pairs[0])),
     )
 

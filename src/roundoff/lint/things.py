@@ -214,6 +214,7 @@ class Things:
 
     def _kind_of_element(self, container: ast.expr, depth: int) -> Kind | None:
         """Return the kind of what stands in a list or dictionary."""
+        container = _gone_through(container)
         value = self.script.definition(container) or container
         elements: list[ast.expr | None] = []
         if isinstance(value, ast.List | ast.Tuple):
@@ -460,14 +461,27 @@ class Things:
         if binding.value is None:
             return None
         if binding.is_loop:
-            return (
-                None
-                if binding.element is not None
-                else self._kind_of_element(binding.value, depth)
-            )
+            return self._kind_in_loop(binding.value, binding.element, depth)
         if binding.element is not None:
             return self._kind_of_part(binding.value, binding.element, depth)
         return self.kind(binding.value, depth + 1)
+
+    def _kind_in_loop(
+        self, iterated: ast.expr, element: int | None, depth: int
+    ) -> Kind | None:
+        """Return the kind of what a loop goes through: ``for name, o in d.items()``."""
+        if element is None:
+            return self._kind_of_element(iterated, depth)
+        if not isinstance(iterated, ast.Call):
+            return None
+        function = iterated.func
+        name = _last_name(function)
+        if name == "items" and isinstance(function, ast.Attribute) and element == 1:
+            return self._kind_of_element(function.value, depth)
+        if name == "enumerate" and iterated.args and element == 1:
+            return self._kind_of_element(iterated.args[0], depth)
+        is_zip = name == "zip" and element < len(iterated.args)
+        return self._kind_of_element(iterated.args[element], depth) if is_zip else None
 
     def _kind_of_part(self, value: ast.expr, element: int, depth: int) -> Kind | None:
         """Return the kind of one of several values that a call returns."""
@@ -625,6 +639,17 @@ def _is_plain(binding: Binding) -> bool:
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         return value.func.attr in ("parse_args", "parse", "parse_known_args")
     return isinstance(value, ast.Dict | ast.JoinedStr | ast.Compare | ast.BinOp)
+
+
+def _gone_through(node: ast.expr) -> ast.expr:
+    """Return the container of ``d.values()``, ``reversed(x)`` and ``list(x)``."""
+    if not isinstance(node, ast.Call):
+        return node
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return function.value if function.attr == "values" else node
+    is_same = _last_name(function) in ("reversed", "list", "tuple", "sorted")
+    return node.args[0] if is_same and node.args else node
 
 
 def _is_none(node: ast.expr) -> bool:

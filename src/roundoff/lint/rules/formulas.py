@@ -41,7 +41,18 @@ def _log_of_one_plus(script: Script) -> Iterator[Hit]:
         rest = _other_than(total, 1.0)
         if rest is not None and number(rest) is None:
             edits = _renamed(script, log, "log", "log1p", script.segment(rest))
-            yield Hit(log.call, edits=edits)
+            yield Hit(log.call, edits=_softplus(script, log, rest) or edits)
+
+
+def _softplus(script: Script, log: Operation, rest: ast.expr) -> tuple[Edit, ...]:
+    """Return the edit of ``log(1 + exp(x))``, whose exp overflows in log1p too."""
+    exp = operation(script, rest)
+    is_exp = exp is not None and exp.name == "exp" and exp.first is not None
+    if not is_exp or script.imports.get("torch") != "torch" or exp is None:
+        return ()
+    inside = "" if exp.first is None else script.segment(exp.first)
+    start, end = script.span(log.call)
+    return (Edit(start, end, f"torch.nn.functional.softplus({inside})"),)
 
 
 def _other_than(node: ast.BinOp, value: float) -> ast.expr | None:

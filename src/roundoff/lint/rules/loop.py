@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from roundoff.lint.edits import line_before
 from roundoff.lint.events import Act, Event, Loop
 from roundoff.lint.makers import makers
 from roundoff.lint.modes import (
@@ -75,20 +76,8 @@ def _zero_grad_edit(
     optimizer = call.func.value if is_plain else next(iter(call.args), None)
     if optimizer is None:
         return ()
-    return _line_before(
-        script, backward.node, f"{script.segment(optimizer)}.zero_grad()"
-    )
-
-
-def _line_before(script: Script, node: ast.AST, text: str) -> tuple[Edit, ...]:
-    """Return the edit that puts a line in front of a statement that has its own line."""
-    statement = script.statement(node)
-    start, _ = script.span(statement)
-    line_start = start - statement.col_offset
-    indent = script.source[line_start:start].decode()
-    if indent.strip():
-        return ()
-    return (Edit(start, start, f"{text}\n{indent}"),)
+    text = f"{script.segment(optimizer)}.zero_grad()"
+    return line_before(script, script.statement(backward.node), text)
 
 
 def _zero_grad_too_early(script: Script) -> Iterator[Hit]:
@@ -245,7 +234,7 @@ def _no_grad_edit(script: Script, scope: ast.AST) -> tuple[Edit, ...]:
         return ()
     if any(script.scope(event.node) is scope for event in _backwards(script)):
         return ()
-    return _line_before(script, scope, "@torch.no_grad()")
+    return line_before(script, scope, "@torch.no_grad()")
 
 
 def _backwards(script: Script) -> list[Event]:
@@ -304,7 +293,7 @@ def _train_edit(script: Script, switch: Event) -> tuple[Edit, ...]:
     if not isinstance(function, ast.Attribute):
         return ()
     text = f"{script.segment(function.value)}.train()"
-    return _line_before(script, loop.body[0], text)
+    return line_before(script, loop.body[0], text)
 
 
 def _replaced_after_optimizer(script: Script) -> Iterator[Hit]:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from roundoff.lint.contexts import text_of
-from roundoff.lint.edits import line_after, line_before, replaced
+from roundoff.lint.edits import line_after, line_before, line_removed, replaced
 from roundoff.lint.events import Act, Event, Loop
 from roundoff.lint.rule import Edit, Hit
 from roundoff.lint.script import Script
@@ -273,7 +273,22 @@ def _unscaling(script: Script, loop: Loop, event: Event) -> tuple[Edit, ...]:
         return ()
     scaler, optimizer = step
     statement = script.statement(event.node)
-    return line_before(script, statement, f"{scaler}.unscale_({optimizer})")
+    added = line_before(script, statement, f"{scaler}.unscale_({optimizer})")
+    late = [each for each in loop.after(event, Act.UNSCALE) if each.scaler is not None]
+    if not late:
+        return added
+    taken = (
+        _taken_out(script, late[0]) if _same_function(script, late[0], event) else ()
+    )
+    return (*added, *taken) if added and taken and len(late) == 1 else ()
+
+
+def _taken_out(script: Script, event: Event) -> tuple[Edit, ...]:
+    """Return the edit that takes a call out that has a line of its own."""
+    statement = script.statement(event.node)
+    if not isinstance(statement, ast.Expr) or statement.value is not event.node:
+        return ()
+    return line_removed(script, statement)
 
 
 def _step_text(step: Event) -> tuple[str, str] | None:

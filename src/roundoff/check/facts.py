@@ -182,7 +182,7 @@ def _changed(
 ) -> Difference:
     first = paths[0]
     more = f" (and {len(paths) - 1} more modules)" if len(paths) > 1 else ""
-    subject = f"the {called or 'module'} {first}{more}"
+    subject = f"the {called or 'module'} {first or 'that is the model'}{more}"
     name = called or "modules"
     rule = _DROPOUT if called else _MODULES
     return pair.difference(

@@ -213,7 +213,18 @@ RULES: dict[tuple[str, str], Rule] = {
         "epochs, and schedules that count them, have other lengths",
         follows=_SIZES,
     ),
-    ("data", ""): _data("", _OTHER_SAMPLES, follows=("sampler", "samples", "shuffle")),
+    ("data", ""): _data(
+        "",
+        _OTHER_SAMPLES,
+        follows=(
+            "sampler",
+            "samples",
+            "shuffle",
+            "batch size",
+            "order of the data",
+            "first samples",
+        ),
+    ),
     ("mode", "mode"): Rule(
         group=FLOW,
         name="mode",

@@ -139,3 +139,12 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys):
     with pytest.raises(RoundoffError, match="cannot be read"):
         roundoff.check(tmp_path / "a.pt", tmp_path / "a.pt")
     assert "this runs" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["none.safetensors", "none.pt"])
+def test_a_checkpoint_that_is_not_there(name, tmp_path, capsys):
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    assert main(["check", str(tmp_path / "a.safetensors"), str(tmp_path / name)]) == 2
+    message = capsys.readouterr().err
+    assert "no such file" in message
+    assert "run.json" not in message

@@ -37,7 +37,7 @@ def run(line, capsys):
     [
         ("a.py", 1),
         ("right.py", 0),
-        ("bad.py right.py", 0),
+        ("bad.py right.py", 1),
         ("a.py --ignore RO2", 0),
         ("a.py --fix", 0),
         ("a.py --diff", 0),

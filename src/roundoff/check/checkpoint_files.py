@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from roundoff.errors import RunError
+from roundoff.files import is_url
 from roundoff.foreign import inside, parse_json, read_text, regular
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -46,16 +47,21 @@ class Checkpoint:
 
 
 def is_checkpoint(place: str | Path) -> bool:
-    """Return True for a file or folder that is a checkpoint and no run."""
+    """Return True for a file or folder that is a checkpoint and no run.
+
+    A file that is not there is one by its name.
+    """
     path = Path(place)
-    if path.is_file():
-        return path.suffix in SUFFIXES
-    return path.is_dir() and not (path / "run.json").exists() and bool(_files(path))
+    if not path.is_dir():
+        return path.suffix in SUFFIXES and not is_url(place)
+    return not (path / "run.json").exists() and bool(_files(path))
 
 
 def read_checkpoint(place: str | Path) -> Checkpoint:
     """Open a checkpoint. Raises ``RunError`` where none is there, or it is damaged."""
     path = Path(place)
+    if not path.exists():
+        raise RunError("no such file", where=str(path), expected="a checkpoint")
     files = [("", path)] if path.is_file() else _files(path)
     readers: dict[str, Callable[[], Tensor]] = {}
     for prefix, file in files:

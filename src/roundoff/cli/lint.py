@@ -78,8 +78,8 @@ def command(
     """Read training scripts and say what is wrong with their mixed precision, formulas,
     losses, loops and input pipelines. Nothing is imported or run.
 
-    The exit code is 1 where something is wrong, 0 where nothing is or all that is found
-    is advice, 2 for bad input.
+    The exit code is 1 where something is wrong or a file cannot be read, 0 where nothing
+    is or all that is found is advice, 2 for bad input.
     """
     import roundoff
 
@@ -99,7 +99,7 @@ def command(
     else:
         _print(result, output_format)
     counted = result.findings if strict else result.warnings
-    return 1 if counted else 0
+    return 1 if counted or result.unread else 0
 
 
 def _codes(options: list[kinds.Names] | None) -> list[str]:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["preserve", "process_kept", "random_states", "set_random_states"]
+__all__ = [
+    "preserve",
+    "process_kept",
+    "random_states",
+    "same_draws",
+    "set_random_states",
+]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -77,6 +83,29 @@ def process_kept() -> Iterator[None]:
     with ExitStack() as stack:
         _preserve_flags(stack)
         _preserve_random_states(stack)
+        yield
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Draw the same random numbers in every such block; the states are restored after it.
+
+    Two runs can be compared so whose model draws in its forward pass, a latent or
+    dropout that stays on. It holds for torch (CPU and every accelerator), numpy's global
+    generator and ``random``; a generator of the model's own goes on as it is.
+
+    Example:
+        >>> with same_draws():
+        ...     first = torch.rand(3)
+        >>> with same_draws():
+        ...     print(torch.equal(first, torch.rand(3)))
+        True
+    """
+    with ExitStack() as stack:
+        _preserve_random_states(stack)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
         yield
 
 

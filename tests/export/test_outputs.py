@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roundoff.export.delivery.judge import Judge
 from roundoff.export.onnx.export import write
 from roundoff.export.onnx.proof import prove
 from roundoff.quantize.pipeline import quantize
@@ -62,3 +63,34 @@ def test_the_proof_compares_the_floating_point_part(tmp_path):
     model = quantize(workload, "int8")
     proof = prove(workload, model, tmp_path / "a.onnx", tmp_path / "b.onnx", seconds=0)
     assert proof.simulation_db > proof.sqnr_db + 6
+
+
+class Sampler(nn.Module):
+    """A latent drawn around a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(8, 8)
+        self.decoder = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mean = self.mean(x)
+        return {"mean": mean, "drawn": self.decoder(mean + torch.randn_like(mean))}
+
+
+def test_a_model_that_draws_random_numbers(tmp_path):
+    """Reference and simulation draw alike, at every place; the file cannot, and says so."""
+    torch.manual_seed(0)
+    batches = [torch.randn(24, 8) for _ in range(3)]
+    workload = Workload(Sampler(), batches)
+    small = quantize(workload, "int8")
+    judge = Judge(workload)
+    torch.rand(5)
+    rows = {row.output: row for row in judge.judge(small).outputs}
+    # int8 of normal values is about 40 dB a layer; other draws would be at 0 dB
+    assert rows["mean"].sqnr_db > 30
+    assert rows["drawn"].sqnr_db > 30
+    state = torch.get_rng_state()
+    proof = prove(workload, small, tmp_path / "small.onnx", tmp_path / "fp32.onnx")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert any("random numbers of its own" in remark for remark in proof.remarks)

@@ -64,6 +64,8 @@ def test_folders_are_walked_in_order_and_each_file_counts_once(folder):
         (b"def f(:\n", "does not parse: line 1"),
         (b"import torch\nx = '\xff'\n", "not UTF-8: byte 18"),
         (b"print 'a'\n", "does not parse"),
+        (b"# coding: klingon\nx = 1\n", "unknown encoding: klingon"),
+        ("x = 1\n".encode("utf-16"), "UTF-16"),
         (b"x = 0\0", "does not parse"),
         (b"#" * (2 * 2**20 + 1), "more than"),
         (b"x = " + b"(" * 5000 + b")" * 5000, "does not parse"),
@@ -221,6 +223,27 @@ def test_a_fix_keeps_everything_else(end, mark, folder):
     assert roundoff.lint("a.py", fix=True).fixed == ()
 
 
+@pytest.mark.parametrize(
+    ("encoding", "text"), [("latin-1", "café"), ("gbk", "损失"), ("cp1252", "”")]
+)
+def test_a_fix_keeps_the_declared_encoding(encoding, text, folder):
+    head = f"# -*- coding: {encoding} -*-\n# {text}\n"
+    Path("a.py").write_bytes((head + DEPRECATED).encode(encoding))
+    assert roundoff.lint("a.py", fix=True).findings == ()
+    assert Path("a.py").read_bytes() == (head + PRESENT).encode(encoding)
+
+
+def test_a_late_unscaling_moves_in_front_of_the_clipping(folder):
+    head = "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in data:\n"
+    head += "    optimizer.zero_grad()\n    scaler.scale(loss(x)).backward()\n"
+    clip = "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # at most 1\n"
+    unscale = "    scaler.unscale_(optimizer)\n"
+    tail = "    scaler.step(optimizer)\n    scaler.update()\n"
+    Path("a.py").write_text(head + clip + unscale + tail)
+    assert roundoff.lint("a.py", fix=True).findings == ()
+    assert Path("a.py").read_text() == head + unscale + clip + tail
+
+
 def test_diff_writes_nothing(folder):
     Path("a.py").write_text(DEPRECATED)
     (fixed,) = roundoff.lint("a.py", diff=True).fixed
@@ -335,3 +358,22 @@ for x, y in loader:
 def test_values_of_scaled_gradients(use, codes, folder):
     Path("a.py").write_text(LOOP.format(use=use))
     assert [code for code, *_ in found("a.py", select=["RO104"])] == codes
+
+
+def test_the_cell_that_is_no_python_is_named(folder):
+    cells = [
+        {"cell_type": "code", "source": ["import torch\n"]},
+        {"cell_type": "code", "source": ["%time\n", "print 'a'\n"]},
+    ]
+    Path("a.ipynb").write_text(json.dumps({"cells": cells}))
+    ((name, reason),) = reasons("a.ipynb")
+    assert name == "a.ipynb"
+    assert reason.startswith("does not parse: cell 2, line 2")
+
+
+def test_notebooks_of_the_third_format(folder):
+    cells = [{"cell_type": "code", "input": DEPRECATED.splitlines(keepends=True)}]
+    sheets = {"nbformat": 3, "worksheets": [{"cells": cells}]}
+    Path("a.ipynb").write_text(json.dumps(sheets))
+    (finding,) = roundoff.lint("a.ipynb").findings
+    assert (finding.code, finding.cell, finding.line) == ("RO209", 1, 3)

@@ -203,6 +203,16 @@ def test_the_loss_scale_of_fp16_falls_until_nothing_overflows(work):
     assert all(math.isfinite(run.measured_db) for run in found.runs[1:])
 
 
+def test_a_plan_that_may_use_fp16_stands_beside_autocast_in_fp16(work):
+    arguments = {"device": "cuda", "steps": 1, "probes": 4, "runs": 3, "batches": 1}
+    found = ro.tune(work, ["bf16", "fp16"], **arguments)
+    # values near 1 in this net: fp16 has 3 bits more, 18 dB
+    assert found.half == "fp16"
+    alone = ro.tune(work, ["fp16"], **arguments)
+    assert found.runs[1].measured_db == pytest.approx(alone.runs[1].measured_db)
+    assert any("bf16 and fp16 too: fp16" in note for note in found.notes)
+
+
 def test_a_budget_may_be_used_again(tuned):
     found, work = tuned
     again = ro.tune(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import stat
 from pathlib import Path
@@ -91,14 +90,14 @@ def command(
 
 
 def _save(migration: Migration, script: Path, target: Path) -> None:
-    """Write the new text, with the rights and the byte-order mark of the script."""
+    """Write the new text, with the rights, the encoding and the mark of the script."""
     from roundoff.files import atomic_path, check_folder
+    from roundoff.lint import encoded
 
     check_folder(target.parent)
-    before = script.read_bytes()
-    mark = codecs.BOM_UTF8 if before.startswith(codecs.BOM_UTF8) else b""
+    data = encoded(migration.after, script.read_bytes())
     mode = stat.S_IMODE(script.stat().st_mode)
     place = Path(os.path.realpath(target))
     with atomic_path(place) as temporary:
-        temporary.write_bytes(mark + migration.after.encode())
+        temporary.write_bytes(data)
     place.chmod(mode)

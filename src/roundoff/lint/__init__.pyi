@@ -10,6 +10,7 @@ from .engine import parse as parse
 from .events import Act as Act
 from .events import Event as Event
 from .events import Loop as Loop
+from .files import encoded as encoded
 from .files import read as read
 from .findings import Finding as Finding
 from .findings import FixedFile as FixedFile

@@ -7,11 +7,12 @@ import enum
 from collections.abc import Iterable
 
 from roundoff.lint.bindings import is_self
+from roundoff.lint.containers import last_layer, part_of, replaced_head
+from roundoff.lint.makers import makers
 from roundoff.lint.script import Function, Script
 from roundoff.lint.tensors import (
     SAME_VALUES,
     Operation,
-    makers,
     number,
     operation,
     sources,
@@ -54,9 +55,16 @@ _LAYERS = {
 _KEEPS = SAME_VALUES | {"clamp", "clip", "clamp_min", "nan_to_num", "index"}
 _WRAPPERS = (
     "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
     "torch.nn.parallel.DistributedDataParallel",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
     "torch.compile",
+    "torch.jit.script",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "copy.deepcopy",
 )
+#: Which of several values: its place in a tuple, or its name in a dictionary.
+_Place = int | str | None
 _BASES = ("torch.nn.Module", "torch.nn.Sequential")
 _DEEPEST = 10
 
@@ -72,29 +80,46 @@ def output_of(script: Script, node: ast.expr | None) -> Output | None:
 
 
 def _output(
-    script: Script, node: ast.expr | None, element: int | None, depth: int
+    script: Script, node: ast.expr | None, element: _Place, depth: int
 ) -> Output | None:
     """``element`` is the place of the values where the expression is several."""
     if node is None or depth > _DEEPEST:
         return None
     if isinstance(node, ast.Tuple | ast.List):
-        inside = element is not None and element < len(node.elts)
-        part = node.elts[element] if inside and element is not None else None
+        part = _of_several(node, element)
         return _output(script, part, None, depth + 1)
     if isinstance(node, ast.Subscript):
         return _of_subscript(script, node, element, depth)
-    if isinstance(node, ast.Attribute) and node.attr == "logits":
-        return Output.LOGITS
+    if element is not None:
+        part = part_of(script, node, element)
+        if part is not None:
+            return _output(script, part, None, depth + 1)
+    if isinstance(node, ast.Attribute) and not is_self(node.value):
+        return _of_field(script, node, depth)
     if isinstance(node, ast.Name | ast.Attribute):
         return _of_name(script, node, element, depth)
     if isinstance(node, ast.IfExp):
-        several = [(node.body, element), (node.orelse, element)]
-        return _common(script, several, depth)
+        branches: list[tuple[ast.expr, _Place]] = [
+            (node.body, element),
+            (node.orelse, element),
+        ]
+        return _common(script, branches, depth)
     if isinstance(node, ast.Call):
         return _of_call(script, node, element, depth)
     if isinstance(node, ast.BinOp):
         return _of_arithmetic(script, node, depth)
     return None
+
+
+def _of_several(node: ast.Tuple | ast.List, element: _Place) -> ast.expr | None:
+    inside = isinstance(element, int) and element < len(node.elts)
+    return node.elts[element] if inside and isinstance(element, int) else None
+
+
+def _of_field(script: Script, node: ast.Attribute, depth: int) -> Output | None:
+    """``outputs.logits``, of an object of this script or of a library's model."""
+    output = _output(script, node.value, node.attr, depth + 1)
+    return Output.LOGITS if output is None and node.attr == "logits" else output
 
 
 def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Output | None:
@@ -105,14 +130,14 @@ def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Output | None
         if number(node.right) is not None:
             return _output(script, node.left, None, depth + 1)
     if isinstance(node.op, ast.Add):
-        parts = [(node.left, None), (node.right, None)]
+        parts: list[tuple[ast.expr, _Place]] = [(node.left, None), (node.right, None)]
         mixture = _common(script, parts, depth)
         return mixture if mixture is Output.SOFTMAX else None
     return None
 
 
 def _of_subscript(
-    script: Script, node: ast.Subscript, element: int | None, depth: int
+    script: Script, node: ast.Subscript, element: _Place, depth: int
 ) -> Output | None:
     """``model(x)[0]`` is the first of several outputs, or rows of the only one."""
     index = node.slice
@@ -121,17 +146,17 @@ def _of_subscript(
         if part is not None:
             return part
     if isinstance(index, ast.Constant) and isinstance(index.value, str):
-        return None
+        return _output(script, node.value, index.value, depth + 1)
     return _output(script, node.value, element, depth + 1)
 
 
 def _of_name(
     script: Script,
     node: ast.Name | ast.Attribute,
-    element: int | None,
+    element: _Place,
     depth: int,
 ) -> Output | None:
-    several = [
+    several: list[tuple[ast.expr, _Place]] = [
         (value, element if place is None else place)
         for value, place in sources(script, node)
         if value is not node
@@ -140,7 +165,7 @@ def _of_name(
 
 
 def _common(
-    script: Script, several: Iterable[tuple[ast.expr, int | None]], depth: int
+    script: Script, several: Iterable[tuple[ast.expr, _Place]], depth: int
 ) -> Output | None:
     """Return what all of several values are; None where they differ."""
     outputs = {_output(script, value, place, depth + 1) for value, place in several}
@@ -148,7 +173,7 @@ def _common(
 
 
 def _of_call(
-    script: Script, call: ast.Call, element: int | None, depth: int
+    script: Script, call: ast.Call, element: _Place, depth: int
 ) -> Output | None:
     each = operation(script, call)
     if each is not None:
@@ -159,7 +184,7 @@ def _of_call(
 
 
 def _of_operation(
-    script: Script, each: Operation, element: int | None, depth: int
+    script: Script, each: Operation, element: _Place, depth: int
 ) -> Output | None:
     if each.name in _FUNCTIONS:
         return _FUNCTIONS[each.name]
@@ -179,18 +204,23 @@ def _of_operation(
 
 
 def _of_layer_call(
-    script: Script, call: ast.Call, element: int | None, depth: int
+    script: Script, call: ast.Call, element: _Place, depth: int
 ) -> Output | None:
     """``self.head(x)``, ``model(x)``, ``nn.Softmax(dim=1)(x)``, a function of the script."""
     function = call.func
     if isinstance(function, ast.Name) and is_self(function):
         return _of_class(script, script.class_of(call), element, depth)
+    if isinstance(function, ast.Attribute) and function.attr == "forward":
+        function = function.value
     helper = script.function_of(call)
     if helper is not None:
         return _of_function(script, helper, element, depth)
     if script.called(call) is not None:
         return None
     several = makers(script, function)
+    if several and all(_is_published(script, maker) for maker in several):
+        head = replaced_head(script, function)
+        several = several if head is None else makers(script, head)
     if not several and script.things.kind(function) is Kind.MODEL:
         return _of_class(script, _only_model(script), element, depth)
     layers = {_of_layer(script, maker, element, depth + 1) for maker in several}
@@ -216,7 +246,7 @@ def _only_model(script: Script) -> ast.ClassDef | None:
 
 
 def _of_layer(
-    script: Script, maker: ast.Call, element: int | None, depth: int
+    script: Script, maker: ast.Call, element: _Place, depth: int
 ) -> Output | None:
     """Return what an object returns when it is called, by the call that made it."""
     if depth > _DEEPEST:
@@ -224,21 +254,29 @@ def _of_layer(
     name = script.called(maker)
     if name in _LAYERS:
         return _LAYERS[name]
-    if name == "torch.nn.Sequential" and maker.args:
-        return _of_last(script, maker.args[-1], depth)
+    if name == "torch.nn.Sequential":
+        return _of_last(script, last_layer(script, maker), depth)
     if name in _WRAPPERS and maker.args:
         inner = {
             _of_layer(script, each, element, depth + 1)
             for each in makers(script, maker.args[0])
         }
         return inner.pop() if len(inner) == 1 else None
+    if name == "timm.create_model":
+        return None if "num_classes=0" in ast.unparse(maker) else Output.LOGITS
     if name is not None and name.startswith("torchvision.models."):
         is_plain = "detection" not in name and "segmentation" not in name
         return Output.LOGITS if is_plain and "inception" not in name else None
     return _of_class(script, script.things.script_class(maker), element, depth)
 
 
-def _of_last(script: Script, layer: ast.expr, depth: int) -> Output | None:
+def _is_published(script: Script, maker: ast.Call) -> bool:
+    """Return True for a network of a library, which ends in a layer that is replaced."""
+    name = script.called(maker) or ""
+    return name.startswith(("torchvision.models.", "timm.create_model"))
+
+
+def _of_last(script: Script, layer: ast.expr | None, depth: int) -> Output | None:
     """Return what the last layer of a Sequential returns."""
     layers = {
         _of_layer(script, maker, None, depth + 1) for maker in makers(script, layer)
@@ -247,26 +285,36 @@ def _of_last(script: Script, layer: ast.expr, depth: int) -> Output | None:
 
 
 def _of_class(
-    script: Script, holder: ast.ClassDef | None, element: int | None, depth: int
+    script: Script, holder: ast.ClassDef | None, element: _Place, depth: int
 ) -> Output | None:
-    forward = None
-    for statement in () if holder is None else holder.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == "forward":
-            forward = statement
+    forward = script.things.method(holder, "forward")
     if forward is None:
-        return None
+        return _of_inherited(script, holder, depth)
     return _of_function(script, forward, element, depth)
 
 
+def _of_inherited(
+    script: Script, holder: ast.ClassDef | None, depth: int
+) -> Output | None:
+    """Return what ``class Net(nn.Sequential)`` returns: what its last layer does."""
+    bases = [] if holder is None else [script.qualified(each) for each in holder.bases]
+    if "torch.nn.Sequential" not in bases:
+        return None
+    for call in script.method_calls("__init__"):
+        inside = script.class_of(call) is holder and call.args
+        if inside and ast.unparse(call.func) == "super().__init__":
+            return _of_last(script, last_layer(script, call), depth + 1)
+    return None
+
+
 def _of_function(
-    script: Script, function: Function, element: int | None, depth: int
+    script: Script, function: Function, element: _Place, depth: int
 ) -> Output | None:
     """Return what a function returns, where all its returns agree."""
-    values = [
-        each.value
-        for each in script.nodes(ast.Return)
-        if script.scope(each) is function and each.value is not None
-    ]
-    if any(isinstance(value, ast.Tuple) != (element is not None) for value in values):
+    values = script.things.returned(function)
+    if any(
+        isinstance(value, ast.Tuple) != isinstance(element, int) for value in values
+    ):
         return None
-    return _common(script, [(value, element) for value in values], depth + 1)
+    several: list[tuple[ast.expr, _Place]] = [(value, element) for value in values]
+    return _common(script, several, depth + 1)

@@ -145,14 +145,24 @@ def _reaching(script: Script, use: ast.AST, bindings: list[Binding]) -> ast.expr
         return None
     nearest = above[-1]
     blocks = {id(parent) for parent in script.ancestors(use)}
-    holder = script.parent(nearest.statement)
-    if id(holder) not in blocks or _in_other_branch(script, nearest.statement, use):
+    outermost = _outside_contexts(script, nearest.statement, blocks)
+    holder = script.parent(outermost)
+    if id(holder) not in blocks or _in_other_branch(script, outermost, use):
         return None
     if nearest.element is not None or nearest.is_loop:
         return None
     if _comes_round(script, use, nearest, bindings):
         return None
     return nearest.value
+
+
+def _outside_contexts(script: Script, node: ast.AST, blocks: set[int]) -> ast.AST:
+    """Return the ``with`` statements around a node that a use is behind: they run always."""
+    above = script.parent(node)
+    while isinstance(above, ast.With | ast.AsyncWith) and id(above) not in blocks:
+        node = above
+        above = script.parent(node)
+    return node
 
 
 def _comes_round(

@@ -80,12 +80,22 @@ def autocast_call(script: Script, node: ast.expr | None) -> ast.Call | None:
     if script.things.kind(node) is not Kind.AUTOCAST:
         return None
     for _ in range(5):
-        if isinstance(node, ast.Call) and script.called(node) is not None:
-            return node
+        if isinstance(node, ast.Call):
+            if script.called(node) is not None:
+                return node
+            node = _returned(script, node)
+        elif node is not None:
+            node = script.definition(node)
         if node is None:
             return None
-        node = script.definition(node)
     return None
+
+
+def _returned(script: Script, call: ast.Call) -> ast.expr | None:
+    """Return what a function of the script returns, where it returns one thing."""
+    helper = script.function_of(call)
+    values = [] if helper is None else script.things.returned(helper)
+    return values[0] if len(values) == 1 else None
 
 
 def _default(device: str | None) -> str | None:

@@ -11,6 +11,8 @@ from roundoff.lint.script import Script
 
 _REST_OF_LINE = re.compile(rb"[ \t]*(?:#[^\r\n]*)?(?=\r|\n|$)")
 
+_EMPTY_REST = re.compile(rb"[ \t]*(?:\r\n|\r|\n)")
+
 
 def replaced(script: Script, node: ast.AST, text: str) -> Edit:
     """Return the edit that puts a text in place of a node."""
@@ -35,6 +37,20 @@ def line_after(script: Script, statement: ast.stmt, text: str) -> tuple[Edit, ..
     if indent is None or rest is None:
         return ()
     return (Edit(rest.end(), rest.end(), f"{_line_end(script)}{indent}{text}"),)
+
+
+def line_removed(script: Script, statement: ast.stmt) -> tuple[Edit, ...]:
+    """Return the edit that takes a statement out with its line; none where other code or a
+    comment shares the line, or where it is the only statement of its block.
+    """
+    start, end = script.span(statement)
+    indent = _indent(script, start)
+    rest = _EMPTY_REST.match(script.source, end)
+    holder = script.parent(statement)
+    block = getattr(holder, "body", [])
+    if indent is None or rest is None or len(block) < 2 or statement not in block:
+        return ()
+    return (Edit(start - len(indent), rest.end(), ""),)
 
 
 def moved_out(script: Script, statements: Sequence[ast.stmt]) -> tuple[Edit, ...]:
@@ -79,4 +95,6 @@ def _indent(script: Script, start: int) -> str | None:
 
 
 def _line_end(script: Script) -> str:
-    return "\r\n" if b"\r\n" in script.source else "\n"
+    if b"\r\n" in script.source:
+        return "\r\n"
+    return "\r" if b"\r" in script.source else "\n"

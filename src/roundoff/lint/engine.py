@@ -24,19 +24,32 @@ class FixableFinding:
     edits: tuple[Edit, ...]
 
 
-def parse(code: str, path: str) -> Script:
-    """Return a script. Raises ``ValueError`` with the reason where it is no Python."""
+def parse(code: str, path: str, cells: Sequence[tuple[int, int]] = ()) -> Script:
+    """Return a script. Raises ``ValueError`` with the reason where it is no Python.
+
+    ``cells`` are the places of the lines in a notebook, as ``Text`` has them.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Script(code, path)
     except SyntaxError as error:
-        where = "" if error.lineno is None else f"line {error.lineno}: "
+        where = _place(error.lineno, cells)
         raise ValueError(f"does not parse: {where}{error.msg}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
     except MemoryError:
         raise ValueError("nested too deep for the parser") from None
+
+
+def _place(line: int | None, cells: Sequence[tuple[int, int]]) -> str:
+    """Return where a script does not parse, as the start of a sentence."""
+    if line is None:
+        return ""
+    if 0 < line <= len(cells):
+        cell, line_of_cell = cells[line - 1]
+        return f"cell {cell}, line {line_of_cell}: "
+    return f"line {line}: "
 
 
 def check(script: Script, rules: Iterable[Rule]) -> list[FixableFinding]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
+import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from roundoff.foreign import parse_json
 
 #: Bytes of a script; generated files may have more, written ones have not.
 LARGEST = 2 * 2**20
+#: Bytes of a notebook, which holds its pictures too.
+LARGEST_NOTEBOOK = 64 * 2**20
 _SUFFIXES = (".py", ".ipynb")
 _SKIPPED = {
     ".git",
@@ -92,34 +99,64 @@ def read(path: Path) -> Text:
         if not path.is_file():
             raise UnreadableError("not a file")
         size = path.stat().st_size
-        if size > LARGEST:
+        most = LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST
+        if size > most:
             raise UnreadableError(
-                f"{size:,} bytes: more than the {LARGEST:,} that are read"
+                f"{size:,} bytes: more than the {most:,} that are read"
             )
         data = path.read_bytes()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UnreadableError(reason) from None
-    has_mark = data.startswith(b"\xef\xbb\xbf")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnreadableError(f"not UTF-8: byte {error.start}") from None
     if path.suffix == ".ipynb":
-        return _notebook(path, text)
-    return Text(path, text, has_mark=has_mark)
+        return _notebook(path, _decoded(data, "utf-8-sig"))
+    return _script(path, data)
+
+
+def _script(path: Path, data: bytes) -> Text:
+    encoding = encoding_of(data)
+    has_mark = data.startswith(codecs.BOM_UTF8)
+    return Text(path, _decoded(data, encoding), has_mark=has_mark)
+
+
+def encoding_of(data: bytes) -> str:
+    """Return the encoding that a script declares in its first two lines, UTF-8 without.
+
+    Raises ``UnreadableError`` where Python knows none of that name.
+    """
+    lines = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+    try:
+        encoding, _ = tokenize.detect_encoding(lines.readline)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        if _UTF_16.match(data):
+            raise UnreadableError("not UTF-8: it is UTF-16") from None
+        reason = str(error) if "encoding" in str(error) else "the first lines"
+        raise UnreadableError(f"not UTF-8: {reason}") from None
+    return encoding
+
+
+def encoded(text: str, before: bytes) -> bytes:
+    """Return the bytes of a mended script, in the encoding that its file had before."""
+    mark = codecs.BOM_UTF8 if before.startswith(codecs.BOM_UTF8) else b""
+    return mark + text.encode(encoding_of(before).removesuffix("-sig"))
+
+
+_UTF_16 = re.compile(rb"\xff\xfe|\xfe\xff")
+
+
+def _decoded(data: bytes, encoding: str) -> str:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        name = "UTF-8" if encoding.startswith("utf-8") else encoding
+        raise UnreadableError(f"not {name}: byte {error.start}") from None
 
 
 def _notebook(path: Path, text: str) -> Text:
     """Return the code cells of a notebook as one script; magics become ``pass``."""
     try:
-        cells = parse_json(text)["cells"]
-        sources = [
-            ("".join(cell["source"]), number)
-            for number, cell in enumerate(cells, 1)
-            if cell["cell_type"] == "code"
-        ]
-    except (ValueError, KeyError, TypeError, json.JSONDecodeError):
+        sources = list(_code_cells(parse_json(text)))
+    except (ValueError, KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise UnreadableError("not a notebook") from None
     lines: list[str] = []
     places: list[tuple[int, int]] = []
@@ -130,6 +167,15 @@ def _notebook(path: Path, text: str) -> Text:
             lines.append(_without_magic(line))
             places.append((cell, number))
     return Text(path, "\n".join(lines), tuple(places))
+
+
+def _code_cells(notebook: Any) -> Iterator[tuple[str, int]]:
+    """Yield the text and the number of each code cell, also of notebooks before format 4."""
+    sheets = notebook.get("worksheets", [notebook])
+    cells = [cell for sheet in sheets for cell in sheet["cells"]]
+    for number, cell in enumerate(cells, 1):
+        if cell["cell_type"] == "code":
+            yield "".join(cell["source"] if "source" in cell else cell["input"]), number
 
 
 def _without_magic(line: str) -> str:

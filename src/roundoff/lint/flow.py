@@ -28,6 +28,8 @@ class _Around:
     loops: tuple[tuple[ast.AST, int], ...] = ()
     #: what parameters of helper functions stand for
     names: tuple[tuple[str, Thing], ...] = ()
+    #: what callers pass for parameters that are tested
+    tests: tuple[tuple[str, ast.expr], ...] = ()
     functions: tuple[ast.AST, ...] = ()
 
 
@@ -102,13 +104,13 @@ def _events_inside(trace: Trace, node: ast.AST) -> Iterator[Event]:
 
 def traces(script: Script) -> list[Trace]:
     """Walk the module and each function that no other function of the script calls."""
-    callers = script.things.callers()
+    followed = script.things.followed()
     functions = script.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
     functions.sort(key=lambda each: each.lineno)
     walked: set[ast.AST] = set()
     traces = []
     for root in (script.tree, *functions):
-        if root in walked or root in callers:
+        if root in walked or root in followed:
             continue
         walker = _Walker(script, Trace(root), walked)
         around = _Around(functions=(root,))
@@ -134,7 +136,8 @@ class _Walker:
                 return
             self.statement(statement, around)
             if isinstance(statement, ast.If):
-                around = _after(statement, around)
+                test = self._written_out(statement.test, around)
+                around = _after(statement, test, around)
 
     def statement(self, statement: ast.stmt, around: _Around) -> None:
         if isinstance(statement, ast.If):
@@ -154,7 +157,7 @@ class _Walker:
 
     def branches(self, statement: ast.If, around: _Around) -> None:
         self.expressions(statement.test, around)
-        yes, no = outcomes(statement.test)
+        yes, no = outcomes(self._written_out(statement.test, around))
         self.block(statement.body, _under(around, yes))
         self.block(statement.orelse, _under(around, no))
 
@@ -235,11 +238,14 @@ class _Walker:
             return
         self.walked.add(function)
         names = around.names
+        tests = around.tests
         if call is not None:
             names = (*self._passed(function, call, around), *names)
+            tests = (*self._passed_tests(function, call, around), *tests)
         inside = replace(
             around,
             names=names,
+            tests=tests,
             functions=(*around.functions, function),
             contexts=(*around.contexts, *function.decorator_list),
         )
@@ -255,6 +261,45 @@ class _Walker:
             if thing is not None:
                 key = f"{parameter.arg}@{function.lineno}"
                 yield key, _resolved(thing, around.names)
+
+    def _written_out(self, test: ast.expr, around: _Around, depth: int = 0) -> ast.expr:
+        """Return a test with names replaced by the comparisons that they hold."""
+        if depth > _DEEPEST:
+            return test
+        if isinstance(test, ast.Name):
+            return self._held(test, around, depth)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            operand = self._written_out(test.operand, around, depth + 1)
+            return ast.UnaryOp(test.op, operand)
+        if isinstance(test, ast.BoolOp):
+            values = [
+                self._written_out(each, around, depth + 1) for each in test.values
+            ]
+            return ast.BoolOp(test.op, values)
+        return test
+
+    def _held(self, name: ast.Name, around: _Around, depth: int) -> ast.expr:
+        """Return the comparison that a name holds; the name where it holds none."""
+        key = f"{name.id}@{getattr(self.script.home(name), 'lineno', 0)}"
+        for parameter, passed in around.tests:
+            if parameter == key:
+                return passed
+        value = self.script.definition(name)
+        if isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            return self._written_out(value, around, depth + 1)
+        return name
+
+    def _passed_tests(
+        self, function: Function, call: ast.Call, around: _Around
+    ) -> Iterator[tuple[str, ast.expr]]:
+        """Yield the comparisons that a caller passes for the parameters of a helper."""
+        for parameter in (*function.args.args, *function.args.kwonlyargs):
+            argument = argument_for(function, parameter.arg, call)
+            if argument is None:
+                continue
+            test = self._written_out(argument, around)
+            if isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+                yield f"{parameter.arg}@{function.lineno}", test
 
     def events(self, node: ast.AST, around: _Around) -> None:
         for event in acts_of(self.script, node):
@@ -280,9 +325,9 @@ def _under(around: _Around, conditions: Iterable[Condition]) -> _Around:
     return replace(around, conditions=(*around.conditions, *conditions))
 
 
-def _after(statement: ast.If, around: _Around) -> _Around:
+def _after(statement: ast.If, test: ast.expr, around: _Around) -> _Around:
     """Return what holds behind an ``if`` of which a branch leaves."""
-    yes, no = outcomes(statement.test)
+    yes, no = outcomes(test)
     if _leaves(statement.body):
         return _under(around, no)
     if _leaves(statement.orelse):

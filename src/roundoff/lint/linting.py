@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import stat
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 from roundoff.files import atomic_path
 from roundoff.lint.config import LintConfig
 from roundoff.lint.engine import FixableFinding, check, mended, parse
-from roundoff.lint.files import Text, files_below, read
+from roundoff.lint.files import Text, encoded, files_below, read
 from roundoff.lint.findings import Finding, FixedFile, LintResult, Unread
 from roundoff.lint.rule import Edit, Rule
 
@@ -57,7 +56,7 @@ def _unique(paths: Iterable[Path], config: LintConfig) -> Iterable[Path]:
 def lint_text(text: Text, rules: Iterable[Rule]) -> list[FixableFinding]:
     """Lint one text. Raises ``ValueError`` with the reason where it is no Python."""
     try:
-        places = check(parse(text.code, str(text.path)), rules)
+        places = check(parse(text.code, str(text.path), text.cells), rules)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if text.cells:
@@ -102,7 +101,17 @@ def _mend(
         code = candidate
         places = after
         fixes += 1
-    return FixedFile(str(text.path), text.code, code, fixes), places
+    left = [_without_refused(each, refused) for each in places]
+    return FixedFile(str(text.path), text.code, code, fixes), left
+
+
+def _without_refused(
+    place: FixableFinding, refused: set[tuple[str, tuple[Edit, ...]]]
+) -> FixableFinding:
+    """Return a finding without a fix that would have broken another rule."""
+    if (place.finding.code, place.edits) not in refused:
+        return place
+    return FixableFinding(replace(place.finding, fixable=False), ())
 
 
 def _lint_or_none(text: Text, rules: Sequence[Rule]) -> list[FixableFinding] | None:
@@ -134,7 +143,7 @@ def write_fixed(result: LintResult) -> None:
             continue
         path = Path(os.path.realpath(file.path))
         mode = stat.S_IMODE(path.stat().st_mode)
-        mark = codecs.BOM_UTF8 if path.read_bytes().startswith(codecs.BOM_UTF8) else b""
+        data = encoded(file.after, path.read_bytes())
         with atomic_path(path) as temporary:
-            temporary.write_bytes(mark + file.after.encode())
+            temporary.write_bytes(data)
         path.chmod(mode)

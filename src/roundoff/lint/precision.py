@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 
+from roundoff.lint.bindings import is_self
+from roundoff.lint.makers import makers
 from roundoff.lint.script import Script
-from roundoff.lint.tensors import keyword_of, operation, value_of
+from roundoff.lint.tensors import keyword_of, number, operation, sources, value_of
 
 
 class Low(enum.Enum):
@@ -70,6 +73,8 @@ def _low(script: Script, node: ast.expr | None, depth: int) -> Low | None:
     if depth > _DEEPEST:
         return None
     node = value_of(script, node)
+    if isinstance(node, ast.Name):
+        return _of_part(script, node, depth)
     if isinstance(node, ast.BinOp):
         return _of_arithmetic(script, node, depth)
     if isinstance(node, ast.UnaryOp):
@@ -79,6 +84,15 @@ def _low(script: Script, node: ast.expr | None, depth: int) -> Low | None:
     if isinstance(node, ast.Call):
         return _of_call(script, node, depth)
     return None
+
+
+def _of_part(script: Script, name: ast.Name, depth: int) -> Low | None:
+    """Return the format of one of several values that are unpacked from one tensor."""
+    several = sources(script, name)
+    if not several or any(place is None for _, place in several):
+        return None
+    formats = {_low(script, value, depth + 1) for value, _ in several}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Low | None:
@@ -91,18 +105,58 @@ def _of_arithmetic(script: Script, node: ast.BinOp, depth: int) -> Low | None:
     return (left or right) if _is_scalar(script, other) else None
 
 
-def _is_scalar(script: Script, node: ast.expr) -> bool:
-    """Return True for what does not widen a tensor: numbers, and what math computes."""
+def _is_scalar(script: Script, node: ast.expr, depth: int = 0) -> bool:
+    """Return True for what does not widen a tensor: numbers, sizes, what math computes."""
+    if depth > _DEEPEST:
+        return False
     value = value_of(script, node)
     if isinstance(value, ast.Constant):
         return True
+    if isinstance(value, ast.UnaryOp):
+        return _is_scalar(script, value.operand, depth + 1)
     if isinstance(value, ast.BinOp):
-        return _is_scalar(script, value.left) and _is_scalar(script, value.right)
+        sides = (value.left, value.right)
+        return all(_is_scalar(script, side, depth + 1) for side in sides)
     if isinstance(value, ast.Call):
-        name = script.called(value) or ""
-        return name.startswith(("math.", "numpy."))
-    name = ast.unparse(node)
-    return name in ("decay", "self.decay", "momentum", "scale", "alpha", "beta")
+        name = script.called(value) or ast.unparse(value.func)
+        return name.startswith(("math.", "numpy.")) or name.endswith(_SIZES)
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.value, ast.Attribute) and value.value.attr == "shape"
+    return _is_scalar_name(script, node, depth)
+
+
+_SIZES = (".size", ".item", ".dim", ".numel", "len", "int", "float")
+
+
+def _is_scalar_name(script: Script, node: ast.expr, depth: int) -> bool:
+    """Return True for a name that holds numbers by all that the script says of it."""
+    if ast.unparse(node) in (
+        "decay",
+        "self.decay",
+        "momentum",
+        "scale",
+        "alpha",
+        "beta",
+    ):
+        return True
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    several = sources(script, node)
+    if several:
+        return all(
+            _is_size(value) or (place is None and _is_scalar(script, value, depth + 1))
+            for value, place in several
+            if value is not node
+        )
+    home = script.home(node) if isinstance(node, ast.Name) else None
+    return getattr(home, "name", "") == "__init__"
+
+
+def _is_size(value: ast.expr) -> bool:
+    """Return True for ``x.shape`` and ``x.size()``."""
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Attribute) and value.func.attr == "size"
+    return isinstance(value, ast.Attribute) and value.attr == "shape"
 
 
 def _of_call(script: Script, call: ast.Call, depth: int) -> Low | None:
@@ -111,6 +165,8 @@ def _of_call(script: Script, call: ast.Call, depth: int) -> Low | None:
         return low
     if keyword_of(call, "dtype") is not None:
         return None
+    if is_low_layer(script, call):
+        return Low.HALF
     each = operation(script, call)
     if each is None or each.name in _WIDENS or each.name in ("to", "type"):
         is_move = each is not None and each.name == "to" and _is_move(call)
@@ -120,6 +176,50 @@ def _of_call(script: Script, call: ast.Call, depth: int) -> Low | None:
     return None
 
 
+def is_low_layer(script: Script, call: ast.Call) -> bool:
+    """Return True for a layer of a model that the script casts to float16:
+    ``self.linear(x)``.
+    """
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not is_self(function.value):
+        return False
+    holder = script.class_of(call)
+    if holder is None or holder not in half_classes(script):
+        return False
+    several = makers(script, function)
+    return bool(several) and all(
+        (script.called(maker) or "").startswith(_WEIGHTED) for maker in several
+    )
+
+
+_WEIGHTED = ("torch.nn.Linear", "torch.nn.Conv", "torch.nn.Embedding")
+
+
+@functools.lru_cache(maxsize=1)  # asked for each layer of a script
+def half_classes(script: Script) -> frozenset[ast.ClassDef]:
+    """Return the model classes whose objects the script casts to float16, with the classes
+    of their parts.
+    """
+    things = script.things
+    waiting = [
+        things.object_class(call.func.value)
+        for call in script.method_calls("half", "to")
+        if isinstance(call.func, ast.Attribute) and cast_of(script, call) is Low.HALF
+    ]
+    classes: set[ast.ClassDef] = set()
+    while waiting:
+        definition = waiting.pop()
+        if definition is None or definition in classes:
+            continue
+        classes.add(definition)
+        waiting += [
+            things.script_class(each)
+            for each in ast.walk(definition)
+            if isinstance(each, ast.Call)
+        ]
+    return frozenset(classes)
+
+
 _FUNCTIONS = frozenset({"softmax", "square", "pow", "abs", "sum", "relu", "matmul"})
 
 
@@ -127,3 +227,31 @@ def _is_move(call: ast.Call) -> bool:
     """Return True for ``.to(device)``, which keeps the format."""
     text = ast.unparse(call.args[0]) if call.args else ""
     return "device" in text or "cuda" in text or "cpu" in text
+
+
+def constant_of(script: Script, node: ast.expr | None) -> float | None:
+    """Return the number that is written here, or that a name holds: a constant, or what a
+    parameter is where no caller in the script passes another.
+    """
+    value = number(node)
+    if value is not None or not isinstance(node, ast.Name | ast.Attribute):
+        return value
+    held = number(value_of(script, node))
+    if held is not None or not isinstance(node, ast.Name):
+        return held
+    function = script.home(node)
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    passed = sources(script, node)
+    return None if passed else number(_default(function, node.id))
+
+
+def _default(function: ast.FunctionDef, name: str) -> ast.expr | None:
+    """Return the default of a parameter."""
+    arguments = function.args
+    named = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    if name in named:
+        place = named.index(name) - (len(named) - len(arguments.defaults))
+        return arguments.defaults[place] if place >= 0 else None
+    only = [each.arg for each in arguments.kwonlyargs]
+    return arguments.kw_defaults[only.index(name)] if name in only else None

@@ -192,50 +192,6 @@ def _of_binding(script: Script, binding: Binding) -> list[tuple[ast.expr, int | 
     return [(each, None) for each in passed if each is not None]
 
 
-def makers(script: Script, node: ast.expr | None, depth: int = 0) -> list[ast.Call]:
-    """Return the calls that may have made an object: ``nn.Softmax(dim=1)`` of
-    ``self.softmax``. Empty where that is not known.
-    """
-    if node is None or depth > _DEEPEST:
-        return []
-    if isinstance(node, ast.Call):
-        function = node.func
-        is_method = isinstance(function, ast.Attribute) and not script.called(node)
-        if (
-            is_method
-            and isinstance(function, ast.Attribute)
-            and function.attr in _SAME_OBJECT
-        ):
-            return makers(script, function.value, depth + 1)
-        return [node]
-    if not isinstance(node, ast.Name | ast.Attribute):
-        return []
-    calls = []
-    for value, element in sources(script, node):
-        if value is node or element is not None:
-            return []
-        several = makers(script, value, depth + 1)
-        if not several:
-            return []
-        calls += several
-    return calls
-
-
-_SAME_OBJECT = frozenset(
-    {
-        "to",
-        "cuda",
-        "cpu",
-        "train",
-        "eval",
-        "half",
-        "float",
-        "bfloat16",
-        "requires_grad_",
-    }
-)
-
-
 def number(node: ast.AST | None) -> float | None:
     """Return the number that is written here; None for anything else."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -149,6 +149,7 @@ class Things:
         self._open: set[tuple[int, str]] = set()
         self._functions: dict[ast.Call, Function | None] = {}
         self._callers: dict[ast.AST, list[ast.Call]] | None = None
+        self._followed: set[Function] | None = None
 
     def thing(self, node: ast.AST | None) -> Thing | None:
         """Return what an expression names; None for what is none of the known kinds."""
@@ -213,6 +214,7 @@ class Things:
 
     def _kind_of_element(self, container: ast.expr, depth: int) -> Kind | None:
         """Return the kind of what stands in a list or dictionary."""
+        container = _gone_through(container)
         value = self.script.definition(container) or container
         elements: list[ast.expr | None] = []
         if isinstance(value, ast.List | ast.Tuple):
@@ -311,20 +313,96 @@ class Things:
         function = call.func
         if isinstance(function, ast.Name):
             home = self.script.home(function)
-            return self._defined(home, function.id, ast.FunctionDef)
+            defined = self._defined(home, function.id, ast.FunctionDef)
+            return defined or self._called_object(function)
         if not isinstance(function, ast.Attribute):
             return None
         if is_self(function.value):
-            return self._method(self.script.class_of(call), function.attr)
-        holder = self._object_class(function.value)
-        return self._method(holder, function.attr)
+            method = self.method(self.script.class_of(call), function.attr)
+        else:
+            holder = self.object_class(function.value)
+            method = self.method(holder, function.attr)
+        return method or self._called_object(function)
 
-    def _object_class(self, node: ast.expr) -> ast.ClassDef | None:
-        """Return the class of this script that an object is of."""
-        value = node if isinstance(node, ast.Call) else self.script.definition(node)
-        return self.script_class(value) if isinstance(value, ast.Call) else None
+    def _called_object(self, node: ast.expr) -> Function | None:
+        """Return ``__call__`` of the object that a name holds."""
+        if isinstance(node, ast.Name) and is_self(node):
+            return None
+        return self.method(self.object_class(node), "__call__")
 
-    def _method(self, holder: ast.ClassDef | None, name: str) -> Function | None:
+    def object_class(self, node: ast.expr, depth: int = 0) -> ast.ClassDef | None:
+        """Return the class of this script that an object is of, also where a caller made it."""
+        if isinstance(node, ast.Call):
+            return self._made_class(node, depth)
+        if depth > _DEEPEST or not isinstance(node, ast.Name | ast.Attribute):
+            return None
+        definition = self.script.definition(node)
+        if definition is not None and definition is not node:
+            return self.object_class(definition, depth + 1)
+        values = self._values(node)
+        classes = {self.object_class(value, depth + 1) for value in values}
+        return classes.pop() if len(classes) == 1 else None
+
+    def _made_class(self, call: ast.Call, depth: int) -> ast.ClassDef | None:
+        """Return the class of what a call returns: made, moved, or built by a function."""
+        definition = self.script_class(call)
+        if definition is not None or depth > _DEEPEST:
+            return definition
+        function = call.func
+        if isinstance(function, ast.Attribute) and function.attr in _SAME_OBJECT:
+            return self.object_class(function.value, depth + 1)
+        if not isinstance(function, ast.Name):
+            return None
+        builder = self._defined(
+            self.script.home(function), function.id, ast.FunctionDef
+        )
+        values = [] if builder is None else self.returned(builder)
+        classes = {self.object_class(value, depth + 1) for value in values}
+        return classes.pop() if len(classes) == 1 else None
+
+    def returned(self, function: Function) -> list[ast.expr]:
+        """Return the expressions that a function returns."""
+        return [
+            each.value
+            for each in self.script.nodes(ast.Return)
+            if each.value is not None and self.script.scope(each) is function
+        ]
+
+    def _values(self, node: ast.Name | ast.Attribute) -> list[ast.expr]:
+        """Return what a name may hold, ``None`` left out; parameters by their callers."""
+        values: list[ast.expr] = []
+        for home, binding in self._bindings_of(node):
+            if isinstance(binding.statement, ast.arg):
+                values += self._passed(home, binding.statement.arg)
+            elif binding.element is not None or binding.is_loop:
+                return []
+            elif binding.value is not None:
+                values.append(binding.value)
+        return [each for each in values if each is not node and not _is_none(each)]
+
+    def _passed(self, function: ast.AST, parameter: str) -> list[ast.expr]:
+        """Return what the callers that are noted so far pass for a parameter."""
+        calls = (self._callers or {}).get(function, ())
+        passed = [argument_for(function, parameter, call) for call in calls]
+        return [each for each in passed if each is not None]
+
+    def _bindings_of(
+        self, node: ast.Name | ast.Attribute
+    ) -> list[tuple[ast.AST, Binding]]:
+        home: ast.AST | None = None
+        name = ""
+        if isinstance(node, ast.Name):
+            home = self.script.home(node)
+            name = node.id
+        elif is_self(node.value):
+            home = self.script.class_of(node)
+            name = node.attr
+        if home is None:
+            return []
+        return [(home, each) for each in self.script.bindings(home).get(name, ())]
+
+    def method(self, holder: ast.ClassDef | None, name: str) -> Function | None:
+        """Return a method of a class of this script, also one that it inherits."""
         seen = 0
         while holder is not None and seen < _DEEPEST:
             for statement in holder.body:
@@ -383,14 +461,27 @@ class Things:
         if binding.value is None:
             return None
         if binding.is_loop:
-            return (
-                None
-                if binding.element is not None
-                else self._kind_of_element(binding.value, depth)
-            )
+            return self._kind_in_loop(binding.value, binding.element, depth)
         if binding.element is not None:
             return self._kind_of_part(binding.value, binding.element, depth)
         return self.kind(binding.value, depth + 1)
+
+    def _kind_in_loop(
+        self, iterated: ast.expr, element: int | None, depth: int
+    ) -> Kind | None:
+        """Return the kind of what a loop goes through: ``for name, o in d.items()``."""
+        if element is None:
+            return self._kind_of_element(iterated, depth)
+        if not isinstance(iterated, ast.Call):
+            return None
+        function = iterated.func
+        name = _last_name(function)
+        if name == "items" and isinstance(function, ast.Attribute) and element == 1:
+            return self._kind_of_element(function.value, depth)
+        if name == "enumerate" and iterated.args and element == 1:
+            return self._kind_of_element(iterated.args[0], depth)
+        is_zip = name == "zip" and element < len(iterated.args)
+        return self._kind_of_element(iterated.args[element], depth) if is_zip else None
 
     def _kind_of_part(self, value: ast.expr, element: int, depth: int) -> Kind | None:
         """Return the kind of one of several values that a call returns."""
@@ -429,18 +520,47 @@ class Things:
         """Return the calls of each function of this script."""
         if self._callers is None:
             self._callers = {}
-            for call in self.script.nodes(ast.Call):
-                function = self._called_function(call)
-                if function is not None:
-                    self._callers.setdefault(function, []).append(call)
+            waiting = self._note_callers(self.script.nodes(ast.Call))
+            # what a caller passes may be the object of a method that is called
+            self._functions = {
+                call: function
+                for call, function in self._functions.items()
+                if function is not None
+            }
+            self._note_callers(waiting)
         return self._callers
 
+    def _note_callers(self, calls: list[ast.Call]) -> list[ast.Call]:
+        """Note the functions of calls, and return the calls whose function is not known."""
+        callers = self._callers if self._callers is not None else {}
+        unknown = []
+        for call in calls:
+            function = self._called_function(call)
+            if function is None:
+                unknown.append(call)
+            else:
+                callers.setdefault(function, []).append(call)
+        return unknown
+
+    def followed(self) -> set[Function]:
+        """Return the functions that a walk through the script reaches by a call."""
+        if self._followed is None:
+            self.callers()
+            several = map(self.function_of, self.script.nodes(ast.Call))
+            self._followed = {each for each in several if each is not None}
+        return self._followed
+
     def _called_function(self, call: ast.Call) -> Function | None:
-        """Return the function or the ``__init__`` that a call runs."""
+        """Return the function that a call runs, also as ``__init__`` or ``forward``."""
         definition = self.script_class(call)
         if definition is not None:
-            return self._method(definition, "__init__")
-        return self.function_of(call)
+            return self.method(definition, "__init__")
+        function = self.function_of(call)
+        if function is not None:
+            return function
+        if isinstance(call.func, ast.Name) and is_self(call.func):
+            return self.method(self.script.class_of(call), "forward")
+        return self.method(self.object_class(call.func), "forward")
 
     def _kind_by_name(self, name: str) -> Kind | None:
         if _SCALER_NAME.match(name):
@@ -519,6 +639,21 @@ def _is_plain(binding: Binding) -> bool:
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         return value.func.attr in ("parse_args", "parse", "parse_known_args")
     return isinstance(value, ast.Dict | ast.JoinedStr | ast.Compare | ast.BinOp)
+
+
+def _gone_through(node: ast.expr) -> ast.expr:
+    """Return the container of ``d.values()``, ``reversed(x)`` and ``list(x)``."""
+    if not isinstance(node, ast.Call):
+        return node
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return function.value if function.attr == "values" else node
+    is_same = _last_name(function) in ("reversed", "list", "tuple", "sorted")
+    return node.args[0] if is_same and node.args else node
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _last_name(node: ast.AST) -> str | None:

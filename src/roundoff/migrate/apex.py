@@ -48,12 +48,14 @@ def from_apex(script: Script) -> Migration:
     )
     if "O0" in work.levels:
         return first
-    return _then_torch_amp(first)
+    switch = work.switches.pop() if len(work.switches) == 1 else ""
+    return _then_torch_amp(first, switch)
 
 
-def _then_torch_amp(plain: Migration) -> Migration:
+def _then_torch_amp(plain: Migration, switch: str) -> Migration:
     """Write mixed precision into a script that Apex was taken out of; all or nothing."""
-    second = migrate_text(parse(plain.after, plain.path), "amp", plan="", scales=True)
+    script = parse(plain.after, plain.path)
+    second = migrate_text(script, "amp", plan="", scales=True, switch=switch)
     lines = _lines_of_before(plain)
     left = _placed(second.left, lines)
     if not second.is_changed:
@@ -95,6 +97,8 @@ class _Work:
         self.edits = TextEdits(script)
         self.notes: list[Remark] = []
         self.levels: set[str] = set()
+        #: the tests under which alone Apex scales a loss
+        self.switches: set[str] = set()
 
     def is_used(self) -> bool:
         """Return True where the script imports apex.amp."""
@@ -150,7 +154,7 @@ class _Work:
                 level = str(keyword.value.value)
             elif keyword.arg == "opt_level":
                 level = ""
-            elif keyword.arg in ("loss_scale", "keep_batchnorm_fp32", "num_losses"):
+            elif keyword.arg in _INSTEAD and not _is_default(keyword.value):
                 text = f"{keyword.arg}={ast.unparse(keyword.value)} is left out"
                 self.notes.append(
                     Remark(call.lineno, f"{text}: {_INSTEAD[keyword.arg]}")
@@ -184,9 +188,23 @@ class _Work:
             if len(block.items) > 1 or not isinstance(call, ast.Call) or not call.args:
                 raise NotUnderstoodError(block.lineno, "amp.scale_loss beside others")
             self.edits.unwrap(block, _GONE)
+            self.switches.add(self._switch(block))
             if isinstance(item.optional_vars, ast.Name):
                 loss = self.script.segment(call.args[0])
                 self._rename(block, item.optional_vars.id, loss)
+
+    def _switch(self, block: ast.With) -> str:
+        """Return the test of ``if fp16: with amp.scale_loss(...)``, whose other branch is
+        the plain backward pass; an empty text without one.
+        """
+        above = self.script.parent(block)
+        if not isinstance(above, ast.If) or above.body != [block]:
+            return ""
+        others = {node for each in above.orelse for node in ast.walk(each)}
+        backward = self.script.method_calls("backward")
+        is_plain = any(call in others for call in backward)
+        is_name = isinstance(above.test, ast.Name | ast.Attribute)
+        return self.script.segment(above.test) if is_plain and is_name else ""
 
     def _rename(self, block: ast.With, name: str, text: str) -> None:
         """Write the loss itself where its scaled form was read."""
@@ -290,6 +308,11 @@ class _Work:
                 if name == (alias.asname or alias.name.partition(".")[0]):
                     return statement.lineno
         return 0
+
+
+def _is_default(value: ast.expr) -> bool:
+    """Return True for what torch.amp does anyway: a loss scale that moves."""
+    return isinstance(value, ast.Constant) and value.value in (None, "dynamic")
 
 
 _INSTEAD = {

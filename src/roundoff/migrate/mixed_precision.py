@@ -58,6 +58,10 @@ _NUMPY = "numpy has no bfloat16: under autocast write .float() in front of .nump
 _ON_CPU = (
     "this script names no device but the CPU, where fp16 is slower than fp32: --to bf16"
 )
+_STAYS_ON = (
+    "what turns mixed precision on is not known yet where the scaler is made: it scales "
+    "in fp32 too, and divides by the same; enabled=... switches it off"
+)
 _STEP = "skips the step where a gradient is not finite"
 _UPDATE = "the scale moves once an iteration, behind all steps"
 _BACKWARD = "small gradients are scaled out of the range that float16 flushes to zero"
@@ -65,7 +69,9 @@ _UNSCALE = "gradients are divided by the scale before they are clipped or read"
 _SCHEDULE = "the learning rate moves only where a step was taken"
 
 
-def migrate_text(script: Script, to: To, *, plan: str, scales: bool) -> Migration:
+def migrate_text(
+    script: Script, to: To, *, plan: str, scales: bool, switch: str = ""
+) -> Migration:
     """Write mixed precision into a script.
 
     Args:
@@ -73,12 +79,14 @@ def migrate_text(script: Script, to: To, *, plan: str, scales: bool) -> Migratio
         to: ``amp``, ``bf16`` or ``roundoff``.
         plan: of ``roundoff``, the file that the new text names.
         scales: the loss is scaled.
+        switch: the name, or ``self.name``, that turns mixed precision on; on without.
     """
+    settings = _Settings(to, plan, scales, switch)
     accepted: list[Loop] = []
     left: list[Remark] = []
     for loop in script.loops:
         try:
-            _write(script, [loop], to, plan, scales)
+            _write(script, [loop], settings)
         except NotUnderstoodError as error:
             left.append(error.remark)
         else:
@@ -86,7 +94,7 @@ def migrate_text(script: Script, to: To, *, plan: str, scales: bool) -> Migratio
     if not accepted:
         return Migration(script.path, script.text, script.text, left=_sorted(left))
     try:
-        work = _write(script, accepted, to, plan, scales)
+        work = _write(script, accepted, settings)
         text = work.edits.apply()
     except NotUnderstoodError as error:
         left.append(error.remark)
@@ -105,19 +113,27 @@ def _sorted(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
     return tuple(sorted(set(remarks)))
 
 
-def _write(
-    script: Script, loops: Sequence[Loop], to: To, plan: str, scales: bool
-) -> _Work:
+@dataclass(frozen=True)
+class _Settings:
+    """What is written: in which formats, by which plan, and what switches it on."""
+
+    to: To
+    plan: str
+    scales: bool
+    switch: str
+
+
+def _write(script: Script, loops: Sequence[Loop], settings: _Settings) -> _Work:
     """Gather the edits of some loops, of evaluation and of checkpoints.
 
     Raises ``NotUnderstoodError`` where one of the loops is not understood.
     """
-    work = _Work(script, to, plan, scales)
+    work = _Work(script, settings)
     for loop in loops:
         work.training(loop)
     work.evaluation()
     work.functions()
-    if scales:
+    if settings.scales:
         checkpoints = Checkpoints(script, work.edits, work.scalers)
         checkpoints.migrate()
         work.scalers.write()
@@ -132,17 +148,19 @@ class _Work:
     """The edits that migrate one script."""
 
     script: Script
-    to: To
-    plan: str
-    scales: bool
+    settings: _Settings
     notes: list[Remark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.to = self.settings.to
+        self.scales = self.settings.scales
         library = "torch" if self.to != "roundoff" else "roundoff"
         imported = imported_as(self.script, library)
         self.is_imported = imported is not None
         default = "torch" if self.to != "roundoff" else "ro"
-        self.target = Target(self.to, self.scales, self.plan, imported or default)
+        self.target = Target(
+            self.to, self.scales, self.settings.plan, imported or default
+        )
         self.torch = imported_as(self.script, "torch") or "torch"
         self.places = Places(self.script)
         self.edits = TextEdits(self.script)
@@ -162,7 +180,32 @@ class _Work:
         visible = [each for each in models if is_visible(self.script, each, place)]
         texts = {self.script.segment(model) for model in visible}
         model = texts.pop() if len(texts) == 1 else ""
-        return self.target.scaler(self._device(place, models), model)
+        switch = self._switch(place)
+        if self.settings.switch and not switch:
+            self.notes.append(Remark(0, _STAYS_ON))
+        return self.target.scaler(self._device(place, models), model, switch)
+
+    def _switch(self, place: ast.AST) -> str:
+        """Return what turns mixed precision on, where its name means that at a place."""
+        text = self.settings.switch
+        for node in self.script.nodes(ast.Name, ast.Attribute):
+            if ast.unparse(node) == text and self._is_set(node, place):
+                return text
+        return ""
+
+    def _is_set(self, switch: ast.Name | ast.Attribute, place: ast.AST) -> bool:
+        """Return True where a switch has its value at a place already."""
+        if not is_visible(self.script, switch, place):
+            return False
+        holder = self.script.class_of(switch)
+        attribute = switch.attr if isinstance(switch, ast.Attribute) else ""
+        bindings = self.script.bindings(holder).get(attribute, ()) if holder else ()
+        scope = self.script.scope(place)
+        return not any(
+            self.script.scope(each.statement) is scope
+            and getattr(each.statement, "lineno", 0) >= getattr(place, "lineno", 0)
+            for each in bindings
+        )
 
     def _device(self, place: ast.AST, models: list[ast.expr]) -> str:
         if self.to == "roundoff":
@@ -214,7 +257,7 @@ class _Work:
         model = ""
         if self.to == "roundoff":
             model = self._one_model(run, models)
-        return self.target.autocast(device, model)
+        return self.target.autocast(device, model, self._switch(run[0]))
 
     def _one_model(self, run: list[ast.stmt], models: list[ast.expr]) -> str:
         texts = [self.script.segment(model) for model in models]

@@ -25,21 +25,21 @@ class Target:
     plan: str
     library: str
 
-    def autocast(self, device: str, model: str) -> str:
+    def autocast(self, device: str, model: str, switch: str = "") -> str:
         """Return the line that opens a region of mixed precision."""
         if self.to == "roundoff":
             return f"with {self.library}.autocast({json.dumps(self.plan)}, {model}):"
         dtype = "float16" if self.to == "amp" else "bfloat16"
         return (
             f"with {self.library}.amp.autocast(device_type={device}, "
-            f"dtype={self.library}.{dtype}):"
+            f"dtype={self.library}.{dtype}{_enabled(switch)}):"
         )
 
-    def scaler(self, device: str, model: str) -> str:
+    def scaler(self, device: str, model: str, switch: str = "") -> str:
         """Return the expression that makes a scaler."""
         if self.to == "roundoff":
             return f"{self.library}.LossScaler({model})"
-        return f"{self.library}.amp.GradScaler({device})"
+        return f"{self.library}.amp.GradScaler({device}{_enabled(switch)})"
 
     def backward(self, scaler: str, loss: str, arguments: str) -> str:
         """Return the backward pass of the scaled loss."""
@@ -52,3 +52,7 @@ class Target:
     def unscale(self) -> str:
         """The name of the method that divides gradients by the scale."""
         return "unscale" if self.to == "roundoff" else "unscale_"
+
+
+def _enabled(switch: str) -> str:
+    return f", enabled={switch}" if switch else ""

@@ -130,6 +130,8 @@ _NOTHING = {
     "contrib.tpu.": "TPUs have interfaces of their own: write the script for tf.estimator first",
     "function": "tf.function belongs to TensorFlow 2: npu_device.open().as_default()",
     "GradientTape": "eager TensorFlow 2: npu_device.open().as_default()",
+    "RunMetadata": "the NPU's times are not in a run's metadata: set profiling_mode in the session's configuration",
+    "train.ProfilerHook": "the NPU's times are not in its timeline: set profiling_mode in the session's configuration",
     "summary.image": "images of summaries are not written from the NPU",
 }
 
@@ -153,11 +155,12 @@ def to_npu_bridge(script: Script) -> Migration:
     work = _Work(script, tensorflow)
     try:
         is_ported = work.sessions() | work.estimators()
-        if not is_ported:
+        if not is_ported and not work.keras():
             raise ScriptError(
                 "no session and no estimator found",
                 where=script.path,
-                expected="tf.Session, tf.train.MonitoredTrainingSession or tf.estimator.Estimator",
+                expected="tf.Session, tf.train.MonitoredTrainingSession, tf.estimator.Estimator, or a model "
+                "of Keras that is fitted",
                 do="TensorFlow 2 runs on NPUs by npu_device.open().as_default()",
             )
         work.loss_scales()
@@ -289,6 +292,44 @@ class _Work:
         if not is_with and not self.script.method_calls("close"):
             reason = "close the session, or make it by `with`: the NPU is released then"
             self.notes.append(Remark(call.lineno, reason))
+
+    # -- Keras -------------------------------------------------------------------------
+
+    def keras(self) -> bool:
+        """Give Keras a session on the NPU; return True where it fits a model."""
+        backend = self._keras_backend()
+        fits = self.script.method_calls("fit", "fit_generator", "train_on_batch")
+        first = next(filter(_is_work, self.script.tree.body), None)
+        if backend is None or not fits or first is None:
+            return False
+        declared = f"{self.config} = {self.tf}.ConfigProto()"
+        self._write(first, self.config, before=True, first=declared)
+        self.edits.before(
+            first,
+            [f"{backend}.set_session({self.tf}.Session(config={self.config}))"],
+            "Keras runs in this session, which is on the NPU",
+        )
+        self.notes.append(Remark(first.lineno, _KERAS_VERSION))
+        for call in self.script.method_calls("compile"):
+            self.left.append(Remark(call.lineno, _KERAS_LOSS_SCALE))
+        return True
+
+    def _keras_backend(self) -> str | None:
+        """Return how a script can write Keras' backend; None where it has no Keras."""
+        targets = self.script.imports
+        for name, target in targets.items():
+            if target in ("keras.backend", "tensorflow.keras.backend"):
+                return name
+        names = set(targets.values())
+        if any(target.split(".")[0] == "keras" for target in names):
+            return "keras.backend" if targets.get("keras") == "keras" else None
+        spelled = any(target.startswith("tensorflow.keras") for target in names)
+        return f"{self.tf}.keras.backend" if spelled or self._has_keras() else None
+
+    def _has_keras(self) -> bool:
+        """Return True where the script writes ``tf.keras``."""
+        names = map(self.script.qualified, self.script.nodes(ast.Attribute))
+        return any((name or "").startswith("tensorflow.keras") for name in names)
 
     # -- estimators --------------------------------------------------------------------
 
@@ -526,6 +567,24 @@ class _Work:
 
 
 _GELU = "the NPU's own gelu is one operator"
+
+
+_KERAS_VERSION = (
+    "this is Keras of TensorFlow 1.15; in TensorFlow 2 it is "
+    "npu_device.open().as_default()"
+)
+_KERAS_LOSS_SCALE = (
+    "npu_bridge has no loss scale for Keras' optimizers: compile with an optimizer of "
+    "tf.train in an NPULossScaleOptimizer, or keep precision_mode at must_keep_origin_dtype"
+)
+
+
+def _is_work(statement: ast.stmt) -> bool:
+    """Return True for what comes behind the imports and the text of a module."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(
+        statement.value, ast.Constant
+    )
+    return not is_text and not isinstance(statement, ast.Import | ast.ImportFrom)
 
 
 def _is_gelu(function: ast.FunctionDef) -> bool:

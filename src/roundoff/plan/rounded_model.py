@@ -20,7 +20,7 @@ from roundoff.errors import NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
 from roundoff.ops import Call, execute, float_tensors, runs, watch
 from roundoff.plan.output_noise import powers
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, same_draws
 from roundoff.workload import Workload, named_tensors, target_tensors
 
 
@@ -141,7 +141,7 @@ def run_batches(
     handler.wanted = target if target is not None and "/" in target else None
     ran = Ran([], [], handler)
     chosen = workload.batches[batches]
-    with preserve(workload.model), torch.no_grad():
+    with preserve(workload.model), same_draws(), torch.no_grad():
         workload.model.eval()
         with watch(workload.model, handler) as mode:
             for index, batch in enumerate(chosen):

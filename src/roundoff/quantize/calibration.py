@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from roundoff.budget import sqnr_db
 from roundoff.errors import QuantizationError
 from roundoff.plan import worst_noise
+from roundoff.preserve import same_draws
 from roundoff.quantize.computed_weights import (
     computed_tensors,
     store_computed_weights_,
@@ -73,7 +74,7 @@ class Calibration:
     def outputs(self, batches: Sequence[Any]) -> list[dict[str, Tensor]]:
         """Run the quantized model; without gradients, in the mode that it is in."""
         workload = self.workload.with_model(self.model)
-        with torch.no_grad():
+        with same_draws(), torch.no_grad():
             return [named_tensors(workload.run(batch)) for batch in batches]
 
     def measure_db(self) -> float:
@@ -97,7 +98,7 @@ def reference_outputs(workload: Workload) -> list[dict[str, Tensor]]:
     training = model.training
     try:
         model.eval()
-        with torch.no_grad():
+        with same_draws(), torch.no_grad():
             batches = workload.batches[:MEASURED_BATCHES]
             outputs = [workload.run(batch) for batch in batches]
             return [workload.judged.tensors(output) for output in outputs]

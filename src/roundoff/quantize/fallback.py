@@ -37,7 +37,7 @@ from roundoff.budget import (
 from roundoff.errors import InfeasibleError, QuantizationError
 from roundoff.formats import parse_format
 from roundoff.plan import Plan, detached, output_noises
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, same_draws
 from roundoff.quantize.calibration import with_batches
 from roundoff.quantize.model import QuantizedModel
 from roundoff.quantize.options import Options, Rounding
@@ -282,7 +282,7 @@ class _Judge:
 
     def _run(self, model: nn.Module) -> list[Any]:
         workload = self.data.with_model(model)
-        with preserve(model), torch.no_grad():
+        with preserve(model), same_draws(), torch.no_grad():
             model.eval()
             return [detached(workload.run(batch)) for batch in self.data.batches]
 

@@ -1,7 +1,8 @@
 """Several runs of a model kept in step: each stops at a decision until it is made.
 
 A run is a thread, of which one at a time is awake: this is no parallel work, but a way to
-stop a forward pass in the middle of whatever code the user's model is made of.
+stop a forward pass in the middle of whatever code the user's model is made of. All draw
+the same random numbers, as they would one after the other from the same state.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
+
+from roundoff.preserve import random_states, set_random_states
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Stopped(BaseException):
 class _Run:
     number: int
     body: Callable[[], None]
+    random: tuple[Tensor, ...]
     awake: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     request: Request | None = None
     error: BaseException | None = None
@@ -85,7 +91,8 @@ class Lockstep:
 
         What a body, or ``decide``, raises is raised here, when all others have stopped.
         """
-        runs = [_Run(i, body) for i, body in enumerate(bodies)]
+        random = random_states()
+        runs = [_Run(i, body, random) for i, body in enumerate(bodies)]
         threads = [
             threading.Thread(target=self._run_body, args=(run,), daemon=True)
             for run in runs
@@ -123,8 +130,10 @@ class Lockstep:
 
     def _wake(self, run: _Run) -> None:
         """Let a run go on until it waits again or ends; raise what it raised."""
+        set_random_states(run.random)
         run.awake.release()
         self._main.acquire()
+        run.random = random_states()
         if run.error is not None:
             raise run.error
 

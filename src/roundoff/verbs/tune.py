@@ -86,7 +86,8 @@ def tune(
     itself: several count by what the loss makes of each. One budget of the gradients
     (and the ``loss``) prices every site in every format. The built-in autocast's own
     choice of formats, by its lists for ``device`` ("cpu", "cuda", ...; by default the
-    model's), is the baseline. ``aim`` says which plan is wanted: "equal" (the most
+    model's), is the baseline: in bf16 or fp16, of those offered the one predicted more
+    exact. ``aim`` says which plan is wanted: "equal" (the most
     exact within autocast's cost), "more" (within ``extra`` above it) or "cheapest" (as
     exact as autocast). Costs are ``plan.cost``'s of the forward pass; the backward pass
     moves the same tensors and their gradients in the same formats.
@@ -115,13 +116,13 @@ def tune(
         )
     if workload.loss is None:
         raise no_loss(workload)
-    half = next((name for name in offered if name in HALF), "bf16")
+    halves = [name for name in offered if name in HALF] or ["bf16"]
     parameter = next(iter(trainable(workload).values()))
     search = Search(
         workload=workload,
         offered=offered,
-        measured=list(dict.fromkeys([*offered, half])),
-        half=half,
+        measured=list(dict.fromkeys([*offered, *halves])),
+        halves=halves,
         model_device=parameter.device.type,
         device=device or parameter.device.type,
         loss=loss,
@@ -361,6 +362,11 @@ def _notes(search: Search) -> list[str]:
         notes.append("The workload has no optimizer: plain SGD took the steps.")
     if "fp16" in search.offered and slow_in_fp16(torch.device(search.model_device)):
         notes.append(f"{SLOW_FP16}.")
+    if len(search.halves) > 1:
+        halves = " and ".join(search.halves)
+        notes.append(
+            f"Built-in autocast may run in {halves} too: {search.half} is predicted more exact, and stands here."
+        )
     if search.half not in search.offered:
         offered = ", ".join(search.offered)
         notes.append(f"Built-in autocast has no {offered}: it ran in {search.half}.")

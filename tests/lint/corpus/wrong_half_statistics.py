@@ -18,7 +18,7 @@ class FeatureStats:
 
     def result(self):
         mean = self.total.float() / self.count
-        return mean, self.square.float() / self.count - mean**2
+        return mean, self.square.float() / self.count - mean**2  # expect: RO413
 
 
 class Extractor(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundoff.budget import OutputRow, SqnrTarget, output_rows, reached_db, rows_aside
 from roundoff.plan import detached, output_noises
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, same_draws
 from roundoff.workload import Workload, named_tensors, target_tensors
 
 
@@ -55,7 +55,7 @@ class Judge:
     def run(self, model: nn.Module) -> list[Any]:
         """Return the output for each batch, in evaluation mode; the model is left as it was."""
         workload = self.workload.with_model(model)
-        with preserve(model), torch.no_grad():
+        with preserve(model), same_draws(), torch.no_grad():
             model.eval()
             return [detached(workload.run(batch)) for batch in workload.batches]
 

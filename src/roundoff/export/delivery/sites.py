@@ -17,7 +17,7 @@ from roundoff.export.onnx.kernels import KernelRow
 from roundoff.export.onnx.proof import Proof, ValueProof, exact_values
 from roundoff.formats import BlockFormat
 from roundoff.ops import Call, float_tensors, watch
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, same_draws
 from roundoff.quantize import (
     CLIPS,
     FOLLOWS,
@@ -179,11 +179,11 @@ def compare(outcome: QuantizationResult) -> dict[str, CallSqnr]:
         model.eval()
         with watch(exact, results) as mode:
             mode.begin()
-            with mode:
+            with mode, same_draws():
                 workload.with_model(exact).run(batch)
         values = exact_values(workload, exact, model, batch)
         taps = _SiteTaps(results.by_site, values)
-        with model.through(taps):
+        with model.through(taps), same_draws():
             workload.with_model(model).run(batch)
     return taps.distances
 

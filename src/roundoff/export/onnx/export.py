@@ -10,15 +10,26 @@ from torch import nn
 from roundoff.errors import QuantizationError
 from roundoff.export.onnx.capture import Captured, capture
 from roundoff.export.onnx.deployed import Deployed
+from roundoff.export.onnx.editing import nodes_of
 from roundoff.export.onnx.lower_recurrent import lower_recurrent
 from roundoff.export.onnx.tidy import drop_unread, tidy
 from roundoff.export.onnx.traced import Traced
 from roundoff.files import atomic_path
+from roundoff.preserve import process_kept
 from roundoff.quantize import QuantizedModel
 from roundoff.workload import Workload
 
 #: Key of a file's metadata with what it fixes, a line each.
 REMARKS = "roundoff.remarks"
+#: ONNX's operators that draw random numbers.
+DRAWING = (
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
 
 
 def export_onnx(
@@ -85,10 +96,12 @@ def write(
     traced = Traced(
         workload, model, workload.batches[0] if batch is None else batch
     ).eval()
-    captured = capture(workload, traced)
+    with process_kept():
+        captured = capture(workload, traced)
     program = captured.program
     lower_recurrent(program.model.graph)
     tidy(program.model, pack)
+    captured.remarks += _draws(program.model.graph)
     _remark(program.model, captured.remarks)
     if probed is not None:
         _save(program, probed)
@@ -96,6 +109,19 @@ def write(
         drop_unread(program.model)
     _save(program, path)
     return captured
+
+
+def _draws(graph: Any) -> list[str]:
+    """Say that a file draws random numbers, where it does."""
+    nodes = nodes_of(graph, *DRAWING)
+    if not nodes:
+        return []
+    names = ", ".join(dict.fromkeys(node.op_type for node in nodes))
+    remark = (
+        f"the file draws random numbers of its own ({names}): what is made of them "
+        "differs from the simulation's in every run, and no SQNR compares them"
+    )
+    return [remark]
 
 
 def _remark(model: Any, remarks: list[str]) -> None:

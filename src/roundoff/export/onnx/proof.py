@@ -34,7 +34,7 @@ from roundoff.export.onnx.runtime import (
 from roundoff.export.onnx.traced import Traced
 from roundoff.ops import Call, watch
 from roundoff.plan import replaced
-from roundoff.preserve import preserve
+from roundoff.preserve import preserve, same_draws
 from roundoff.quantize import Passing, QuantizedModel
 from roundoff.workload import Workload, named_tensors
 
@@ -274,9 +274,9 @@ def _measure(
         free = _Recorder({})
         led = _Recorder(in_file)
         with torch.no_grad(), preserve(quantized):
-            with quantized.eval().through(free):
+            with quantized.eval().through(free), same_draws():
                 simulated.append(workload.with_model(quantized).run(batch))
-            with quantized.eval().through(led):
+            with quantized.eval().through(led), same_draws():
                 workload.with_model(quantized).run(batch)
         wanted = exact_values(workload, exact, quantized, batch)
         for name, value in in_file.items():
@@ -345,7 +345,7 @@ def exact_values(
     handler = _ExactValues(quantized)
     with preserve(exact), torch.no_grad(), watch(exact.eval(), handler) as mode:
         mode.begin()
-        with mode:
+        with mode, same_draws():
             workload.with_model(exact).run(batch)
     return handler.values
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from roundoff.export.onnx.bias_of_products import keep_biases_apart
 from roundoff.export.onnx.clips import (
     clips_as_extremes,
     drop_clips,
@@ -63,6 +64,7 @@ def tidy(model: Any, pack: bool = True) -> None:
     _turn_blocks(graph)
     _look_up(graph)
     _add_floats(graph)
+    keep_biases_apart(graph)
     move_scales(graph)
     _drop_zero_points(graph)
     _store_unsigned(graph)

@@ -18,6 +18,7 @@ from roundoff.lint.edits import moved_out, replaced
 from roundoff.lint.events import Act, Event, Loop
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.rules.half_casts import half_format, is_trained
+from roundoff.lint.rules.old_torch import is_for_old_torch
 from roundoff.lint.script import Script
 from roundoff.lint.things import Kind
 from roundoff.ops import facts, operators_that
@@ -430,6 +431,8 @@ def _trains_in(program: Loop, event: Event) -> bool:
 def deprecated_autocast(script: Script) -> Iterator[Hit]:
     """``torch.cuda.amp.autocast`` and ``torch.cpu.amp.autocast``."""
     for call in script.calls("torch.cuda.amp.autocast", "torch.cpu.amp.autocast"):
+        if is_for_old_torch(script, call, "autocast"):
+            continue
         yield Hit(call, edits=_present(script, call))
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from roundoff.lint.activations import Output, output_of
+from roundoff.lint.makers import makers
 from roundoff.lint.modes import is_without_gradients
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
@@ -40,7 +41,18 @@ def _log_of_one_plus(script: Script) -> Iterator[Hit]:
         rest = _other_than(total, 1.0)
         if rest is not None and number(rest) is None:
             edits = _renamed(script, log, "log", "log1p", script.segment(rest))
-            yield Hit(log.call, edits=edits)
+            yield Hit(log.call, edits=_softplus(script, log, rest) or edits)
+
+
+def _softplus(script: Script, log: Operation, rest: ast.expr) -> tuple[Edit, ...]:
+    """Return the edit of ``log(1 + exp(x))``, whose exp overflows in log1p too."""
+    exp = operation(script, rest)
+    is_exp = exp is not None and exp.name == "exp" and exp.first is not None
+    if not is_exp or script.imports.get("torch") != "torch" or exp is None:
+        return ()
+    inside = "" if exp.first is None else script.segment(exp.first)
+    start, end = script.span(log.call)
+    return (Edit(start, end, f"torch.nn.functional.softplus({inside})"),)
 
 
 def _other_than(node: ast.BinOp, value: float) -> ast.expr | None:
@@ -84,12 +96,48 @@ def _exp_minus_one(script: Script) -> Iterator[Hit]:
 
 def _log_of_sum_of_exp(script: Script) -> Iterator[Hit]:
     for log in operations(script, "log"):
-        total = operation(script, _unbiased(value_of(script, log.first)))
-        if total is None or total.name != "sum":
-            continue
-        exp = operation(script, value_of(script, total.first))
-        if exp is not None and exp.name == "exp" and not _is_shifted(script, exp.first):
+        inside = _unbiased(value_of(script, log.first))
+        if _is_sum_of_exp(script, inside) or _is_share_of_exp(script, inside):
             yield Hit(log.call)
+
+
+def _is_sum_of_exp(script: Script, node: ast.expr | None) -> bool:
+    """Return True for a sum or mean of exp(x), also a weighted one."""
+    total = operation(script, node)
+    if total is None or total.name not in _SUMS:
+        return False
+    summed = value_of(script, total.first)
+    parts = [summed]
+    if isinstance(summed, ast.BinOp) and isinstance(summed.op, ast.Mult):
+        parts = [summed.left, summed.right]
+    return any(_overflows(script, part) for part in parts)
+
+
+def _overflows(script: Script, node: ast.expr | None) -> bool:
+    """Return True for exp(x) without the largest x taken off."""
+    exp = operation(script, without_views(script, node))
+    return exp is not None and exp.name == "exp" and not _is_shifted(script, exp.first)
+
+
+def _is_share_of_exp(script: Script, node: ast.expr | None) -> bool:
+    """Return True for a quotient of exp(x) and a sum that holds others."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    above = without_views(script, node.left)
+    below = value_of(script, node.right)
+    if not _overflows(script, node.left) or _is_whole_of(script, above, below):
+        return False
+    parts = [below]
+    if isinstance(below, ast.BinOp) and isinstance(below.op, ast.Add):
+        parts = [below.left, below.right]
+    return any(_is_sum_of_exp(script, value_of(script, each)) for each in parts)
+
+
+def _is_whole_of(script: Script, part: ast.expr | None, whole: ast.expr | None) -> bool:
+    """Return True for the sum of one exp(x) itself, which is a softmax by hand."""
+    total = operation(script, whole)
+    summed = None if total is None else without_views(script, total.first)
+    return part is not None and summed is not None and same_text(part, summed)
 
 
 def _unbiased(node: ast.expr | None) -> ast.expr | None:
@@ -175,6 +223,9 @@ def _one_minus_cos(script: Script) -> Iterator[Hit]:
 
 def _divided_by_norm(script: Script) -> Iterator[Hit]:
     for node, left, right in _quotients(script):
+        if _is_product_of_norms(script, value_of(script, right)):
+            yield Hit(node, _NORM_PRODUCT)
+            continue
         norm = operation(script, value_of(script, right))
         if norm is None or norm.name not in _NORMS or norm.first is None:
             continue
@@ -183,6 +234,22 @@ def _divided_by_norm(script: Script) -> Iterator[Hit]:
             text = f"{script.segment(right)}.clamp_min(1e-12)"
             edits = () if isinstance(right, ast.BinOp) else (Edit(start, end, text),)
             yield Hit(node, edits=edits)
+
+
+_NORM_PRODUCT = (
+    "a quotient by a product of norms is NaN for a row of zeros: write "
+    "F.cosine_similarity(x, y, dim=...), or clamp the norms from below"
+)
+
+
+def _is_product_of_norms(script: Script, node: ast.expr | None) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    factors = [
+        operation(script, without_views(script, side))
+        for side in (node.left, node.right)
+    ]
+    return all(each is not None and each.name in _NORMS for each in factors)
 
 
 def _quotients(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
@@ -201,28 +268,49 @@ def _quotients(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
 def _root_at_zero(script: Script) -> Iterator[Hit]:
     if not script.uses("torch.nn") and not script.method_calls("backward"):
         return
-    for root in operations(script, "sqrt"):
-        inside = value_of(script, root.first)
-        if not _is_sum_of_squares(script, inside) or _NO_GRADIENT.search(
-            ast.unparse(root.call)
-        ):
+    for node, inside in _roots(script):
+        if not _is_sum_of_squares(script, value_of(script, inside)):
             continue
-        above = script.parent(root.call)
+        if _NO_GRADIENT.search(ast.unparse(node)):
+            continue
+        above = script.parent(node)
         if isinstance(above, ast.Attribute) and above.attr in ("item", "detach"):
             continue
-        if not is_without_gradients(script, root.call):
-            yield Hit(root.call)
+        if not is_without_gradients(script, node):
+            yield Hit(node)
+
+
+def _roots(script: Script) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Yield square roots and what is below them: ``torch.sqrt(x)``, ``x ** 0.5``."""
+    for root in operations(script, "sqrt"):
+        yield root.call, root.first
+    for power in operations(script, "pow"):
+        if len(power.operands) > 1 and is_number(power.operands[1], 0.5):
+            yield power.call, power.first
+    for node in script.nodes(ast.BinOp):
+        if isinstance(node.op, ast.Pow) and is_number(node.right, 0.5):
+            yield node, node.left
 
 
 def _is_sum_of_squares(script: Script, node: ast.expr | None) -> bool:
     total = operation(script, node)
     if total is None:
-        return False
-    if total.name == "mse_loss":
+        return isinstance(node, ast.Call) and _is_mse(script, node)
+    if total.name == "mse_loss" or _is_mse(script, total.call):
         return True
     if total.name not in _SUMS:
         return False
     return _is_square(script, value_of(script, total.first))
+
+
+def _is_mse(script: Script, call: ast.Call) -> bool:
+    """Return True for a call of an ``nn.MSELoss()`` that the script makes."""
+    if script.called(call) is not None:
+        return False
+    several = makers(script, call.func)
+    return bool(several) and all(
+        script.called(maker) == "torch.nn.MSELoss" for maker in several
+    )
 
 
 def _is_square(script: Script, node: ast.expr | None) -> bool:
@@ -301,7 +389,9 @@ _EDGED = operators_that("take logarithms") | {"sqrt", "rsqrt", "reciprocal"}
 def _divided_by_std(script: Script) -> Iterator[Hit]:
     for node, left, right in _quotients(script):
         std = operation(script, value_of(script, right))
-        if std is None or std.name != "std" or std.first is None:
+        if std is not None and std.name == "sqrt":
+            std = operation(script, value_of(script, std.first))
+        if std is None or std.name not in ("std", "var") or std.first is None:
             continue
         if not _is_centred(script, left, std.first):
             continue

@@ -6,16 +6,18 @@ import ast
 import re
 from collections.abc import Iterator
 
+from roundoff.lint.edits import line_before
 from roundoff.lint.events import Act, Event, Loop
+from roundoff.lint.makers import makers
 from roundoff.lint.modes import (
     is_without_gradients,
     judges_by_name,
     turns_off_gradients,
 )
 from roundoff.lint.rule import Edit, Hit, Rule
+from roundoff.lint.rules.kept_graphs import graph_kept
 from roundoff.lint.rules.loop_errors import RULES as ERROR_RULES
-from roundoff.lint.script import Scope, Script
-from roundoff.lint.tensors import makers
+from roundoff.lint.script import Script
 from roundoff.lint.things import Kind
 
 _STEPS = (Act.STEP, Act.SCALER_STEP)
@@ -74,20 +76,8 @@ def _zero_grad_edit(
     optimizer = call.func.value if is_plain else next(iter(call.args), None)
     if optimizer is None:
         return ()
-    return _line_before(
-        script, backward.node, f"{script.segment(optimizer)}.zero_grad()"
-    )
-
-
-def _line_before(script: Script, node: ast.AST, text: str) -> tuple[Edit, ...]:
-    """Return the edit that puts a line in front of a statement that has its own line."""
-    statement = script.statement(node)
-    start, _ = script.span(statement)
-    line_start = start - statement.col_offset
-    indent = script.source[line_start:start].decode()
-    if indent.strip():
-        return ()
-    return (Edit(start, start, f"{text}\n{indent}"),)
+    text = f"{script.segment(optimizer)}.zero_grad()"
+    return line_before(script, script.statement(backward.node), text)
 
 
 def _zero_grad_too_early(script: Script) -> Iterator[Hit]:
@@ -127,101 +117,6 @@ def _step_before_backward(script: Script) -> Iterator[Hit]:
         is_plain = not step.conditions and not has_closure
         if is_first and later and is_cleared and is_plain:
             yield Hit(step.node)
-
-
-def _graph_kept(script: Script) -> Iterator[Hit]:
-    for function, losses, feeding in _backward_names(script):
-        for node, value, target in _kept(script, function):
-            name = _graph_name(value)
-            if name not in losses or ast.unparse(target) in feeding:
-                continue
-            if is_without_gradients(script, node):
-                continue
-            start, end = script.span(value)
-            text = script.segment(value)
-            text = text if isinstance(value, ast.Name) else f"({text})"
-            yield Hit(node, edits=(Edit(start, end, f"{text}.detach()"),))
-
-
-def _backward_names(
-    script: Script,
-) -> Iterator[tuple[ast.AST, set[str], set[str]]]:
-    """Yield each function with a backward pass: the losses that go into one, and all the
-    names that they are computed from.
-    """
-    losses: dict[Scope, set[str]] = {}
-    for call in script.method_calls("backward", "manual_backward"):
-        function = call.func
-        if isinstance(function, ast.Attribute):
-            names = {*_names_in(function.value), *_names_of(call.args)}
-            losses.setdefault(script.scope(call), set()).update(names)
-    for statement in script.nodes(ast.Return):
-        scope = script.scope(statement)
-        name = getattr(scope, "name", "")
-        if name == "training_step" and isinstance(statement.value, ast.Name):
-            losses.setdefault(scope, set()).add(statement.value.id)
-    for scope, names in losses.items():
-        yield scope, names, _feeding(script, scope, names)
-
-
-def _names_of(nodes: list[ast.expr]) -> set[str]:
-    return {name for node in nodes for name in _names_in(node)}
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    """Return the names and attributes that an expression reads."""
-    return {
-        ast.unparse(each)
-        for each in ast.walk(node)
-        if isinstance(each, ast.Name | ast.Attribute)
-    }
-
-
-def _feeding(script: Script, scope: ast.AST, losses: set[str]) -> set[str]:
-    """Return the names that losses are computed from, the losses themselves included."""
-    names = set(losses)
-    bindings = script.bindings(scope)
-    waiting = list(losses)
-    while waiting:
-        for binding in bindings.get(waiting.pop(), ()):
-            parts = set() if binding.value is None else _names_in(binding.value)
-            waiting.extend(parts - names)
-            names |= parts
-    return names
-
-
-def _kept(
-    script: Script, function: ast.AST
-) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, ast.expr]]:
-    """Yield what is kept over steps: the node, what is added, and to what."""
-    for assign in script.nodes(ast.AugAssign):
-        if (
-            script.scope(assign) is function
-            and isinstance(assign.op, ast.Add)
-            and _outlives(script, assign)
-        ):
-            yield assign, assign.value, assign.target
-    for call in script.method_calls("append"):
-        if script.scope(call) is not function or len(call.args) != 1:
-            continue
-        holder = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if holder is not None and (
-            _outlives(script, call) or isinstance(holder, ast.Attribute)
-        ):
-            yield call, call.args[0], holder
-
-
-def _outlives(script: Script, node: ast.AST) -> bool:
-    return script.in_loop(node) is not None
-
-
-def _graph_name(value: ast.expr) -> str | None:
-    """Return the name whose graph a value holds: ``loss``, ``loss * n``, ``loss / 4``."""
-    if isinstance(value, ast.Name):
-        return value.id
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
-        return value.left.id if isinstance(value.left, ast.Name) else None
-    return None
 
 
 def _judged_in_training_mode(script: Script) -> Iterator[Hit]:
@@ -339,7 +234,7 @@ def _no_grad_edit(script: Script, scope: ast.AST) -> tuple[Edit, ...]:
         return ()
     if any(script.scope(event.node) is scope for event in _backwards(script)):
         return ()
-    return _line_before(script, scope, "@torch.no_grad()")
+    return line_before(script, scope, "@torch.no_grad()")
 
 
 def _backwards(script: Script) -> list[Event]:
@@ -398,7 +293,7 @@ def _train_edit(script: Script, switch: Event) -> tuple[Edit, ...]:
     if not isinstance(function, ast.Attribute):
         return ()
     text = f"{script.segment(function.value)}.train()"
-    return _line_before(script, loop.body[0], text)
+    return line_before(script, loop.body[0], text)
 
 
 def _replaced_after_optimizer(script: Script) -> Iterator[Hit]:
@@ -543,7 +438,7 @@ RULES = (
         "out of it.",
         wrong="import torch\n\ntotal = 0.0\n" + _LOOP + "    total += loss\n",
         right="import torch\n\ntotal = 0.0\n" + _LOOP + "    total += loss.detach()\n",
-        check=_graph_kept,
+        check=graph_kept,
     ),
     Rule(
         code="RO603",

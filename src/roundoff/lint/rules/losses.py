@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from roundoff.lint.activations import Output, output_of
+from roundoff.lint.makers import makers
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
-from roundoff.lint.tensors import keyword_of, makers
+from roundoff.lint.tensors import keyword_of
 
 _NAMES = {
     "torch.nn.CrossEntropyLoss": "cross_entropy",

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from roundoff.lint.events import Act
-from roundoff.lint.precision import Low, cast_of, low_of
+from roundoff.lint.precision import Low, cast_of, constant_of, low_of
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
 from roundoff.lint.tensors import (
@@ -175,16 +175,33 @@ def _low_positions(script: Script) -> Iterator[Hit]:
 def _unfit_constant(script: Script) -> Iterator[Hit]:
     for fill in operations(script, "masked_fill", "masked_fill_"):
         value = fill.operands[-1] if len(fill.operands) > 2 else fill.keyword("value")
-        if _is_too_large(value) and low_of(script, fill.first) is Low.HALF:
+        if _is_too_large(script, value) and low_of(script, fill.first) is Low.HALF:
             edits = _finfo_edit(script, fill.first, value)
             yield Hit(fill.call, _TOO_LARGE, edits)
     for clamp in operations(script, "clamp", "clamp_", "clamp_min", "clamp_min_"):
         least = clamp.keyword("min")
         if least is None and len(clamp.operands) > 1:
             least = clamp.operands[1]
-        if _is_too_small(least) and low_of(script, clamp.first) is Low.HALF:
+        if _is_too_small(script, least) and low_of(script, clamp.first) is Low.HALF:
             yield Hit(clamp.call, _TOO_SMALL)
     yield from _unfit_sums(script)
+
+    for node in script.nodes(ast.BinOp):
+        yield from _unfit_mask(script, node)
+
+
+def _unfit_mask(script: Script, node: ast.BinOp) -> Iterator[Hit]:
+    """``scores + (1 - mask) * -1e9`` in float16."""
+    if not isinstance(node.op, ast.Add | ast.Sub):
+        return
+    for tensor, mask in ((node.left, node.right), (node.right, node.left)):
+        factor = value_of(script, mask)
+        if not isinstance(factor, ast.BinOp) or not isinstance(factor.op, ast.Mult):
+            continue
+        sides = (factor.left, factor.right)
+        is_large = any(_is_too_large(script, side) for side in sides)
+        if is_large and low_of(script, tensor) is Low.HALF:
+            yield Hit(node, _TOO_LARGE)
 
 
 _TOO_LARGE = (
@@ -211,17 +228,17 @@ def _unfit_sums(script: Script) -> Iterator[Hit]:
         if not isinstance(node.op, ast.Add | ast.Sub):
             continue
         for tensor, value in ((node.left, node.right), (node.right, node.left)):
-            if _is_too_small(value) and low_of(script, tensor) is Low.HALF:
+            if _is_too_small(script, value) and low_of(script, tensor) is Low.HALF:
                 yield Hit(node, _TOO_SMALL)
 
 
-def _is_too_large(node: ast.expr | None) -> bool:
-    value = number(node)
+def _is_too_large(script: Script, node: ast.expr | None) -> bool:
+    value = constant_of(script, node)
     return value is not None and _LARGEST < abs(value) < float("inf")
 
 
-def _is_too_small(node: ast.expr | None) -> bool:
-    value = number(node)
+def _is_too_small(script: Script, node: ast.expr | None) -> bool:
+    value = constant_of(script, node)
     return value is not None and 0 < value < _SMALLEST
 
 

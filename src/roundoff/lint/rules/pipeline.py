@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from roundoff.lint.events import Act, Loop
 from roundoff.lint.findings import Severity
+from roundoff.lint.makers import makers
 from roundoff.lint.modes import uses_gpu
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
-from roundoff.lint.tensors import keyword_of, last_part, makers, number
+from roundoff.lint.tensors import keyword_of, last_part, number
 from roundoff.ops import operators_that
 
 _LOADER = "torch.utils.data.DataLoader"

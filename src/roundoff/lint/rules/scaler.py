@@ -15,6 +15,7 @@ from roundoff.lint.rules.accumulation import (
     outside,
 )
 from roundoff.lint.rules.half_casts import half_format, is_trained
+from roundoff.lint.rules.old_torch import is_for_old_torch
 from roundoff.lint.rules.scaler_order import (
     bare_steps,
     made_in_loop,
@@ -186,10 +187,22 @@ def _out_of_order(script: Script) -> Iterator[Hit]:
         for update in loop.of(Act.UPDATE):
             if _is_too_early(loop, update):
                 yield Hit(update.node, _UPDATE_FIRST)
-        for event in loop.of(Act.UNSCALE):
-            steps = _since_update(loop, event, Act.SCALER_STEP)
-            if steps and event.scaler is not None:
-                yield Hit(event.node, _STEP_FIRST)
+            elif _is_without_step(loop, update):
+                yield Hit(update.node, _NO_STEP)
+        for event in loop.of(Act.UNSCALE, Act.SCALER_STEP):
+            if event.scaler is not None and event.subject is not None:
+                message = _repeated(loop, event)
+                if message is not None:
+                    yield Hit(event.node, message)
+
+
+def _repeated(loop: Loop, event: Event) -> str | None:
+    """Return what is wrong where a call comes again before the scaler was updated."""
+    if _since_update(loop, event, Act.SCALER_STEP):
+        return _STEP_FIRST if event.act is Act.UNSCALE else _STEP_TWICE
+    if event.act is Act.UNSCALE and _since_update(loop, event, Act.UNSCALE):
+        return _UNSCALED_TWICE
+    return None
 
 
 _UPDATE_FIRST = (
@@ -199,6 +212,31 @@ _STEP_FIRST = (
     "`unscale_()` behind `step()` of the same optimizer raises a RuntimeError: move it "
     "in front"
 )
+_STEP_TWICE = (
+    "the second `step()` of an optimizer before `update()` raises a RuntimeError: step "
+    "it once, and update behind"
+)
+_UNSCALED_TWICE = (
+    "the second `unscale_()` of an optimizer before `update()` raises a RuntimeError: "
+    "unscale once"
+)
+
+
+_NO_STEP = (
+    "`update()` in a micro-step in which the scaler did not step raises an "
+    "AssertionError: put it behind `step()`, under the same condition"
+)
+
+
+def _is_without_step(loop: Loop, update: Event) -> bool:
+    """Return True where the scaler steps in some micro-steps and updates in each."""
+    condition = accumulation(loop)
+    steps = [each for each in loop.of(Act.SCALER_STEP) if each.scaler == update.scaler]
+    if condition is None or not steps or update.scaler is None:
+        return False
+    in_each = update in outside(loop, condition, Act.UPDATE)
+    unscaled = outside(loop, condition, Act.UNSCALE)
+    return in_each and not unscaled and all(condition in s.conditions for s in steps)
 
 
 def _is_too_early(loop: Loop, update: Event) -> bool:
@@ -212,13 +250,20 @@ def _is_too_early(loop: Loop, update: Event) -> bool:
 
 
 def _since_update(loop: Loop, event: Event, act: Act) -> list[Event]:
-    """Return events of the same optimizer before one, with no update between."""
+    """Return events of the same optimizer before one, with no update between.
+
+    Both happen in the same rounds of the same loops, and one call is no two.
+    """
     updates = [each.order for each in loop.before(event, Act.UPDATE)]
     since = max(updates, default=-1)
     return [
         each
         for each in loop.before(event, act)
-        if each.subject == event.subject and each.order > since
+        if each.subject == event.subject
+        and each.scaler == event.scaler
+        and each.order > since
+        and each.node is not event.node
+        and each.loops == event.loops
     ]
 
 
@@ -282,6 +327,8 @@ def _has_scaler(script: Script) -> bool:
 
 def _deprecated(script: Script) -> Iterator[Hit]:
     for call in script.calls("torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler"):
+        if is_for_old_torch(script, call, "GradScaler"):
+            continue
         yield Hit(call, edits=_present_scaler(script, call))
 
 

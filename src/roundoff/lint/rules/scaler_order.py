@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from roundoff.lint.edits import line_after, line_before, replaced
+from roundoff.lint.contexts import text_of
+from roundoff.lint.edits import line_after, line_before, line_removed, replaced
 from roundoff.lint.events import Act, Event, Loop
 from roundoff.lint.rule import Edit, Hit
 from roundoff.lint.script import Script
@@ -66,7 +67,29 @@ def bare_steps(script: Script) -> Iterator[Hit]:
                 continue
             if _is_taken_by_scaler(loop, step) or _unscaled_by_hand(loop, step):
                 continue
-            yield Hit(step.node, edits=_scaled_step(script, loop, backward, step))
+            unscaled = bool(loop.before(step, Act.UNSCALE))
+            if unscaled and _looks_for_inf(script, loop):
+                continue
+            edits = _scaled_step(script, loop, backward, step)
+            yield Hit(step.node, _NOT_SKIPPED if unscaled else "", edits)
+
+
+_NOT_SKIPPED = (
+    "the optimizer steps by itself, so that nothing skips a step with Inf or NaN: write "
+    "`scaler.step(optimizer)`"
+)
+
+
+def _looks_for_inf(script: Script, loop: Loop) -> bool:
+    """Return True where a script itself asks whether gradients are finite."""
+    scopes = {script.scope(event.node) for event in loop.events} | {loop.node}
+    names = {
+        node.attr
+        for scope in scopes
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Attribute)
+    }
+    return bool(names & {"isfinite", "isnan", "isinf", "found_inf"})
 
 
 def _last(events: list[Event]) -> Event | None:
@@ -82,8 +105,10 @@ def _is_taken_by_scaler(loop: Loop, step: Event) -> bool:
 
 
 def _unscaled_by_hand(loop: Loop, step: Event) -> bool:
-    """Return True where gradients are unscaled, or read and changed, before a step."""
-    return bool(loop.before(step, Act.UNSCALE, Act.GRADIENT))
+    """Return True where a script itself unscales gradients before a step."""
+    before = loop.before(step, Act.UNSCALE)
+    by_hand = any(each.scaler is None for each in before)
+    return by_hand or (not before and bool(loop.before(step, Act.GRADIENT)))
 
 
 def _scaled_step(
@@ -187,10 +212,41 @@ def read_before_unscaling(script: Script) -> Iterator[Hit]:
     """Gradients are clipped or read while they are scaled."""
     for loop in script.loops:
         for event in loop.of(Act.CLIP, Act.GRADIENT):
-            if event.is_managed or _is_unscaled(loop, event):
+            if event.is_managed:
+                continue
+            if _is_scaled_by_manager(script, loop, event):
+                yield Hit(event.node, _MANAGED_CLIP)
+            if _is_unscaled(loop, event):
                 continue
             if loop.after(event, Act.SCALER_STEP, Act.STEP):
                 yield Hit(event.node, edits=_unscaling(script, loop, event))
+
+
+_MANAGED_CLIP = (
+    "gradients are clipped while they have the loss scale, which accelerate and Fabric "
+    "keep to themselves: call their own `clip_grad_norm_` or `clip_gradients`"
+)
+
+
+def _is_scaled_by_manager(script: Script, loop: Loop, event: Event) -> bool:
+    """Return True where torch clips gradients that accelerate or Fabric scaled for fp16."""
+    if event.act is not Act.CLIP or not manages_fp16(script):
+        return False
+    backward = loop.before(event, Act.BACKWARD)
+    is_managed = bool(backward) and backward[-1].is_managed
+    return is_managed and not script.method_calls("unscale_gradients")
+
+
+def manages_fp16(script: Script) -> bool:
+    """Return True where an ``Accelerator`` or ``Fabric`` of the script says fp16."""
+    for call in script.nodes(ast.Call):
+        if script.things.kind(call) is not Kind.MANAGER:
+            continue
+        options = {each.arg: each.value for each in call.keywords}
+        precision = options.get("mixed_precision", options.get("precision"))
+        if text_of(script, precision) in ("fp16", "16-mixed", "16"):
+            return True
+    return False
 
 
 def _is_unscaled(loop: Loop, event: Event) -> bool:
@@ -217,7 +273,22 @@ def _unscaling(script: Script, loop: Loop, event: Event) -> tuple[Edit, ...]:
         return ()
     scaler, optimizer = step
     statement = script.statement(event.node)
-    return line_before(script, statement, f"{scaler}.unscale_({optimizer})")
+    added = line_before(script, statement, f"{scaler}.unscale_({optimizer})")
+    late = [each for each in loop.after(event, Act.UNSCALE) if each.scaler is not None]
+    if not late:
+        return added
+    taken = (
+        _taken_out(script, late[0]) if _same_function(script, late[0], event) else ()
+    )
+    return (*added, *taken) if added and taken and len(late) == 1 else ()
+
+
+def _taken_out(script: Script, event: Event) -> tuple[Edit, ...]:
+    """Return the edit that takes a call out that has a line of its own."""
+    statement = script.statement(event.node)
+    if not isinstance(statement, ast.Expr) or statement.value is not event.node:
+        return ()
+    return line_removed(script, statement)
 
 
 def _step_text(step: Event) -> tuple[str, str] | None:
@@ -233,6 +304,7 @@ def _step_text(step: Event) -> tuple[str, str] | None:
 def not_scaled(script: Script) -> Iterator[Hit]:
     """A backward pass without the scaler, and then a step by the scaler."""
     for loop in script.loops:
+        yield from _bare_backward(script, loop)
         for step in loop.of(Act.SCALER_STEP):
             before = loop.before(step, Act.BACKWARD)
             if not before or any(
@@ -242,6 +314,36 @@ def not_scaled(script: Script) -> Iterator[Hit]:
             backward = before[-1]
             yield Hit(backward.node, edits=_scaled_loss(script, backward, step))
             break
+
+
+_BARE_BACKWARD = (
+    "`loss.backward()` leaves accelerate's and Fabric's loss scale out: call their own "
+    "`backward(loss)`"
+)
+
+
+def _bare_backward(script: Script, loop: Loop) -> Iterator[Hit]:
+    """``loss.backward()`` where an Accelerator in fp16 was given the optimizer."""
+    if not manages_fp16(script):
+        return
+    for backward in loop.of(Act.BACKWARD):
+        steps = loop.after(backward, Act.STEP)
+        is_plain = not backward.is_managed and backward.scaler is None
+        if is_plain and any(_is_prepared(script, step) for step in steps):
+            yield Hit(backward.node, _BARE_BACKWARD)
+
+
+def _is_prepared(script: Script, step: Event) -> bool:
+    """Return True for an optimizer that went through ``prepare`` or ``setup``."""
+    key = None if step.subject is None else step.subject.key
+    for call in script.method_calls("prepare", "setup", "setup_optimizers"):
+        function = call.func
+        is_method = isinstance(function, ast.Attribute)
+        manager = function.value if is_method else None  # type: ignore[attr-defined]
+        keys = [script.things.key(argument) for argument in call.args]
+        if script.things.kind(manager) is Kind.MANAGER and key in keys:
+            return True
+    return False
 
 
 def _scaled_loss(script: Script, backward: Event, step: Event) -> tuple[Edit, ...]:

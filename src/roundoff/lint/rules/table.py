@@ -5,6 +5,7 @@ from __future__ import annotations
 from roundoff.lint.rule import Rule
 from roundoff.lint.rules import (
     autocast,
+    cancellation,
     formulas,
     loop,
     losses,
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = tuple(
     sorted(
         (
             *autocast.RULES,
+            *cancellation.RULES,
             *formulas.RULES,
             *loop.RULES,
             *losses.RULES,

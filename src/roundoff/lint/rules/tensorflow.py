@@ -82,7 +82,10 @@ def _is_before(first: ast.expr, second: ast.expr) -> bool:
 
 
 def _wrapper_unused(script: Script) -> Iterator[Hit]:
-    """A loss scale optimizer is made, and the optimizer inside it trains."""
+    """A loss scale is made and not used, or the optimizer inside of it trains."""
+    for manager in script.nodes(ast.Call):
+        if _last(script, manager) in _MANAGERS and _is_never_read(script, manager):
+            yield Hit(manager)
     trains = [
         (call, script.things.key(call.func.value))
         for call in script.method_calls(*_TRAINS)
@@ -91,16 +94,49 @@ def _wrapper_unused(script: Script) -> Iterator[Hit]:
     for wrapper in _wrappers(script):
         if isinstance(script.statement(wrapper), ast.Expr):
             yield Hit(wrapper)
-        targets = _targets(script, wrapper)
-        outer = {script.things.key(target) for target in targets}
-        inner = script.things.key(wrapper.args[0]) if wrapper.args else None
-        if inner is None or not outer or inner in outer:
-            continue
-        if any(key in outer for _, key in trains):
-            continue
-        for call, key in trains:
-            if key == inner:
-                yield Hit(call, edits=_wrapped(script, call, targets[0]))
+        else:
+            yield from _trained_inside(script, wrapper, trains)
+
+
+def _trained_inside(
+    script: Script, wrapper: ast.Call, trains: list[tuple[ast.Call, str | None]]
+) -> Iterator[Hit]:
+    """Yield the steps of the optimizer that a loss scale optimizer was made of."""
+    targets = _targets(script, wrapper)
+    outer = {script.things.key(target) for target in targets}
+    inner = script.things.key(wrapper.args[0]) if wrapper.args else None
+    if inner is None or not outer or inner in outer:
+        return
+    if any(key in outer for _, key in trains):
+        return
+    for call, key in trains:
+        if key == inner:
+            yield Hit(call, edits=_wrapped(script, call, targets[0]))
+
+
+#: What says how a loss scale moves, for an optimizer that uses it.
+_MANAGERS = {
+    "FixedLossScaleManager",
+    "ExponentialUpdateLossScaleManager",
+    "FixedLossScale",
+    "DynamicLossScale",
+}
+
+
+def _is_never_read(script: Script, call: ast.Call) -> bool:
+    """Return True where the name that a call's result is assigned to is not read again."""
+    statement = script.parent(call)
+    if not isinstance(statement, ast.Assign):
+        return False
+    target = statement.targets[0]
+    if not isinstance(target, ast.Name):
+        return False
+    home = script.home(target)
+    return not any(
+        isinstance(name.ctx, ast.Load)
+        for name in script.nodes(ast.Name)
+        if name.id == target.id and script.home(name) is home
+    )
 
 
 def _wrapped(script: Script, call: ast.Call, target: ast.expr) -> tuple[Edit, ...]:
@@ -248,16 +284,12 @@ def _not_distributed(script: Script) -> Iterator[Hit]:
 
 def _scaled_by_hand(script: Script) -> Iterator[Hit]:
     """``apply_gradients`` of a LossScaleOptimizer of Keras with a plain loss."""
-    keras = [
-        call
-        for call in _wrappers(script)
-        if (script.called(call) or "").endswith(
-            "keras.mixed_precision.LossScaleOptimizer"
-        )
-    ]
-    if not keras or script.method_calls("get_scaled_loss", "scale_loss", "compile"):
+    if script.method_calls("get_scaled_loss", "scale_loss", "get_unscaled_gradients"):
         return
-    if script.method_calls("get_unscaled_gradients"):
+    keras = _keras_wrappers(script)
+    if keras or _policy_calls(script, "mixed_float16"):
+        yield from _own_steps(script)
+    if not keras or script.method_calls("compile"):
         return
     wrapped = {
         script.things.key(target) for call in keras for target in _targets(script, call)
@@ -265,6 +297,26 @@ def _scaled_by_hand(script: Script) -> Iterator[Hit]:
     for call in script.method_calls("apply_gradients"):
         holder = call.func.value if isinstance(call.func, ast.Attribute) else None
         if script.things.key(holder) in wrapped:
+            yield Hit(call)
+
+
+def _keras_wrappers(script: Script) -> list[ast.Call]:
+    """Return the calls that make a loss scale optimizer of Keras."""
+    name = "keras.mixed_precision.LossScaleOptimizer"
+    return [
+        call for call in _wrappers(script) if (script.called(call) or "").endswith(name)
+    ]
+
+
+def _own_steps(script: Script) -> Iterator[Hit]:
+    """``train_step`` of a Keras model that steps its compiled optimizer by itself."""
+    if not script.method_calls("compile"):
+        return
+    for call in script.method_calls("apply_gradients", "apply"):
+        function = script.scope(call)
+        is_own = isinstance(function, ast.FunctionDef) and function.name == "train_step"
+        holder = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if is_own and holder is not None and ast.unparse(holder) == "self.optimizer":
             yield Hit(call)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from roundoff.lint.contexts import text_of
 from roundoff.lint.rule import Hit, Rule
 from roundoff.lint.script import Script
+from roundoff.lint.tensors import sources
 
 _FRAMEWORKS = ("tensorflow", "keras", "tf_keras")
 _SOFTMAX = {"tensorflow.nn.softmax", "keras.activations.softmax"}
@@ -46,11 +47,70 @@ def _activation_first(script: Script) -> Iterator[Hit]:
             (each.value for each in call.keywords if each.arg == "logits"),
             call.args[1] if len(call.args) > 1 else None,
         )
-        value = logits
-        if isinstance(logits, ast.Name):
-            value = script.definition(logits)
-        if isinstance(value, ast.Call) and _name(script, value) in activations:
+        if logits is not None and _ends_with(script, logits, None, activations):
             yield Hit(call)
+
+
+_SAME_VALUES = {
+    f"tensorflow.{name}"
+    for name in ("identity", "reshape", "squeeze", "cast", "expand_dims", "transpose")
+}
+_DEEPEST = 8
+
+
+def _ends_with(
+    script: Script,
+    node: ast.expr | None,
+    element: int | None,
+    activations: set[str],
+    depth: int = 0,
+) -> bool:
+    """Return True where every value that an expression may be comes from an activation."""
+    if depth > _DEEPEST:
+        return False
+    match node:
+        case ast.Name() | ast.Attribute():
+            several = [
+                (value, element if place is None else place)
+                for value, place in sources(script, node)
+                if value is not node
+            ]
+        case ast.Tuple() | ast.List():
+            inside = element is not None and element < len(node.elts)
+            several = [(node.elts[element or 0], None)] if inside else []
+        case ast.Call():
+            if _is_activation(script, node, activations):
+                return True
+            several = [(value, element) for value in _handed_on(script, node)]
+        case _:
+            several = []
+    return bool(several) and all(
+        _ends_with(script, value, place, activations, depth + 1)
+        for value, place in several
+    )
+
+
+def _is_activation(script: Script, call: ast.Call, activations: set[str]) -> bool:
+    """Return True for the activation itself, and for a layer that ends in it."""
+    options = [_activates(script, each, activations) for each in call.keywords]
+    return _name(script, call) in activations or any(options)
+
+
+def _handed_on(script: Script, call: ast.Call) -> list[ast.expr]:
+    """Return what a call hands on as it is, or what a function of the script returns."""
+    if _name(script, call) in _SAME_VALUES:
+        return call.args[:1]
+    helper = script.function_of(call)
+    return [] if helper is None else script.things.returned(helper)
+
+
+def _activates(script: Script, option: ast.keyword, activations: set[str]) -> bool:
+    """Return True for ``activation=tf.nn.softmax`` and ``activation="softmax"``."""
+    if option.arg not in ("activation", "activation_fn"):
+        return False
+    text = text_of(script, option.value)
+    name = (script.qualified(option.value) or "").replace(".compat.v1.", ".")
+    return name in activations or f"tensorflow.nn.{text}" in activations
 
 
 def _from_logits(script: Script) -> Iterator[Hit]:

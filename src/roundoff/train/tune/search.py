@@ -35,8 +35,9 @@ class Search:
     Attributes:
         workload: what is trained.
         offered: formats that a plan may use.
-        measured: formats that the budget measures: the offered, and ``half``.
-        half: the format of the baseline, bf16 or fp16.
+        measured: formats that the budget measures: the offered, and ``halves``.
+        halves: formats that built-in autocast may run in: those offered, so that both
+            sides choose among the same.
         model_device: type of the device that the model is on.
         device: type of the device whose autocast lists are the baseline.
         loss: the loss counts beside the gradients.
@@ -45,13 +46,15 @@ class Search:
         batches, probes, seed: of the budget.
         progress: called with (stage, done, total).
         scale: loss scale of every backward pass; set by ``baseline``.
+        half: the format of the baseline, of ``halves`` the one predicted most exact; set
+            by ``baseline``.
         autocast: sites that built-in autocast runs in ``half``; set by ``baseline``.
     """
 
     workload: Workload
     offered: list[str]
     measured: list[str]
-    half: str
+    halves: list[str]
     model_device: str
     device: str
     loss: bool
@@ -65,6 +68,7 @@ class Search:
     progress: Progress | None
     tie: str = "site"
     scale: float = 1.0
+    half: str = ""
     autocast: dict[str, str] = field(default_factory=dict)
     budget: Budget = field(init=False)
     problem: Problem = field(init=False)
@@ -75,21 +79,34 @@ class Search:
         For fp16 find a loss scale too. A ``budget`` of an earlier search is used in place
         of a new one; raises ``PlanError`` where it is not one of these gradients.
         """
-        chosen = self._autocast_choice()
+        chosen = self._autocast_choices()
         if budget is None:
-            self.measure_around(chosen)
+            self.measure_around(chosen[self.halves[0]])
         else:
             self._check(budget)
             self._use(budget)
         # what no gradient reaches costs no noise, and stays in fp32 in every plan: left
         # out of both sides
         followed = {s.site for s in self.budget.sites if not s.no_path}
-        self.autocast = {site: f for site, f in chosen.items() if site in followed}
+        baselines = {
+            half: {site: f for site, f in formats.items() if site in followed}
+            for half, formats in chosen.items()
+        }
+        self.half = max(
+            self.halves, key=lambda half: self.budget.predict(baselines[half]).db
+        )
+        self.autocast = baselines[self.half]
 
-    def _autocast_choice(self) -> dict[str, str]:
-        """Run autocast, with a loss scale that falls until every gradient is finite."""
-        fmt = parse_format(self.half)
+    def _autocast_choices(self) -> dict[str, dict[str, str]]:
+        """Run autocast in each of its formats, with a loss scale that suits all.
+
+        The scale falls until every gradient is finite.
+        """
         self.scale = SCALE if "fp16" in self.measured else 1.0
+        return {half: self._autocast_choice(half) for half in self.halves}
+
+    def _autocast_choice(self, half: str) -> dict[str, str]:
+        fmt = parse_format(half)
         while True:
             handler = SimulatedAutocast(fmt, self.device)
             gradients = gradients_of(

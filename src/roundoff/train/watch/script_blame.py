@@ -113,10 +113,10 @@ def _in_the_data(calls: ScriptCalls, models: Sequence[StepCalls]) -> ScriptCause
 
 def _inputs(models: Sequence[StepCalls]) -> Iterator[Tensor]:
     """Yield what the script gave to the models, in the order of the calls."""
-    made = sorted(
+    in_order = sorted(
         (call for steps in models for call in steps.calls), key=lambda call: call.index
     )
-    for call in made:
+    for call in in_order:
         for leaf in tree_leaves((call.args, call.kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 yield leaf

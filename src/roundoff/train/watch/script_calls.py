@@ -96,7 +96,7 @@ class _Call:
     operator: str
     line: str
     read: list[_Held]
-    made: list[_Held]
+    results: list[_Held]
     sequence: int
 
 
@@ -159,8 +159,8 @@ class ScriptCalls(TorchFunctionMode):
         operator = getattr(func, "__name__", "")
         if operator == _WRITES:
             result = arguments[0][0]
-        made = [t for t in _tensors(result) if t.is_floating_point()]
-        if operator == "__get__" or not made:
+        results = [t for t in _tensors(result) if t.is_floating_point()]
+        if operator == "__get__" or not results:
             return
         read = [*_tensors(_leaves(arguments))]
         if len(read) > _MANY:
@@ -169,8 +169,8 @@ class ScriptCalls(TorchFunctionMode):
             operator=_operator(operator),
             line=line,
             read=[_Held(t) for t in read if t.is_floating_point()],
-            made=[_Held(t) for t in made],
-            sequence=max(_sequence(tensor) for tensor in made),
+            results=[_Held(t) for t in results],
+            sequence=max(_sequence(tensor) for tensor in results),
         )
         self._calls.append(call)
 
@@ -204,9 +204,9 @@ class ScriptCalls(TorchFunctionMode):
         """
         calls = list(self._calls)
         for call in calls[self._before_backward :]:
-            made = _values(call.made)
+            results = _values(call.results)
             read = _values(call.read)
-            is_born = any(_is_bad(value, calls) for value in made)
+            is_born = any(_is_bad(value, calls) for value in results)
             if is_born and not any(_is_bad(value, calls) for value in read):
                 return _explained(call)
         return None
@@ -344,7 +344,7 @@ def _values(held: Sequence[_Held]) -> list[Tensor]:
 def _maker(calls: Sequence[_Call], target: Tensor, before: int) -> int | None:
     """Return the place of the last call before one that made a tensor."""
     for place in range(before - 1, -1, -1):
-        if any(held.value() is target for held in calls[place].made):
+        if any(held.value() is target for held in calls[place].results):
             return place
     return None
 
@@ -374,11 +374,11 @@ def _is_constant(calls: Sequence[_Call], place: int) -> bool:
 
 
 def _explained(call: _Call) -> ScriptBirth:
-    made = next((v for v in _values(call.made) if not torch.isfinite(v).all()), None)
+    bad = next((v for v in _values(call.results) if not torch.isfinite(v).all()), None)
     read = [_statistics(value) for value in _values(call.read)]
     output = TensorRecord(operator=call.operator, nan=1, posinf=0, neginf=0)
-    if made is not None:
-        output = _statistics(made, call.operator)
+    if bad is not None:
+        output = _statistics(bad, call.operator)
     cause, advice = explain_birth(output, read)
     if call.operator == _operator(_WRITES):
         cause = "the script writes it there"

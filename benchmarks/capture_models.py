@@ -36,23 +36,24 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """11.2 million parameters, 10 classes."""
+    """11.2 million parameters in the usual width, 10 classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1, self.relu, self.maxpool = (
-            nn.BatchNorm2d(64),
+            nn.BatchNorm2d(width),
             nn.ReLU(),
             nn.MaxPool2d(3, 2, 1),
         )
         blocks: list[nn.Module] = []
-        before = 64
-        for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            blocks += [BasicBlock(before, width, stride), BasicBlock(width, width, 1)]
-            before = width
+        before = width
+        for factor, stride in ((1, 1), (2, 2), (4, 2), (8, 2)):
+            after = factor * width
+            blocks += [BasicBlock(before, after, stride), BasicBlock(after, after, 1)]
+            before = after
         self.blocks = nn.Sequential(*blocks)
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 10)
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(before, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -109,10 +110,10 @@ class GPT2(nn.Module):
         return self.lm_head(self.ln_f(self.h(x)))
 
 
-def _resnet18() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+def _resnet18(width: int = 64) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     labels = torch.randint(10, (16,))
     return (
-        ResNet18(),
+        ResNet18(width),
         torch.randn(16, 3, 64, 64),
         lambda out: functional.cross_entropy(out, labels),
     )
@@ -133,6 +134,11 @@ def _tiny() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
     """What --quick takes."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     return model, torch.randn(4, 8), lambda out: out.square().mean()
+
+
+def narrow() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    """ResNet-18 of an eighth of the width."""
+    return _resnet18(8)
 
 
 BUILDERS = {"resnet18": _resnet18, "gpt2": _gpt2}

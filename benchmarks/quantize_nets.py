@@ -185,13 +185,14 @@ def peer(
 ) -> Result:
     """What another tool made of it, in the first Python that has the tool."""
     reason = "no --peer-python has it"
-    nets_option = ["--nets", str(args.nets.resolve())] if args.nets else []
+    more = ["--nets", str(args.nets.resolve())] if args.nets else []
+    more += ["--quick"] if args.quick else []
     script = Path(__file__).with_name("quantize_peers.py")
     source = str(Path(ro.__file__).parent.parent)
     for python in pythons:
         try:
             run = subprocess.run(
-                [python, str(script), label, name, str(folder), *nets_option],
+                [python, str(script), label, name, str(folder), *more],
                 text=True,
                 capture_output=True,
                 timeout=600,
@@ -362,13 +363,17 @@ def eight_bits(
     found = [
         first,
         plain,
-        *(peer(label, name, args, data, folder, [sys.executable]) for label in HERE),
+        *(
+            peer(label, name, args, data, folder, [sys.executable])
+            for label in (HERE[:1] if args.quick else HERE)
+        ),
     ]
     ort = next((r for r in found if r.label == HERE[0]), Result(""))
     if ort.logits is None:
         raise SystemExit(f"ONNX Runtime's quantizer did not run: {ort.reason}")
     if not args.skip_peers:
-        found += [peer(label, name, args, data, folder, pythons) for label in ELSEWHERE]
+        labels = ELSEWHERE[:1] if args.quick else ELSEWHERE
+        found += [peer(label, name, args, data, folder, pythons) for label in labels]
     fp32 = export_onnx(ro.Workload(net, data.calibration), net, folder / "fp32.onnx")
     files = {r.label: r.file for r in found if r.file is not None}
     speed = speeds(fp32, files, data.images[:32].numpy(), 10 if args.quick else 60)

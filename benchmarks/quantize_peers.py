@@ -1,6 +1,6 @@
 """One network quantized by another tool, in the Python that has it: what quantize_nets.py starts for each of its rows.
 
-    python quantize_peers.py PEER NAME OUT [--nets FOLDER]
+    python quantize_peers.py PEER NAME OUT [--nets FOLDER] [--quick]
 
 Writes OUT/PEER.onnx, or OUT/PEER.npy with the logits of the test images where the tool's result has no ONNX file, and prints
 one line of JSON: CPU seconds of the tool's own work, and what it left as a note. Exports and imports are not counted.
@@ -33,10 +33,12 @@ IMAGE = "x"
 class Job:
     """The network as module and as ONNX file, calibration data, and where the result goes."""
 
-    def __init__(self, peer: str, name: str, out: Path, nets: Path | None) -> None:
+    def __init__(
+        self, peer: str, name: str, out: Path, nets: Path | None, quick: bool
+    ) -> None:
         self.peer, self.out = peer, out
-        self.net = load(name, nets)
-        self.data = Data.load()
+        self.net = load(name, nets, quick)
+        self.data = Data.load(quick)
         self.file = out / f"{peer}.onnx"
 
     def onnx(self, opset: int = 17) -> Path:
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("out", type=Path)
     parser.add_argument("--nets", type=Path)
+    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -253,7 +256,7 @@ def main() -> None:
     ):  # one core: a tool whose sessions take a thread for each core waits in none
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     args.out.mkdir(parents=True, exist_ok=True)
-    job = Job(args.peer, args.name, args.out, args.nets)
+    job = Job(args.peer, args.name, args.out, args.nets, args.quick)
     print(json.dumps({"seconds": PEERS[args.peer](job)}))
 
 

@@ -129,8 +129,8 @@ def encoder(quick: bool) -> None:
     calibration, judged = corpora()
     if quick:
         calibration, judged = (
-            calibration[:32],
-            {name: lines[:32] for name, lines in judged.items()},
+            calibration[:8],
+            {name: lines[:8] for name, lines in judged.items()},
         )
     batches = tokenized(sorted(calibration, key=len))
     held = {name: tokenized(sorted(lines, key=len)) for name, lines in judged.items()}
@@ -216,14 +216,17 @@ def embedded(model: nn.Module, data: list[Any]) -> Tensor:
 
 
 def trained(quick: bool) -> nn.Module:
-    """The GPT-2 of examples/gpt2_text.py, trained once and kept."""
+    """The GPT-2 of examples/gpt2_text.py, trained once and kept; its first block alone with ``quick``."""
     epochs = 1 if quick else EPOCHS
     torch.manual_seed(0)
-    model, path = gpt2_text.model(), OUT / f"gpt2_{epochs}.pt"
+    model = gpt2_text.model()
+    if quick:
+        model.transformer.h = model.transformer.h[:1]
+    path = OUT / ("gpt2_quick.pt" if quick else f"gpt2_{epochs}.pt")
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
-    batches = gpt2_text.batches()[: 4 if quick else None]
+    batches = gpt2_text.batches()[: 2 if quick else None]
     optimizer = gpt2_text.optimizer(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 2e-3, total_steps=epochs * len(batches), pct_start=0.1
@@ -246,9 +249,9 @@ def trained(quick: bool) -> nn.Module:
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module) -> float:
-    """Of a character of the held-out text."""
-    held = gpt2_text.held_out()
+def perplexity(model: nn.Module, quick: bool) -> float:
+    """Of a character of the held-out text; of its first batch with ``quick``."""
+    held = gpt2_text.held_out()[: 1 if quick else None]
     return float(
         2
         ** -gpt2_text.metric([gpt2_text.forward(model, batch) for batch in held], held)
@@ -257,8 +260,8 @@ def perplexity(model: nn.Module) -> float:
 
 def decoder(quick: bool) -> None:
     model = trained(quick)
-    batches = gpt2_text.batches()[: 2 if quick else 16]
-    exact = perplexity(model)
+    batches = gpt2_text.batches()[: 1 if quick else 16]
+    exact = perplexity(model, quick)
 
     def rows() -> Iterator[tuple[object, ...]]:
         cases = [
@@ -278,7 +281,7 @@ def decoder(quick: bool) -> None:
                     smooth_(made, graph, workload, method=repair)
                 round_in_order_(made, workload, batches, rounding)
                 seconds = time.process_time() - start
-                rise = perplexity(made) / exact - 1
+                rise = perplexity(made, quick) / exact - 1
                 sizes = write_checkpoint(made, OUT / f"{fmt}_{name.split(',')[0]}")
                 bits = 8 * (sizes.weights + sizes.qparams) / sum_of_weights(made)
                 bar = verdict(rise, 0.02, at_most=True) if fmt.startswith("w4") else ""

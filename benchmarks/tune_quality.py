@@ -134,7 +134,7 @@ def main() -> None:
         1
     )  # many small operators: two threads only wait for each other
     rows, points, ranks = [], [], []
-    for name in args.only or WORKLOADS:
+    for name in args.only or (list(WORKLOADS)[:1] if args.quick else WORKLOADS):
         try:
             workload = WORKLOADS[name]()
         except RoundoffError as error:
@@ -142,7 +142,9 @@ def main() -> None:
             continue
         budgets: dict[tuple[str, ...], Budget] = {}
         for formats, costs in CASES.items():
-            for device, cost in itertools.product(("cpu", "cuda"), costs):
+            for device, cost in itertools.product(
+                ("cpu", "cuda"), costs[:1] if args.quick else costs
+            ):
                 found = ro.tune(
                     workload,
                     formats,

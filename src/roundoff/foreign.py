@@ -8,9 +8,11 @@ A file may be anybody's. Whatever reads JSON or TOML does it by ``parse_json`` a
 from __future__ import annotations
 
 import collections.abc
+import errno
 import functools
 import json
 import re
+import stat
 import sys
 import tomllib
 import types
@@ -25,7 +27,9 @@ __all__ = [
     "is_too_deep",
     "parse_json",
     "parse_toml",
+    "read_bytes",
     "read_text",
+    "regular",
     "visible",
     "without_secrets",
 ]
@@ -64,14 +68,30 @@ def _escaped(character: str) -> str:
     return ascii(character)[1:-1]
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return the text of a file. Raises ``OSError``, and ``ValueError`` where it is too large
-    or no text.
+def regular(path: Path) -> Path:
+    """Return the path of a file that has an end: reading a pipe or a device may never return.
+
+    Links are followed. Raises ``OSError`` for anything but a file.
     """
-    size = path.stat().st_size
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file. Raises ``OSError``, and ``ValueError`` where it is too large."""
+    size = regular(path).stat().st_size
     if size > LARGEST_TEXT:
         raise ValueError(f"{size} bytes: such a file has less than {LARGEST_TEXT}")
-    return path.read_text(encoding=encoding)
+    return path.read_bytes()
+
+
+def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a file, universal newlines. Raises ``OSError``, and
+    ``ValueError`` where it is too large or no text.
+    """
+    text = read_bytes(path).decode(encoding, errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

@@ -77,6 +77,9 @@ class Measures:
     def carried(self, row):
         return 0.0, False
 
+    def is_another_formula(self, twin, row, error, shared):
+        return False
+
 
 def run(
     graph,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.packing import pack, unpack
 from roundoff.export.checkpoint.read import read_compressed
 from roundoff.export.checkpoint.shards import read_tensors, write_tensors
+from roundoff.export.checkpoint.weights import write_checkpoint
 from roundoff.export.checkpoint.write import write_compressed
 from roundoff.formats import (
     PerAxis,
@@ -31,7 +34,8 @@ from roundoff.formats import (
     parse_format,
     quantize,
 )
-from roundoff.quantize import Entry
+from roundoff.quantize import Entry, QuantizedModel
+from roundoff.quantize import quantize as quantize_model
 
 
 def test_words_are_those_of_the_library():
@@ -523,3 +527,43 @@ def test_nan_has_no_code():
         quantize(
             torch.tensor([1.0]), QParams(torch.tensor(1.0)), parse_format("fp6_e2m3")
         )
+
+
+def _codes() -> QuantizedModel:
+    torch.manual_seed(0)
+    return quantize_model(nn.Sequential(nn.Linear(8, 4)), "int8", [torch.randn(4, 8)])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("weights", "num_bits"), {"a": 1}),
+        (("weights", "num_bits"), 10**30),
+        (("input_activations", "num_bits"), 10**30),
+        (("targets",), 7),
+        ((), "a text"),
+    ],
+)
+def test_what_no_writer_puts_there(
+    tmp_path: Path, path: tuple[str, ...], value: object
+) -> None:
+    write_checkpoint(_codes(), tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    place = config["quantization_config"]["config_groups"]
+    for key in ("group_0", *path)[:-1]:
+        place = place[key]
+    place[("group_0", *path)[-1]] = value
+    file.write_text(json.dumps(config))
+    with pytest.raises(QuantizationError):
+        read_compressed(tmp_path)
+
+
+def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(_codes(), folder)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"weight_map": {"0.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(QuantizationError, match="elsewhere"):
+        read_compressed(folder)

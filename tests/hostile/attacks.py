@@ -6,6 +6,7 @@ A change keeps checksums right where there are some, as whoever means harm would
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import tomllib
@@ -335,6 +336,30 @@ def attack(file: Path, chance: random.Random) -> None:
         change_bytes(file, chance)  # what an earlier change has left
     if chance.random() < 0.9:
         _mend_checksums(file)
+
+
+#: What stands where a file should: by name, what makes it.
+_NATURES: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a pipe that nobody writes": os.mkfifo,
+    "a link to itself": lambda place: place.symlink_to(place.name),
+    "a link to nothing": lambda place: place.symlink_to("nothing"),
+    "a file without end": lambda place: place.symlink_to("/dev/zero"),
+    "no bytes": Path.touch,
+    "a file of 2^40 zeros": lambda place: _make_sparse(place, 2**40),
+}
+
+
+def _make_sparse(place: Path, size: int) -> None:
+    with place.open("wb") as file:
+        file.truncate(size)
+
+
+def replace_nature(file: Path, chance: random.Random) -> None:
+    """Put something that is no file, or none with an end, in place of a file."""
+    make = _NATURES[chance.choice(sorted(_NATURES))]
+    file.unlink(missing_ok=True)
+    make(file)
 
 
 def _mend_checksums(file: Path) -> None:

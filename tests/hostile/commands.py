@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.attacks import attack
-from tests.hostile.honest import COMMANDS, make
+from tests.hostile.attacks import attack, replace_nature
+from tests.hostile.honest import COMMANDS, layer, make
 
+from roundoff import export
+from roundoff.advise import read_tuning
 from roundoff.cli.app import main
 from roundoff.errors import RoundoffError
 from roundoff.foreign import visible
@@ -35,6 +37,8 @@ from roundoff.ops import other_process
 #: Seconds of processor time of a command, and of a clock while nothing else runs.
 MOST_SECONDS = 10
 MEMORY = 8 * 2**30
+#: Share of cases in which something that is no file, or has no end, stands for a file.
+OF_OTHER_NATURE = 0.08
 #: Output that a terminal would obey.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 #: The largest exit code that a verb has.
@@ -44,7 +48,7 @@ _NAMED = re.compile(r"\{([^}]+)\}")
 
 @dataclass(frozen=True)
 class Case:
-    """A command on files of which one or two were changed."""
+    """A command on files of which one or two were changed; a seed below 0 changes none."""
 
     command: str
     seed: int
@@ -109,17 +113,32 @@ class Range:
             else:
                 shutil.copy(source, work / kind)
         if case.seed < 0:
-            return shlex.split(_NAMED.sub(r"\1", case.command))
+            return _words(case)
+        # of its own chance: the seeds of what has harmed before mean what they did
+        other = random.Random(f"nature {case.seed}")
+        if other.random() < OF_OTHER_NATURE:
+            replace_nature(other.choice(_files(work / other.choice(case.kinds))), other)
+            return _words(case)
         changed = chance.sample(
             case.kinds, 1 if chance.random() < 0.8 else len(case.kinds)
         )
         for kind in changed:
-            files = [work / kind]
-            if files[0].is_dir():
-                files = sorted(f for f in files[0].rglob("*") if f.is_file())
+            files = _files(work / kind)
             for _ in range(chance.choice((1, 1, 2))):
                 attack(chance.choice(files), chance)
-        return shlex.split(_NAMED.sub(r"\1", case.command))
+        return _words(case)
+
+
+def _words(case: Case) -> list[str]:
+    """The words of a command; behind a # are files that it reads without being told."""
+    return shlex.split(_NAMED.sub(r"\1", case.command), comments=True)
+
+
+def _files(place: Path) -> list[Path]:
+    """A file, or all files of a folder."""
+    if place.is_dir():
+        return sorted(file for file in place.rglob("*") if file.is_file())
+    return [place]
 
 
 def _listing(folder: Path, work: Path) -> set[str]:
@@ -194,9 +213,7 @@ def _in_child(words: Callable[[], list[str]], work: Path, printed: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         other_process.OtherProcess._started = _forked  # type: ignore[method-assign]
         other_process.MEMORY = 2**30
-        code = (
-            _read_tuning(*command[1:]) if command[0] == "read_tuning" else main(command)
-        )
+        code = _read(*command) if command[0] in _READERS else main(command)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - whatever leaves the boundary is what is looked for
@@ -206,17 +223,27 @@ def _in_child(words: Callable[[], list[str]], work: Path, printed: int) -> None:
         os._exit(code)
 
 
-def _read_tuning(path: str) -> int:
-    """What a training script calls, for which there is no verb."""
-    from roundoff.advise import read_tuning
-
+def _read(reader: str, path: str) -> int:
+    """What a script calls, for which there is no verb."""
     try:
-        answer = str(read_tuning(path))
+        answer = repr(_READERS[reader](path))
     except RoundoffError as error:
         sys.stdout.write(visible(str(error)))
         return 2
     sys.stdout.write(visible(answer))
     return 0
+
+
+def _load_checkpoint(path: str) -> object:
+    return export.load_checkpoint_(layer(), path)
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    "read_tuning": read_tuning,
+    "read_config": export.read_config,
+    "read_record": export.read_record,
+    "load_checkpoint": _load_checkpoint,
+}
 
 
 class _Forked:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import roundoff
+from roundoff.export import write_checkpoint
 from roundoff.verbs.compare import compare
 
 WORKLOAD = """
@@ -88,9 +90,47 @@ schema = 1
 name = "channels_last"
 
 [[change]]
-name = "bf16"
+name = "no_fp64"
 modules = ["0", "2"]
 """
+#: What lint reads beside a script, and what quantize and plan convert are told of.
+PYPROJECT = """\
+[project]
+name = "a"
+
+[tool.roundoff.lint]
+select = ["RO1", "RO4"]
+ignore = ["RO101"]
+exclude = ["old/*"]
+
+[tool.roundoff.lint.per-file-ignores]
+"train.py" = ["RO402"]
+"""
+AMCT = {
+    "simple.cfg": """\
+batch_num : 1
+activation_offset : true
+skip_layers : "2"
+common_config : {
+    arq_quantize : {
+        channel_wise : true
+    }
+}
+""",
+    "quant.json": '{"version": 1, "batch_num": 1, "activation_offset": true}',
+    "record.txt": """\
+record {
+  key: "c1"
+  value {
+    scale_d: 0.5
+    offset_d: 3
+    scale_w: 0.25
+    offset_w: 0
+  }
+}
+""",
+}
+OPS_INFO = '{"MatMul": {"precision_reduce": {"flag": "true"}}, "Add": {"precision_reduce": {"flag": "false"}}}'
 #: Settings of other tools, which plan convert reads.
 LISTS = {
     "tensorflow.env": "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_ALLOWLIST_ADD=MatMul,Conv2D\n",
@@ -153,6 +193,26 @@ def _save_checkpoints(folder: Path) -> None:
         (parts / "model.safetensors.index.json").write_text(index)
 
 
+def layer() -> nn.Module:
+    """What is written as codes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+def _save_codes(folder: Path) -> None:
+    """Write weights in eight bits as one file, and as parts with an index."""
+    batches = [torch.linspace(-1, 1, 32).reshape(4, 8)]
+    model = roundoff.quantize(layer(), "int8", batches)
+    write_checkpoint(model, folder / "compressed")
+    parts = folder / "compressed_parts"
+    shutil.copytree(folder / "compressed", parts)
+    file = parts / "model.safetensors"
+    weights = dict.fromkeys(load_file(file), "one.safetensors")
+    file.rename(parts / "one.safetensors")
+    index = {"metadata": {}, "weight_map": weights}
+    (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def make(folder: Path) -> None:
     """Write one of each kind into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,8 +243,10 @@ def make(folder: Path) -> None:
     (folder / "session.py").write_text(SESSION)
     (folder / "tuning.toml").write_text(TUNING)
     _save_checkpoints(folder)
+    _save_codes(folder)
     (folder / "map.toml").write_text('"0" = "0"\n"5" = "5"\n')
-    for name, text in LISTS.items():
+    more = {"pyproject.toml": PYPROJECT, "ops_info.json": OPS_INFO}
+    for name, text in (LISTS | AMCT | more).items():
         (folder / name).write_text(text)
     with zipfile.ZipFile(folder / "run.zip", "w") as archive:
         for file in sorted((folder / "ref").rglob("*")):
@@ -233,10 +295,17 @@ OF_SCRIPTS_AND_CHECKPOINTS = (
     "migrate {plain.py} --to roundoff --plan {plan.toml} -o out.py",
     "migrate {plain.py} --to amp --write",
     "migrate {train.py} --from torch.cuda.amp",
+    "migrate {train.ipynb} --to amp",
+    "check {ref} {a.pt}",
     "migrate {session.py} --to npu_bridge",
     "migrate {session.py} --from npu_bridge -o out.py",
     "advise net.py --apply {tuning.toml} --seconds 0.001",
     "read_tuning {tuning.toml}",
+    "read_config {simple.cfg}",
+    "read_config {quant.json}",
+    "read_record {record.txt}",
+    "load_checkpoint {compressed}",
+    "load_checkpoint {compressed_parts}",
 )
 #: Every command that reads such files; the words that name a file are in brackets.
 COMMANDS = (
@@ -282,6 +351,11 @@ COMMANDS = (
     "lint {train.py} --format json",
     "lint {train.py} --diff",
     "lint {train.ipynb}",
+    "lint train.py # {pyproject.toml} {train.py}",
+    "lint . --format sarif # {pyproject.toml} {train.py} {train.ipynb}",
+    "plan convert {ascend.json} --to plan -o out.toml --format fp16 --base {ops_info.json} --partial",
+    "plan convert {plan.toml} --to ascend -o out.json --base {ops_info.json} --partial",
+    "plan explain {plan.toml} 0/linear -w net.py",
     *OF_SCRIPTS_AND_CHECKPOINTS,
     "verify net.py {plan.toml} --target 30dB --no-native",
     "verify net.py {plan.toml} --budget {budget.parquet} --target 30dB --no-native -o out.toml",

@@ -329,4 +329,33 @@ o = torch.optim.Adam(m.parameters()); m(X).sum().backward(); o.step()
 p = copy.deepcopy(o.state_dict()); o.load_state_dict(p)
 said(n(X), k(X), *m.parameters())
 """,
+    "a hook for what is raised": """
+sys.excepthook = lambda kind, value, trace: print("caught", kind.__name__)
+m = nn.Linear(6, 3); train(m, torch.optim.SGD(m.parameters(), 0.1)); m(X[:, :2])
+""",
+    "a fork in the middle of a step": """
+import os
+m = nn.Linear(6, 3); o = torch.optim.Adam(m.parameters())
+for i in range(3):
+    o.zero_grad(); l = m(X).square().mean()
+    pid = os.fork()
+    if pid == 0:
+        l.backward(); os._exit(int(m.weight.grad is None))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0)
+    l.backward(); o.step()
+said(*m.parameters())
+""",
+    "a wrapper subclass and a layer of it": """
+from torch.utils._pytree import tree_map
+class W(torch.Tensor):
+    @staticmethod
+    def __new__(cls, t): return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype)
+    def __init__(self, t): self.t = t
+    @classmethod
+    def __torch_dispatch__(cls, f, types, args=(), kwargs=None):
+        un = lambda v: v.t if isinstance(v, W) else v
+        wr = lambda v: W(v) if isinstance(v, torch.Tensor) else v
+        return tree_map(wr, f(*tree_map(un, args), **tree_map(un, kwargs or {})))
+m = nn.Linear(6, 3); m.weight = nn.Parameter(W(m.weight.detach())); z = m(X); said(z.t if isinstance(z, W) else z)
+""",
 }

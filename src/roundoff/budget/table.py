@@ -35,7 +35,7 @@ from roundoff.budget.noise_power import (
 from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
 from roundoff.files import atomic_path
-from roundoff.foreign import fault_of, parse_json
+from roundoff.foreign import fault_of, parse_json, regular
 from roundoff.formats import parse_format
 from roundoff.notebook import decibels as shown_db
 from roundoff.notebook import share
@@ -380,7 +380,9 @@ class Budget:
     def load(cls, path: str | Path) -> Budget:
         """Read a budget. Raises ``PlanError`` when the file is no budget, or a newer one."""
         try:
-            facts = parse_json(pl.read_parquet_metadata(path)["roundoff"])
+            facts = parse_json(
+                pl.read_parquet_metadata(regular(Path(path)))["roundoff"]
+            )
             _check_schema(facts.get("schema", 1), path)
             budget = cls(
                 _whole(pl.read_parquet(path, glob=False)),

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from roundoff.errors import RunError
-from roundoff.foreign import inside, parse_json, read_text
+from roundoff.foreign import inside, parse_json, read_text, regular
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *_TORCH)
@@ -130,9 +130,9 @@ def _of_safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         return read
 
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular(file), framework="pt") as opened:
             names = list(opened.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise _unreadable(str(file), str(error)) from error
     for name in names:
         yield name, reader(name)
@@ -149,6 +149,7 @@ def _of_torch(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         OSError,
         EOFError,
         ValueError,
+        MemoryError,
     ) as error:
         got = str(error).partition("\n")[0][:200]
         raise _unreadable(str(file), got) from error
@@ -159,7 +160,9 @@ def _of_torch(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 def _loaded(file: Path) -> Any:
     """Return what the file holds, its tensors mapped from it where torch can."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(
+            regular(file), map_location="cpu", weights_only=True, mmap=True
+        )
     except RuntimeError:  # the format before zip files
         return torch.load(file, map_location="cpu", weights_only=True)
 

@@ -24,7 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from roundoff.compare.call_pairs import TRANSPARENT, CallPair, calls_of, match_calls
+from roundoff.compare.call_pairs import (
+    TRANSPARENT,
+    CallPair,
+    calls_of,
+    match_calls,
+    read_another_number,
+)
 from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 
 MATCHED = "matched"
@@ -178,6 +184,8 @@ class _Alignment:
     def pair_by_use(self) -> None:
         """Pair rows that two aligned calls read at the same place, the last first."""
         for calls in sorted(self._calls, key=lambda pair: -pair.candidate.record):
+            if read_another_number(calls):
+                continue  # what they read has another counterpart, or none
             read = records_read(calls.reference.rows, calls.candidate.rows)
             for reference, candidate in read:
                 self._pair_upstream(reference, candidate)

@@ -48,6 +48,9 @@ class RecordedCall:
         operator: without the mark of its in-place form: ``add_`` writes what ``add``
             makes.
         shapes: of the rows.
+        shown: the row whose statistics speak for the call: its first, or what a call
+            without a tensor among its results reads (``item`` of a number).
+        read: the values that went into a single number; empty for larger results.
     """
 
     rows: list[RecordedRow]
@@ -57,6 +60,13 @@ class RecordedCall:
     module: str
     operator: str
     shapes: Shapes
+    shown: RecordedRow
+    read: tuple[RecordedRow, ...]
+
+    @property
+    def returns_tensors(self) -> bool:
+        """False for a call that hands a number to the program."""
+        return self.rows[0].shape is not None
 
     @property
     def inputs_read(self) -> int:
@@ -95,7 +105,8 @@ def calls_of(
     for row in rows:
         if row.is_call and row.role in (None, "output"):
             grouped[row.call].append(row)
-    calls = [_call(group, parameters, rename) for group in grouped.values()]
+    by_record = {row.record: row for row in rows}
+    calls = [_call(group, parameters, rename, by_record) for group in grouped.values()]
     return sorted(calls, key=lambda call: call.record)
 
 
@@ -118,6 +129,7 @@ def _call(
     rows: list[RecordedRow],
     parameters: Mapping[int, str],
     rename: Callable[[str], str],
+    by_record: Mapping[int, RecordedRow],
 ) -> RecordedCall:
     first = rows[0]
     writes = {rename(row.name) for row in rows if row.name}
@@ -132,7 +144,23 @@ def _call(
         module=rename(first.module),
         operator=first.operator.rstrip("_") or first.operator,
         shapes=tuple(tuple(row.shape or ()) for row in rows),
+        shown=_shown(first, by_record),
+        read=_numbers_read(first, by_record),
     )
+
+
+def _shown(row: RecordedRow, by_record: Mapping[int, RecordedRow]) -> RecordedRow:
+    if row.shape is None and row.inputs:
+        return by_record.get(row.inputs[0], row)
+    return row
+
+
+def _numbers_read(
+    row: RecordedRow, by_record: Mapping[int, RecordedRow]
+) -> tuple[RecordedRow, ...]:
+    if row.numel != 1:
+        return ()
+    return tuple(by_record[i] for i in row.inputs if i in by_record)
 
 
 def match_calls(
@@ -342,12 +370,7 @@ def _score(reference: RecordedCall, candidate: RecordedCall) -> float:
 
 def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     """Return True for one operator on equal shapes, or on the same parameters."""
-    if reference.operator != candidate.operator:
-        return False
-    if reference.is_complex != candidate.is_complex:
-        return False
-    written = reference.writes | candidate.writes
-    if written and not reference.writes & candidate.writes:
+    if reference.operator != candidate.operator or _must_not_pair(reference, candidate):
         return False
     same_shapes = reference.shapes == candidate.shapes
     same_names = reference.names == candidate.names
@@ -360,13 +383,49 @@ def _may_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
     return same_names and reference.inputs_read == candidate.inputs_read
 
 
+def _must_not_pair(reference: RecordedCall, candidate: RecordedCall) -> bool:
+    """Return True for calls of one operator that write, or show, other things."""
+    if reference.is_complex != candidate.is_complex:
+        return True
+    written = reference.writes | candidate.writes
+    if written and not reference.writes & candidate.writes:
+        return True
+    return _are_strangers(reference, candidate)
+
+
+def _are_strangers(one: RecordedCall, other: RecordedCall) -> bool:
+    """Return True for single numbers that have nothing to do with each other.
+
+    They are alike by chance, made of numbers that are not; or nothing is alike, and one
+    is written over another value.
+    """
+    if not one.read or len(one.read) != len(other.read):
+        return False
+    read = zip(one.read, other.read, strict=True)
+    unlike = [_apart(ours, theirs) > ALIKE for ours, theirs in read]
+    if _distance(one, other) < ALIKE:
+        return any(unlike)
+    return all(unlike) and one.rows[0].overload != other.rows[0].overload
+
+
 def _alike(one: RecordedCall, other: RecordedCall) -> bool:
-    """Return True where the first rows hold about the same values, by statistics."""
+    """Return True where two calls show about the same values, by statistics."""
     return _distance(one, other) < ALIKE
 
 
+def read_another_number(pair: CallPair) -> bool:
+    """Return True for calls that hand a number to the program, and not the same one."""
+    if pair.reference.returns_tensors or pair.candidate.returns_tensors:
+        return False
+    return not _alike(pair.reference, pair.candidate)
+
+
 def _distance(one: RecordedCall, other: RecordedCall) -> float:
-    error = of_statistics(one.rows[0], other.rows[0]).error
+    return _apart(one.shown, other.shown)
+
+
+def _apart(one: RecordedRow, other: RecordedRow) -> float:
+    error = of_statistics(one, other).error
     return math.inf if error is None else error
 
 
@@ -461,10 +520,13 @@ def _reordered(
             waiting[_kind(call)].append(call)
     pairs: list[CallPair] = []
     for call in reference:
-        others = waiting.get(_kind(call))
-        if others:
+        others = waiting[_kind(call)]
+        fitting = (c for c in others if not _are_strangers(call, c))
+        match = next(fitting, None)
+        if match is not None:
+            others.remove(match)
             reason = "at another place in the order of calls"
-            pairs.append(CallPair(call, others.pop(0), reason))
+            pairs.append(CallPair(call, match, reason))
     return pairs
 
 

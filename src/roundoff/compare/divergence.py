@@ -101,6 +101,20 @@ class StepMeasures(Protocol):
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
+    def is_another_formula(
+        self,
+        twin: RecordedRow,
+        row: RecordedRow,
+        error: float,
+        shared: Mapping[int, int],
+    ) -> bool | None:
+        """Return True where two programs compute one function, and rounding is left.
+
+        False where they do not; None without tensors, where only the size of the error
+        speaks for it. ``shared`` are the candidate's records of the reference's that
+        both have.
+        """
+
 
 @dataclass(slots=True)
 class Divergence:
@@ -157,11 +171,44 @@ class Divergence:
         self._decide(finding, row, twin, distance.error, wrong_input)
         if self.measures.can_replay:
             self._check_alone(finding, row)
+        self._clear_another_formula(finding, row, twin, distance.error)
         if finding.cause is None:
             self._inherit(finding)
         if finding.cause is None and not self._can_be_judged(row):
-            finding.undecided = not self._explains(finding, distance.error)
+            finding.undecided = self._is_undecided(finding, distance.error)
         return finding
+
+    def _is_undecided(self, finding: Finding, error: float) -> bool:
+        """Return True where neither rounding nor the inputs are sure to explain an error."""
+        return finding.one_function or not self._explains(finding, error)
+
+    def _clear_another_formula(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
+    ) -> None:
+        """Take the blame from a value that both programs agree on, but for rounding."""
+        if finding.cause != OWN or finding.faulty is not None or not row.is_call:
+            return
+        if not finding.region and row.record in self.exact and not self._parted(row):
+            return
+        shared = self._agreeing()
+        agree = self.measures.is_another_formula(twin, row, error, shared)
+        if agree is not False:
+            finding.cause = None
+            finding.origin = None
+            finding.one_function = True
+
+    def _agreeing(self) -> dict[int, int]:
+        """Return the candidate's records of values that both have so far, by the reference's."""
+        return {
+            self.counterpart[record]: record
+            for record, earlier in self.findings.items()
+            if earlier.cause is None and earlier.error is not None
+        }
+
+    def _parted(self, row: RecordedRow) -> bool:
+        """Return True where a value that the row reads has parted from its counterpart."""
+        read = (self.findings.get(record) for record in row.inputs)
+        return any(each is not None and each.cause is not None for each in read)
 
     def _can_be_judged(self, row: RecordedRow) -> bool:
         """Return True where tensors were kept, and the call is none of the user's kernels."""
@@ -360,6 +407,8 @@ class Divergence:
             replay = self.measures.replay(twin, row, same_inputs=same_inputs)
             finding.replayed = replay
             if replay.reason is None:
+                if _is_compensated(finding, replay, error):
+                    return
                 if replay.at_fault:
                     _make_own(finding, replay.own)
                     return
@@ -381,6 +430,10 @@ class Divergence:
         """
         if not finding.arguments or row.overload != twin.overload:
             return False
+        if (finding.error or 0.0) <= finding.tolerance:
+            # other inputs, which the constants make up for
+            is_made_up_for = finding.inputs > NEARER * finding.tolerance
+            return not is_made_up_for and row.base_operator not in EXACT
         return row.base_operator not in EXACT
 
     def _check_alone(self, finding: Finding, row: RecordedRow) -> None:
@@ -496,13 +549,24 @@ class Divergence:
             return False
         record = finding.record
         by_use = record not in self.exact  # the operands may be exchanged
+        if by_use or self._is_of_another_formula(finding):
+            return True
         if not self.measures.can_replay:
             # equal statistics of what comes after may be those of other values
             is_backward = self.candidate[record].phase == "backward"
-            return by_use or (is_backward and finding.read is not None)
+            return is_backward and finding.read is not None
         other_shape = self.candidate[record].shape != self.twin(record).shape
-        is_guess = by_use or record in self.guessed or other_shape
-        return is_guess or finding.read is not None
+        return record in self.guessed or other_shape or finding.read is not None
+
+    def _is_of_another_formula(self, finding: Finding) -> bool:
+        """Return True for a call that reads another number of values, some of them new."""
+        row = self.candidate[finding.record]
+        twin = self.twin(row.record)
+        other_call = (row.overload, len(row.inputs)) != (
+            twin.overload,
+            len(twin.inputs),
+        )
+        return bool(finding.region) and other_call
 
     def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return True where every value made of this one soon agrees with its counterpart.
@@ -541,6 +605,8 @@ class Divergence:
         finding = self.findings.get(record)
         if finding is None or finding.error is None:
             return False
+        if finding.one_function:
+            return True
         sound = [
             error
             for source, error in finding.sources
@@ -570,6 +636,20 @@ def _make_own(finding: Finding, own_error: float | None) -> None:
     finding.cause = OWN
     finding.own_error = own_error
     finding.origin = finding.record
+
+
+def _is_compensated(finding: Finding, replay: CallReplay, error: float) -> bool:
+    """Return True where other inputs make up for other arguments.
+
+    The result agrees with the reference's, and with its arguments it would be further
+    from it than it is.
+    """
+    if not replay.another_program or error > finding.tolerance:
+        return False
+    excesses = (replay.excess, replay.reference_excess, replay.region_excess)
+    if any(excess is not None and excess > 1.0 for excess in excesses):
+        return False
+    return (replay.semantic or 0.0) > NEARER * error
 
 
 def _is_cleared(replay: CallReplay, finding: Finding) -> bool:

@@ -74,6 +74,8 @@ class Finding:
     read: tuple[int, int] | None = None
     #: True where the error comes from an earlier step.
     carried: bool = False
+    #: True where other calls compute the same function, as far as can be told.
+    one_function: bool = False
     #: True where statistics cannot say if the error was made here or came in.
     undecided: bool = False
     #: True where an input could not be compared.

@@ -151,9 +151,23 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
         return before
     if row.base_operator not in _FACTORS:
         return before if goes_backward or _is_gradient(row) else None
-    if row.numel != source.numel:
+    if row.numel != source.numel or _is_an_update(row, source, rows, before):
         return None
     return _rescaled(row, source, before)
+
+
+def _is_an_update(
+    row: RecordedRow, source: RecordedRow, rows: Rows, before: float
+) -> bool:
+    """Return True for a product that is part of an update, not of a scale.
+
+    It is not with one number alone, or of a gradient that carries no scale any more.
+    """
+    if row.phase == "backward" or _is_gradient(row):
+        return False
+    read = (rows[record] for record in row.inputs if record in rows)
+    others = [each for each in read if each.record != source.record]
+    return before == 1.0 or any((each.numel or 0) > 1 for each in others)
 
 
 def _gradient_read(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from roundoff.compare.call_arguments import Fits
 from roundoff.compare.recorded_rows import RecordedRow, Rows
-from roundoff.ops import Reason, run_recorded
+from roundoff.errors import RunError
+from roundoff.foreign import parse_json
+from roundoff.ops import Reason, overload_of, run_recorded
 
 #: How many calls of the reference run one after the other to say what the candidate's
 #: operators should have given together.
@@ -72,10 +77,53 @@ def run_call(
     """
     if is_written_in_python(overload):
         raise CannotRun("its kernel is the user's, and may be what is wrong")
+    overload, arguments = _returning(overload, arguments)
     results = run_recorded(overload, arguments, value, dtype=dtype, exact_as_is=True)
     if isinstance(results, Reason):
         raise CannotRun(results.text)
     return results
+
+
+def _returning(overload: str, arguments: str) -> tuple[str, str]:
+    """Return a call that writes into tensors it is given as one that returns them.
+
+    ``maximum(x, y, out=z)`` becomes ``maximum(x, y)``. Other calls, and those without
+    such a form, stay as they are.
+    """
+    form = _returning_form(overload)
+    if form is None:
+        return overload, arguments
+    match parse_json(arguments):
+        case [list(positional), dict(by_name)]:
+            written = _written(overload_of(overload))
+            left = {n: v for n, v in by_name.items() if n not in written}
+            return form, json.dumps([positional, left])
+        case _:
+            return overload, arguments
+
+
+@lru_cache
+def _returning_form(overload: str) -> str | None:
+    """Return the overload of the same operator and arguments that writes into none."""
+    try:
+        func = overload_of(overload)
+    except RunError:
+        return None
+    written = _written(func)
+    if not written:
+        return None
+    read = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)._schema.arguments
+        if [(a.name, str(a.type)) for a in other] == read:
+            return f"{overload.rpartition('.')[0]}.{name}"
+    return None
+
+
+def _written(func: OpOverload) -> frozenset[str]:
+    """Return the names of the arguments that an operator writes its results into."""
+    return frozenset(a.name for a in func._schema.arguments if a.is_out)
 
 
 def is_written_in_python(overload: str) -> bool:

@@ -44,6 +44,12 @@ from roundoff.compare.rounding_bound import (
 )
 from roundoff.compare.same_kernel import run_as_it_was
 from roundoff.compare.table import ComparedRow, names_of_both
+from roundoff.compare.two_formulas import (
+    Calls,
+    explained_by_a_region,
+    is_one_function,
+    largest_condition,
+)
 from roundoff.ops import facts, operators_that
 
 #: Why new memory is not measured.
@@ -256,6 +262,31 @@ class _Measures:
             self._working_format(twin, row),
             reference,
             self._results,
+        )
+
+    def is_another_formula(
+        self,
+        twin: RecordedRow,
+        row: RecordedRow,
+        error: float,
+        shared: Mapping[int, int],
+    ) -> bool | None:
+        dtype = format_of(twin, row, self._adopted)
+        if not explained_by_a_region(error, dtype):
+            return False
+        ours = self._reference_tensors.tensors
+        theirs = self._candidate_tensors.tensors
+        if ours is None or theirs is None:
+            worst = max(
+                largest_condition(self._reference, twin.record, shared),
+                largest_condition(self._candidate, row.record, set(shared.values())),
+            )
+            return None if explained_by_a_region(error, dtype, worst) else False
+        return is_one_function(
+            Calls(self._reference, self._first_of_reference, ours),
+            Calls(self._candidate, self._first, theirs),
+            (twin.record, row.record),
+            shared,
         )
 
     def run_as_it_was(self, row: RecordedRow) -> CallReplay:

@@ -29,6 +29,8 @@ _TF32 = Execution("matrix", "exact", "exact", bias=False, output=False)
 _SCALED = Execution("matrix", "tensor", "channel", bias=False, output=False)
 _WEIGHT_ONLY = Execution("matrix", None, "channel", bias=False, output=False)
 _BLOCK = Execution("matrix", "block", "block", bias=False, output=False)
+#: Bits of the widest integers.
+WIDEST = 64
 
 
 def _ieee(
@@ -91,7 +93,7 @@ def integer(
     narrow_range: bool | None = None,
     name: str | None = None,
 ) -> Format:
-    """Make a signed integer format of ``width`` >= 2 bits: quantum 1.
+    """Make a signed integer format of 2 to 64 bits: quantum 1.
 
     Args:
         width: bits of a code.
@@ -104,10 +106,10 @@ def integer(
         >>> integer(8, narrow_range=False).name, integer(4).min_finite, integer(4, symmetric=False).min_finite
         ('int8_full', -7.0, -8.0)
     """
-    if width < 2:
+    if not 2 <= width <= WIDEST:
         raise FormatError(
-            "an integer format needs two bits",
-            expected="width >= 2",
+            f"an integer format needs two bits, and at most {WIDEST}",
+            expected=f"2 <= width <= {WIDEST}",
             got=f"width={width}",
         )
     narrow = symmetric if narrow_range is None else narrow_range

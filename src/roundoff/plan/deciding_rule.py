@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roundoff.errors import PatternError, PlanError, did_you_mean, examples, nearest
+from roundoff.foreign import read_text
 from roundoff.formats import parse_format
 from roundoff.ops import autocast_class
 from roundoff.plan.rules import FOLLOW, Plan, Rule
@@ -101,7 +102,7 @@ def lines(file: str | Path) -> dict[tuple[int, str], int]:
     """(rule number, pattern) → the line of a plan's file that the pattern stands in;
     empty for other files.
     """
-    text = Path(file).read_text(encoding="utf-8")
+    text = read_text(Path(file))
     json_file = str(file).endswith(".json")
     start_of_rule = r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]"
     starts = [match.start() for match in re.finditer(start_of_rule, text)]

@@ -25,7 +25,7 @@ from roundoff.formats import (
 
 #: What an entry may be; ``kv_cache``: an activation that is kept quantized between steps.
 KINDS = ("weight", "activation", "kv_cache")
-_INTEGER = re.compile(r"int(?P<width>\d+)(?P<asym>_asym)?(?P<range>_full|_narrow)?")
+_INTEGER = re.compile(r"int(?P<width>\d{1,3})(?P<asym>_asym)?(?P<range>_full|_narrow)?")
 _GRANULARITY = re.compile(r"(?P<name>per_[a-z]+)(?:\((?P<numbers>[-\d, ]*)\))?")
 
 

@@ -96,8 +96,19 @@ def run_program(words: list[str], saved: Callable[[], str]) -> None:
             if error.code not in (None, 0):
                 raise failure("the script failed", f"exit code {error.code}") from error
         except BaseException as error:
-            traceback.print_exception(error.with_traceback(_below(error)))
+            _show(error.with_traceback(_below(error)))
             raise failure("the script failed", type(error).__name__) from error
+
+
+def _show(error: BaseException) -> None:
+    """Print what a script raised, or give it to the hook that the script has set for that."""
+    if sys.excepthook is sys.__excepthook__:
+        traceback.print_exception(error)
+        return
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:  # noqa: BLE001 - a hook is the script's own; Python prints both then too
+        traceback.print_exc()
 
 
 @contextmanager

@@ -52,7 +52,7 @@ from roundoff.compare import (
 from roundoff.engine import run_tasks
 from roundoff.errors import RunError
 from roundoff.files import is_url, local_path, masked, open_output, write_text
-from roundoff.foreign import parse_json
+from roundoff.foreign import parse_json, read_bytes, regular
 from roundoff.notebook import table as html_table
 from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
@@ -221,7 +221,7 @@ class Comparison:
         try:
             about = parse_json(_bytes(_within(path, ABOUT_FILE)))
             place = _within(path, TABLE_FILE)
-            source = io.BytesIO(_bytes(place)) if is_url(path) else place
+            source = io.BytesIO(_bytes(place)) if is_url(path) else regular(Path(place))
             table = pl.read_parquet(source, glob=False)
         except FileNotFoundError as error:
             raise RunError(
@@ -284,7 +284,7 @@ def _within(folder: str | Path, name: str) -> str | Path:
 
 def _bytes(place: str | Path) -> bytes:
     if not is_url(place):
-        return Path(place).read_bytes()
+        return read_bytes(Path(place))
     import fsspec
 
     with fsspec.open(str(place), "rb") as file:

@@ -26,6 +26,7 @@ from roundoff.export.amct.config import (
 )
 from roundoff.export.amct.layer_json import parse_json
 from roundoff.export.amct.text_format import Lines, parse_text
+from roundoff.foreign import read_text
 from roundoff.plan import Name
 
 #: Fields that only one kind of file has; a file without any is for calibration.
@@ -70,8 +71,8 @@ def read_config(
             :meth:`QuantizeConfig.for_layers`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(path), "utf-8-sig")
+    except (OSError, ValueError) as error:
         raise QuantizationError(
             f"not a readable file: {error}", where=str(path)
         ) from error

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from roundoff import foreign
 from roundoff.errors import QuantizationError, did_you_mean, nearest
 from roundoff.files import write_text
 
@@ -204,8 +205,8 @@ def read_text(path: str | Path, file: str) -> tuple[Any, Lines]:
             value of another type, a required field that is missing.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = foreign.read_text(Path(path), "utf-8-sig")
+    except (OSError, ValueError) as error:
         raise QuantizationError(
             f"not a readable file: {error}", where=str(path)
         ) from error

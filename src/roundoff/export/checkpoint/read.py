@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.packing import unpack
 from roundoff.export.checkpoint.shards import read_tensors
+from roundoff.foreign import parse_json, read_text
 from roundoff.formats import (
     Format,
     Granularity,
@@ -73,6 +73,28 @@ def read_compressed(folder: str | Path) -> Compressed:
             are missing or have another shape.
     """
     place = Path(folder)
+    try:
+        return _read(place)
+    except QuantizationError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        re.error,
+    ) as error:  # a value of another type or size than a writer puts there
+        raise QuantizationError(
+            f"not a readable model: {type(error).__name__}: {error}",
+            where=str(place),
+            expected="a folder as compressed-tensors writes it",
+        ) from error
+
+
+def _read(place: Path) -> Compressed:
     config = model_config(place)
     scheme = _scheme(config, place)
     stored = read_tensors(place)
@@ -134,7 +156,7 @@ def model_config(place: Path, missing_ok: bool = False) -> dict[str, Any]:
     if missing_ok and not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise QuantizationError(
             f"no readable config.json: {error}",

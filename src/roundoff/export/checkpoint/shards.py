@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roundoff.errors import QuantizationError
 from roundoff.files import atomic_path, write_text
+from roundoff.foreign import inside, parse_json, read_text, regular
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,10 +92,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         for name in _named_files(folder):
-            with safe_open(folder / name, framework="pt") as file:
+            with safe_open(regular(folder / name), framework="pt") as file:
                 keys = file.keys()
                 tensors |= {key: file.get_tensor(key) for key in keys}
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (
+        OSError,
+        MemoryError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise QuantizationError(
             f"not a readable model: {error}",
             where=str(folder),
@@ -108,8 +117,12 @@ def _named_files(folder: Path) -> list[str]:
     index = folder / INDEX
     if not index.exists():
         return [FILE]
-    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return sorted(set(files.values()))
+    files = parse_json(read_text(index))["weight_map"]
+    names = sorted({str(name) for name in files.values()})
+    for name in names:
+        if inside(folder, name) is None:
+            raise ValueError(f"{INDEX} names a file elsewhere: {name!r}")
+    return names
 
 
 def _without_sharing(part: Mapping[str, Tensor]) -> dict[str, Tensor]:

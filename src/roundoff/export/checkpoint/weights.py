@@ -127,7 +127,7 @@ def load_checkpoint_(model: nn.Module, folder: str | Path) -> Compressed:
         QuantizationError: names or shapes do not fit; the model is then as before.
     """
     checkpoint = read_compressed(folder)
-    turned = set(checkpoint.config.get(TURNED, ()))
+    turned = _names_of_turned(checkpoint.config, folder)
     tensors = dict(checkpoint.others)
     for name, (codes, qparams, _) in checkpoint.tensors.items():
         values = dequantize(codes, qparams)
@@ -163,6 +163,17 @@ def _check_fit(
         got=problem,
         expected=f"the {len(places)} parameters and buffers of {type(model).__name__}",
     )
+
+
+def _names_of_turned(config: Mapping[str, Any], folder: str | Path) -> set[str]:
+    names = config.get(TURNED, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise QuantizationError(
+            f"{TURNED} is no list of names",
+            where=str(Path(folder) / "config.json"),
+            got=type(names).__name__,
+        )
+    return set(names)
 
 
 def _turned(qparams: QParams) -> QParams:

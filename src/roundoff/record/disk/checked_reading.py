@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import polars as pl
 
 from roundoff.errors import RunError
-from roundoff.foreign import parse_json, read_text
+from roundoff.foreign import parse_json, read_text, regular
 from roundoff.record.disk.schema import SCALAR_FILE, parse_rank, parse_step
 from roundoff.record.disk.tensors import checksum
 from roundoff.unforeseen import is_panic
@@ -70,7 +70,7 @@ def columns_of(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def _footer(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return dict(pl.read_parquet_schema(file))
 
 

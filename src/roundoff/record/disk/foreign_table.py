@@ -10,6 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
+from roundoff.foreign import regular
 from roundoff.record.disk.checked_reading import damaged, read_checked
 from roundoff.record.disk.schema import OPS, parse_rank, parse_step
 
@@ -35,7 +36,7 @@ def check_table(path: Path) -> None:
 
 
 def _read(path: Path) -> pl.DataFrame:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return pl.read_parquet(file)
 
 

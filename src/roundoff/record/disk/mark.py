@@ -14,6 +14,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from roundoff.foreign import regular
 from roundoff.record.disk.schema import CHECKSUMS, MARK, OPERATORS
 
 _KEY_BYTES = 32
@@ -34,7 +35,7 @@ def is_own(folder: Path) -> bool:
     if key is None:
         return False
     try:
-        present = (folder / MARK).read_bytes()[:128]
+        present = regular(folder / MARK).read_bytes()[:128]
         return hmac.compare_digest(present, _mark(folder, key).encode("ascii"))
     except OSError:
         return False
@@ -42,9 +43,9 @@ def is_own(folder: Path) -> bool:
 
 def _mark(folder: Path, key: bytes) -> str:
     digest = hmac.new(key, digestmod=hashlib.sha256)
-    with (folder / OPERATORS).open("rb") as file:
+    with regular(folder / OPERATORS).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
-    digest.update((folder / CHECKSUMS).read_bytes())
+    digest.update(regular(folder / CHECKSUMS).read_bytes())
     return digest.hexdigest()
 
 

@@ -22,8 +22,8 @@ import polars as pl
 import torch
 
 from roundoff.errors import RunError
-from roundoff.files import masked
-from roundoff.foreign import inside, parse_json
+from roundoff.files import is_url, masked
+from roundoff.foreign import inside, parse_json, regular
 from roundoff.record.disk.checked_reading import damaged
 from roundoff.record.disk.reader import Run
 from roundoff.record.disk.schema import (
@@ -247,8 +247,16 @@ class MirroredDump(MirroredRun, MsprobeRun):
 def _connect(url: str) -> tuple[Any, str]:
     import fsspec
 
+    _check_archive(url)
     system, root = fsspec.core.url_to_fs(url)
     return system, str(root)
+
+
+def _check_archive(url: str) -> None:
+    """Raise ``OSError`` where the file of an archive, ``zip://::FILE``, is no file."""
+    _, chained, archive = url.rpartition("::")
+    if chained and not is_url(archive) and Path(archive).exists():
+        regular(Path(archive))
 
 
 def _relative_names(

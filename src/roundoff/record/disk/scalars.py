@@ -15,6 +15,7 @@ import polars as pl
 import torch
 import xxhash
 
+from roundoff.foreign import regular
 from roundoff.record.disk.checked_reading import damaged
 from roundoff.record.disk.schema import SCALARS
 
@@ -46,7 +47,7 @@ def repair(path: Path) -> None:
 def read(path: Path) -> pl.DataFrame:
     """Return columns as SCALARS. Raises ``RunError`` naming a damaged file."""
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(regular(path).read_bytes().split(b"\n")[:-1], 1):
         text, _, check = line.rpartition(b"\t")
         if check != _check(text).encode():
             raise damaged(path, f"line {number} has other bytes than were written")

@@ -15,6 +15,7 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from roundoff.foreign import regular
 from roundoff.preserve import as_bytes
 
 #: Small enough that most of a step is written while the step runs.
@@ -172,7 +173,7 @@ def checksum(path: Path) -> dict[str, int | str]:
     """Number of bytes and xxh3_128, in hex, of a file."""
     digest = xxhash.xxh3_128()
     size = 0
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
             size += len(block)
@@ -220,7 +221,7 @@ class TensorFile:
     """A file of tensors, opened once; ``keys`` are what it holds."""
 
     def __init__(self, path: Path) -> None:
-        file: Any = safe_open(path, "pt")
+        file: Any = safe_open(regular(path), "pt")
         self._file = file
         self.keys = list(file.keys())
         self._described = json.loads((file.metadata() or {}).get(METADATA, "{}"))

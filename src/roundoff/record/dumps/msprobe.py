@@ -21,6 +21,7 @@ import polars as pl
 import torch
 
 from roundoff.errors import RunError
+from roundoff.foreign import regular
 from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
 from roundoff.record.disk.description import RunDescription
 from roundoff.record.disk.reader import Run
@@ -244,7 +245,7 @@ def _kept(head: DumpHead, table: pl.DataFrame) -> str:
 
 def _load(path: Path) -> torch.Tensor:
     try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True)
+        tensor = torch.load(regular(path), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise RunError(
             "the file holds no plain tensor: it is damaged, or would need its own code "

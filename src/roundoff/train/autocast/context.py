@@ -20,6 +20,7 @@ import torch._functorch.config
 from torch import nn
 
 from roundoff.errors import PlanError
+from roundoff.foreign import read_text
 from roundoff.formats import parse_format
 from roundoff.ops import AUTOCAST_KEYS, SLOW_FP16, CallMode, Place, slow_in_fp16, watch
 from roundoff.plan import Plan, explain
@@ -272,7 +273,7 @@ def _is_plan(path: Path) -> bool:
         return True
     if path.suffix != ".json":
         return False
-    return '"schema"' in path.read_text(encoding="utf-8", errors="replace")
+    return '"schema"' in read_text(path, errors="replace")
 
 
 _RULES: weakref.WeakKeyDictionary[nn.Module, dict[Any, Rules]] = (

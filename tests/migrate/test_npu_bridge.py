@@ -241,6 +241,21 @@ def test_what_horovod_has_alone() -> None:
     assert "hvd.allgather" in migration.left[0].reason
 
 
+def test_keras_gets_a_session() -> None:
+    code = (
+        '"""Digits."""\nimport tensorflow as tf\nfrom tensorflow.keras import layers\n\n'
+        "model = tf.keras.Sequential([layers.Dense(2)])\n"
+        'model.compile("adam", "mse")\nmodel.fit(x, y)\n'
+    )
+    migration = migrate_script(code, "train.py", to="npu_bridge")
+    lines = migration.after.splitlines()
+    ast.parse(migration.after)
+    made = lines.index("config = tf.ConfigProto()")
+    used = lines.index("tf.keras.backend.set_session(tf.Session(config=config))")
+    assert made < used < lines.index("model = tf.keras.Sequential([layers.Dense(2)])")
+    assert [remark.line for remark in migration.left] == [6]
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

@@ -140,3 +140,35 @@ amp.load_state_dict(state["amp"])
         '{"scaler": scaler.state_dict(), "optimizer": optimizer.state_dict()}' in after
     )
     assert after.endswith('    scaler.load_state_dict(state["scaler"])\n')
+
+
+def test_what_switches_apex_on_switches_autocast_on() -> None:
+    code = """\
+import torch
+from apex import amp
+
+
+def fit(model, data, fp16):
+    model = model.cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fp16:
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x.cuda()), y.cuda())
+        if fp16:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+"""
+    after = migrated(code, "apex").after
+    assert 'torch.amp.GradScaler("cuda", enabled=fp16)' in after
+    assert "dtype=torch.float16, enabled=fp16):" in after
+
+
+def test_a_loss_scale_that_moves_is_no_remark() -> None:
+    code = (APEX + LOOP).replace('"O1")', '"O1", loss_scale="dynamic")')
+    notes = [note.reason for note in migrated(code, "apex").notes]
+    assert not any("loss_scale" in note for note in notes)

@@ -28,7 +28,7 @@ from roundoff.lint import RULES as LINT_RULES
 from roundoff.record.program import ScriptError
 from roundoff.report import print_events
 from roundoff.train.scaling.scaler import LossScaler
-from roundoff.train.watch.advice import LINT_CODES, RULES
+from roundoff.train.watch.advice import CODES, LINT_CODES, RULES
 from roundoff.train.watch.events import BadGradients, StepEnd
 
 HEAD = """
@@ -381,6 +381,7 @@ FAULTS |= {
     "def loss_of(i, bad): return model(torch.randn(6, 4).bfloat16()).float().square().mean()\n"
     + PLAIN.format(steps=5, bad=()),
     "steps-skipped": scaled(30, tuple(range(30)), 2.0**60),
+    "often-skipped": scaled(45, tuple(range(1, 45, 2)), 2.0**40),
     "half-statistics": "model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).bfloat16()\n"
     "opt = torch.optim.SGD(model.parameters(), lr=0.5)\n"
     "def loss_of(i, bad): return (model(torch.randn(6, 4).bfloat16()).float() - 1).square().mean()\n"
@@ -408,13 +409,14 @@ def test_faults_of_a_loop(watch, rule):
     (end,) = found["end"]
     assert end["warnings"] == len(found["warning"])
     codes = {row["rule"]: row["code"] for row in found["warning"]}
-    assert codes[rule] == LINT_CODES.get(rule, "")
+    assert codes[rule] == CODES[rule]
 
 
 def test_codes_are_those_of_lint():
     codes = {rule.code for rule in LINT_RULES}
     assert set(LINT_CODES.values()) <= codes
-    assert set(LINT_CODES) <= set(RULES)
+    assert set(CODES) == set(RULES)
+    assert codes.isdisjoint(set(CODES.values()) - set(LINT_CODES.values()))
 
 
 def test_the_published_wrong_loop(watch):

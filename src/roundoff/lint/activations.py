@@ -217,14 +217,20 @@ def _of_layer_call(
         return _of_function(script, helper, element, depth)
     if script.called(call) is not None:
         return None
-    several = makers(script, function)
-    if several and all(_is_published(script, maker) for maker in several):
-        head = replaced_head(script, function)
-        several = several if head is None else makers(script, head)
+    several = _layers(script, function)
     if not several and script.things.kind(function) is Kind.MODEL:
         return _of_class(script, _only_model(script), element, depth)
     layers = {_of_layer(script, maker, element, depth + 1) for maker in several}
     return layers.pop() if len(layers) == 1 else None
+
+
+def _layers(script: Script, function: ast.expr) -> list[ast.Call]:
+    """Return the calls that made a layer or model, or the last layer that replaces its own."""
+    several = makers(script, function)
+    if several and all(_is_published(script, maker) for maker in several):
+        head = replaced_head(script, function)
+        return several if head is None else makers(script, head)
+    return several
 
 
 def _only_model(script: Script) -> ast.ClassDef | None:
@@ -262,12 +268,16 @@ def _of_layer(
             for each in makers(script, maker.args[0])
         }
         return inner.pop() if len(inner) == 1 else None
-    if name == "timm.create_model":
-        return None if "num_classes=0" in ast.unparse(maker) else Output.LOGITS
-    if name is not None and name.startswith("torchvision.models."):
-        is_plain = "detection" not in name and "segmentation" not in name
-        return Output.LOGITS if is_plain and "inception" not in name else None
+    if name is not None and _is_published(script, maker):
+        return Output.LOGITS if _ends_in_logits(name, maker) else None
     return _of_class(script, script.things.script_class(maker), element, depth)
+
+
+def _ends_in_logits(name: str, maker: ast.Call) -> bool:
+    """Return True for a published classifier: one output, and a last layer."""
+    if name == "timm.create_model":
+        return "num_classes=0" not in ast.unparse(maker)
+    return not any(each in name for each in ("detection", "segmentation", "inception"))
 
 
 def _is_published(script: Script, maker: ast.Call) -> bool:

@@ -62,13 +62,18 @@ def _of_record(script: Script, call: ast.Call, element: str) -> ast.expr | None:
     value = keyword_of(call, element)
     if value is not None or definition is None:
         return value
-    fields = [
+    fields = _fields(definition)
+    inside = element in fields and fields.index(element) < len(call.args)
+    return call.args[fields.index(element)] if inside else None
+
+
+def _fields(definition: ast.ClassDef) -> list[str]:
+    """Return the fields of a named tuple or data class, in their order."""
+    return [
         each.target.id
         for each in definition.body
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     ]
-    inside = element in fields and fields.index(element) < len(call.args)
-    return call.args[fields.index(element)] if inside else None
 
 
 def _is_named_output(call: ast.Call) -> bool:
@@ -132,6 +137,13 @@ def _grown(
         if isinstance(value, ast.List | ast.Tuple) and value.elts:
             last = None if _is_optional(script, statement) else value.elts[-1]
             yield getattr(statement, "lineno", 0), last
+    yield from _appended(script, name, home)
+
+
+def _appended(
+    script: Script, name: str, home: ast.AST | None
+) -> Iterator[tuple[int, ast.expr | None]]:
+    """Yield the line and the value of each ``name.append(value)``."""
     for call in script.method_calls("append"):
         holder = call.func.value if isinstance(call.func, ast.Attribute) else None
         if not isinstance(holder, ast.Name) or not call.args:
@@ -155,7 +167,11 @@ def _last_of_mapping(script: Script, node: ast.expr | None) -> ast.expr | None:
         return None
     if node.keywords:
         return node.keywords[-1].value
-    pairs = node.args[0] if node.args else None
+    return _last_of_pairs(node.args[0] if node.args else None)
+
+
+def _last_of_pairs(pairs: ast.expr | None) -> ast.expr | None:
+    """Return the last value of ``[(name, layer), ...]`` or of a dictionary."""
     if isinstance(pairs, ast.Dict):
         return pairs.values[-1] if pairs.values else None
     last = pairs.elts[-1] if isinstance(pairs, ast.List) and pairs.elts else None

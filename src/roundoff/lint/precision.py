@@ -9,7 +9,14 @@ import functools
 from roundoff.lint.bindings import is_self
 from roundoff.lint.makers import makers
 from roundoff.lint.script import Script
-from roundoff.lint.tensors import keyword_of, number, operation, sources, value_of
+from roundoff.lint.tensors import (
+    Operation,
+    keyword_of,
+    number,
+    operation,
+    sources,
+    value_of,
+)
 
 
 class Low(enum.Enum):
@@ -168,12 +175,18 @@ def _of_call(script: Script, call: ast.Call, depth: int) -> Low | None:
     if is_low_layer(script, call):
         return Low.HALF
     each = operation(script, call)
-    if each is None or each.name in _WIDENS or each.name in ("to", "type"):
-        is_move = each is not None and each.name == "to" and _is_move(call)
-        return _low(script, each.first, depth + 1) if is_move and each else None
-    if script.called(call) is None or each.name in _FUNCTIONS:
-        return _low(script, each.first, depth + 1)
-    return None
+    if each is None or not _keeps_format(script, each):
+        return None
+    return _low(script, each.first, depth + 1)
+
+
+def _keeps_format(script: Script, each: Operation) -> bool:
+    """Return True for an operator whose result has the format of its first operand."""
+    if each.name == "to":
+        return _is_move(each.call)
+    if each.name == "type" or each.name in _WIDENS:
+        return False
+    return script.called(each.call) is None or each.name in _FUNCTIONS
 
 
 def is_low_layer(script: Script, call: ast.Call) -> bool:

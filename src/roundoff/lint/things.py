@@ -474,14 +474,8 @@ class Things:
             return self._kind_of_element(iterated, depth)
         if not isinstance(iterated, ast.Call):
             return None
-        function = iterated.func
-        name = _last_name(function)
-        if name == "items" and isinstance(function, ast.Attribute) and element == 1:
-            return self._kind_of_element(function.value, depth)
-        if name == "enumerate" and iterated.args and element == 1:
-            return self._kind_of_element(iterated.args[0], depth)
-        is_zip = name == "zip" and element < len(iterated.args)
-        return self._kind_of_element(iterated.args[element], depth) if is_zip else None
+        container = _container_of(iterated, element)
+        return None if container is None else self._kind_of_element(container, depth)
 
     def _kind_of_part(self, value: ast.expr, element: int, depth: int) -> Kind | None:
         """Return the kind of one of several values that a call returns."""
@@ -639,6 +633,18 @@ def _is_plain(binding: Binding) -> bool:
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         return value.func.attr in ("parse_args", "parse", "parse_known_args")
     return isinstance(value, ast.Dict | ast.JoinedStr | ast.Compare | ast.BinOp)
+
+
+def _container_of(iterated: ast.Call, element: int) -> ast.expr | None:
+    """Return what the ``element``-th name of a loop goes through: ``d.items()``, ``zip``."""
+    function = iterated.func
+    name = _last_name(function)
+    if name == "items" and isinstance(function, ast.Attribute):
+        return function.value if element == 1 else None
+    if name == "enumerate":
+        return iterated.args[0] if iterated.args and element == 1 else None
+    is_zip = name == "zip" and element < len(iterated.args)
+    return iterated.args[element] if is_zip else None
 
 
 def _gone_through(node: ast.expr) -> ast.expr:

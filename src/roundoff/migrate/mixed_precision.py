@@ -387,7 +387,12 @@ class _Work:
             return self.script.segment(step.optimizer)
         self._loop_header(step.unit)
         assert isinstance(step.unit, ast.For)  # noqa: S101 - as _loop_header says
-        return f"*{self.script.segment(step.unit.iter)}"
+        iterated = self.script.segment(step.unit.iter)
+        optimizer = self.script.segment(step.optimizer)
+        target = self.script.segment(step.unit.target)
+        if optimizer == target:
+            return f"*{iterated}"
+        return f"*({optimizer} for {target} in {iterated})"
 
     def _update(self, loop: Loop, steps: list[Step]) -> None:
         updates = update_places(self.script, self.places, steps)

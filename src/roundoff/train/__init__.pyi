@@ -36,8 +36,11 @@ from .tune.tuning import ParetoPoint as ParetoPoint
 from .tune.tuning import RankedSite as RankedSite
 from .tune.tuning import TunedRun as TunedRun
 from .tune.tuning import Tuning as Tuning
+from .watch.advice import CODES as CODES
 from .watch.advice import FLOOR_STEPS as FLOOR_STEPS
 from .watch.advice import LINT_CODES as LINT_CODES
+from .watch.advice import OFTEN as OFTEN
+from .watch.advice import RECENT_STEPS as RECENT_STEPS
 from .watch.advice import RULES as RULES
 from .watch.advice import has_bf16 as has_bf16
 from .watch.advice import vanishing_eps as vanishing_eps

@@ -9,6 +9,7 @@ import gc
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -38,8 +39,10 @@ from roundoff.record import (
     words_of,
 )
 from roundoff.train import (
+    CODES,
     FLOOR_STEPS,
-    LINT_CODES,
+    OFTEN,
+    RECENT_STEPS,
     RULES,
     BackwardGraph,
     BadGradients,
@@ -209,6 +212,7 @@ class _Watcher:
         self._lost_in_a_row = 0
         self._low_in_a_row = 0
         self._skipped_in_a_row = 0
+        self._recent_skips: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._rule_hooks: list[Callable[[], None]] = []
         self._advised: set[str] = set()
         self.rules = RunTimeRules(self._advise)
@@ -518,6 +522,17 @@ class _Watcher:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.now.skipped else 0
         if self._skipped_in_a_row >= FLOOR_STEPS:
             self._advise("steps-skipped", steps=self._skipped_in_a_row)
+        self._count_recent_skips()
+
+    def _count_recent_skips(self) -> None:
+        """Count skips from the first step that was taken on: before it the scale falls."""
+        if self.now.skipped and not self._recent_skips:
+            return
+        self._recent_skips.append(self.now.skipped)
+        skips = sum(self._recent_skips)
+        is_full = len(self._recent_skips) == RECENT_STEPS
+        if is_full and skips >= RECENT_STEPS * OFTEN:
+            self._advise("often-skipped", skips=skips, steps=RECENT_STEPS)
 
     def _begin(self) -> None:
         self.number += 1
@@ -725,8 +740,7 @@ class _Watcher:
         if rule not in self._advised:
             self._advised.add(rule)
             text = RULES[rule].format(**values)
-            code = LINT_CODES.get(rule, "")
-            self.say(LoopAdvice(self.number, rule, text, code))
+            self.say(LoopAdvice(self.number, rule, text, CODES[rule]))
 
 
 #: What an event takes over from the explanation of a skip.

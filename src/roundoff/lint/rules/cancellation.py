@@ -33,10 +33,7 @@ def _squared(script: Script, node: ast.expr) -> ast.expr | None:
     """Return what an expression is the square of; None for what is no square."""
     node = value_of(script, node) or node
     if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Pow) and is_number(node.right, 2.0):
-            return node.left
-        is_product = isinstance(node.op, ast.Mult) and same_text(node.left, node.right)
-        return node.left if is_product else None
+        return _square_written(node)
     each = operation(script, node)
     if each is None:
         return None
@@ -44,6 +41,14 @@ def _squared(script: Script, node: ast.expr) -> ast.expr | None:
     if is_power and is_number(each.operands[1], 2.0):
         return each.first
     return each.first if each.name == "square" else None
+
+
+def _square_written(node: ast.BinOp) -> ast.expr | None:
+    """Return ``x`` of ``x ** 2`` and ``x * x``."""
+    if isinstance(node.op, ast.Pow) and is_number(node.right, 2.0):
+        return node.left
+    is_product = isinstance(node.op, ast.Mult) and same_text(node.left, node.right)
+    return node.left if is_product else None
 
 
 def _are_moments(

@@ -104,16 +104,22 @@ def _kept(
             and _outlives(script, assign)
         ):
             yield assign, assign.value, assign.target
+    yield from _appended(script, function)
+    yield from _averaged(script, function)
+    yield from _handed_on(script, function)
+
+
+def _appended(
+    script: Script, function: ast.AST
+) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, ast.expr]]:
+    """Yield what goes into lists: ``losses.append(loss)``."""
     for call in script.method_calls("append"):
         if script.scope(call) is not function or len(call.args) != 1:
             continue
         holder = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if holder is not None and (
-            _outlives(script, call) or isinstance(holder, ast.Attribute)
-        ):
+        is_kept = _outlives(script, call) or isinstance(holder, ast.Attribute)
+        if holder is not None and is_kept:
             yield call, call.args[0], holder
-    yield from _averaged(script, function)
-    yield from _handed_on(script, function)
 
 
 def _averaged(

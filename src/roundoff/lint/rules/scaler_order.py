@@ -275,12 +275,17 @@ def _unscaling(script: Script, loop: Loop, event: Event) -> tuple[Edit, ...]:
     statement = script.statement(event.node)
     added = line_before(script, statement, f"{scaler}.unscale_({optimizer})")
     late = [each for each in loop.after(event, Act.UNSCALE) if each.scaler is not None]
-    if not late:
-        return added
-    taken = (
-        _taken_out(script, late[0]) if _same_function(script, late[0], event) else ()
-    )
-    return (*added, *taken) if added and taken and len(late) == 1 else ()
+    return _moved(script, event, added, late) if late else added
+
+
+def _moved(
+    script: Script, event: Event, added: tuple[Edit, ...], late: list[Event]
+) -> tuple[Edit, ...]:
+    """Return the edits that also take the one later unscaling out; none for several."""
+    if len(late) != 1 or not _same_function(script, late[0], event):
+        return ()
+    taken = _taken_out(script, late[0])
+    return (*added, *taken) if added and taken else ()
 
 
 def _taken_out(script: Script, event: Event) -> tuple[Edit, ...]:

@@ -10,6 +10,9 @@ from roundoff.ops import SLOW_FP16
 
 #: Steps in a row at the lowest scale before it is said.
 FLOOR_STEPS = 20
+#: Steps over which skips are counted, and the share of them that is too many.
+RECENT_STEPS = 40
+OFTEN = 0.25
 
 RULES = {
     "scaler-in-loop": (
@@ -68,6 +71,10 @@ RULES = {
     "steps-skipped": (
         "the last {steps} steps were all skipped: nothing is learned; the reason of the last skip says what overflows"
     ),
+    "often-skipped": (
+        "{skips} of the last {steps} steps were skipped: the gradients are not finite again and again; the reason of the "
+        "last skip says where"
+    ),
     "half-statistics": (
         "the running statistics of {name} are in {dtype}, where small changes are lost; keep BatchNorm in float32"
     ),
@@ -95,6 +102,18 @@ LINT_CODES = {
     "lost-updates": "RO301",
     "half-statistics": "RO305",
 }
+
+#: Codes of what only a run can see; ``roundoff lint`` has no rules with them.
+RUN_CODES = {
+    "scale-at-floor": "RO118",
+    "steps-skipped": "RO119",
+    "often-skipped": "RO120",
+    "unowned-parameters": "RO613",
+    "unchanged-parameters": "RO614",
+    "no-gradients": "RO615",
+}
+
+CODES = LINT_CODES | RUN_CODES
 
 
 def vanishing_eps(optimizer: torch.optim.Optimizer) -> float | None:

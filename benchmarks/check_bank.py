@@ -19,6 +19,7 @@ import roundoff as ro
 from roundoff.check import Check
 
 sys.path.insert(0, str(ROOT / "tests"))
+from check.other_styles import FRESH, FRESH_ALIKE
 from check.planted import ALIKE, KEPT_APART, PLANTED, Alike, Planted, record_pair
 
 
@@ -33,6 +34,8 @@ def main() -> None:
         ("planted differences, named first", *named(PLANTED[:count])),
         ("kept apart, named first", *named(KEPT_APART[:count])),
         ("alike, without any difference", *quiet(ALIKE[:count])),
+        ("other styles, named first", *named(FRESH[:count])),
+        ("other styles, alike", *quiet(FRESH_ALIKE[:count])),
     ]
     table("Set-ups", ("pairs", "right", "of"), rows)
     if any(right < every for _, right, every in rows):

@@ -10,6 +10,7 @@ import torch
 
 import roundoff
 from roundoff.check import check_baseline
+from roundoff.check.findings import LossCurves
 from roundoff.check.losses import relative
 from roundoff.cli.app import main
 from roundoff.errors import RoundoffError
@@ -114,3 +115,31 @@ def test_json_is_strict(tmp_path, capsys):
     answer = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert code in (0, 4)
     assert answer["verdict"] in ("comparable", "undecided")
+
+
+def test_of_several_ranks_that_parts_first_is_told(monkeypatch):
+    from types import SimpleNamespace
+
+    from roundoff.check import losses
+
+    found = {
+        rank: LossCurves(
+            steps=3,
+            differs=True,
+            first=first,
+            reference=1.0,
+            candidate=2.0,
+            difference=0.5,
+            allowed=0.0,
+            bound="derived",
+            text="they part",
+        )
+        for rank, first in ((0, 2), (1, 1))
+    }
+    monkeypatch.setattr(
+        losses, "compare_losses", lambda pair, _: found[pair.reference.rank]
+    )
+    pairs = [SimpleNamespace(reference=SimpleNamespace(rank=rank)) for rank in found]
+    told = losses.losses_of_ranks(pairs, ())
+    assert told.first == 1
+    assert told.text == "on rank 1 they part"

@@ -116,3 +116,28 @@ def test_another_formula_is_no_fault_and_another_function_is(formula, agrees, tm
         reference=tmp_path / "reference", candidate=tmp_path / "candidate"
     )
     assert comparison.fails != agrees, comparison.answer
+
+
+@pytest.mark.parametrize(
+    ("piece", "agrees"), [(lambda x: x[:, :3], True), (lambda x: x[:, 1:4], False)]
+)
+def test_a_gradient_of_one_product_for_several(piece, agrees, tmp_path):
+    torch.manual_seed(6)
+    layer = nn.Linear(4, 5)
+    x = torch.randn(2, 4, 4)
+
+    def one_by_one():
+        return torch.stack([layer(x[:, n]) for n in range(3)], 1)
+
+    for folder, function in (
+        ("reference", one_by_one),
+        ("candidate", lambda: layer(piece(x))),
+    ):
+        layer.zero_grad()
+        with roundoff.capture(tmp_path / folder, layer, keep="tensors") as run:
+            function().square().sum().backward()
+            run.step()
+    comparison = roundoff.compare(
+        reference=tmp_path / "reference", candidate=tmp_path / "candidate"
+    )
+    assert comparison.fails != agrees, comparison.answer

@@ -18,9 +18,28 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-NETWORKS = ("cnn", "resnet", "vit", "gpt", "lstm", "gru", "unet", "mixer", "graph")
+NETWORKS = (
+    "cnn",
+    "resnet",
+    "vit",
+    "gpt",
+    "lstm",
+    "gru",
+    "unet",
+    "mixer",
+    "graph",
+    "swin",
+    "conformer",
+    "gat",
+    "segmenter",
+    "llama",
+    "seq2seq",
+    "convnext",
+    "wavenet",
+    "yolo",
+)
 #: Their results were not looked at while the rules were written.
-KEPT_APART = ("gru", "graph")
+KEPT_APART = ("gru", "graph", "conformer", "gat", "segmenter")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 
@@ -34,7 +53,8 @@ class Change:
         what: what was done wrong, in words.
         old: the text that is replaced, everywhere it stands.
         new: what stands there instead.
-        at: a part of the lines that compute the wrong value; None: the changed lines.
+        at: a part of the lines that compute the wrong value, or several with ``|``
+            between, any of which is a right reading; None: the changed lines.
         parameter: names of parameters that hold the wrong values, with ``|`` between;
             then no line is asked for,
             unless ``at`` says where either reading is right.
@@ -57,7 +77,8 @@ class Change:
         wrong = self.applied(right)
         numbered = list(enumerate(wrong.splitlines(), 1))
         if self.at is not None:
-            return {number for number, line in numbered if self.at in line}
+            parts = self.at.split("|")
+            return {n for n, line in numbered if any(part in line for part in parts)}
         before = right.splitlines()
         return {number for number, line in numbered if line not in before}
 

@@ -5,6 +5,7 @@ from .advice import combine as combine
 from .advice import try_rules as try_rules
 from .batch_size import try_larger_batches as try_larger_batches
 from .changes import Change as Change
+from .code_advice import advise_on_code as advise_on_code
 from .facts import Facts as Facts
 from .facts import gather_facts as gather_facts
 from .guidelines import try_guidelines as try_guidelines

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from roundoff.check.findings import ROUNDING, Difference
+from roundoff.check.outside_tensors import PROGRAM
 from roundoff.check.pair import Pair, shorten
-from roundoff.check.rules import DATA, Rule
+from roundoff.check.rules import ANY, DATA, ENVIRONMENT, FLOW, WEIGHTS, Rule
 from roundoff.check.weights import described, differs, is_close
 from roundoff.record import Batch, TensorContent
 
@@ -22,6 +23,9 @@ _LOADERS = (
     "samples",
     "sampler's rank",
     "sampler's seed",
+    "sampler's weights",
+    "samples of the subset",
+    "number of processes",
 )
 _ORDER = Rule(
     group=DATA,
@@ -42,14 +46,29 @@ _VALUES = Rule(
     name="values of the data",
     why="the same samples have other values: another preprocessing, decoder or file",
     fix="compare transforms, decoders and their versions, and the files",
-    follows=("transform", "data set", "samples", "order of the data", *_LOADERS),
+    follows=(
+        "transform",
+        "data set",
+        "samples",
+        "order of the data",
+        ENVIRONMENT,
+        *_LOADERS,
+    ),
 )
 _SHAPES = Rule(
     group=DATA,
     name="shape of the data",
     why="the model receives something else",
     fix="compare transforms, cropping and padding, and how batches are put together",
-    follows=("batch size", "transform", "data set", "processes"),
+    follows=(
+        "batch size",
+        "transform",
+        "data set",
+        "processes",
+        "default dtype",
+        "shapes of parameters",
+        "modules",
+    ),
 )
 _RECEIVED = Rule(
     group=DATA,
@@ -58,6 +77,10 @@ _RECEIVED = Rule(
     "belongs to a batch size",
     fix="give both programs batches of the same size",
 )
+#: Sources that receive what was loaded or computed before.
+_RECEIVING = ("model", "loss")
+#: What may move what a model computed, and another one receives, before an update.
+_BEFORE = (FLOW, WEIGHTS)
 #: Indexes that a sentence shows.
 _MOST = 6
 
@@ -66,20 +89,23 @@ def differing_data(pair: Pair) -> Iterator[Difference]:
     """Yield what differs in the first batches; one difference a source."""
     ours, theirs = (side.batches for side in pair.sides)
     is_told = False
-    for source in sorted({*ours} & {*theirs}):
-        if source == "model" and is_told:
-            return  # it receives what the loaders give
+    for source in sorted({*ours} & {*theirs}, key=_received_last):
+        if source in _RECEIVING and is_told:
+            continue  # it receives what the loaders give
         for difference in _differing_source(pair, source):
-            is_told = True
+            is_told = is_told or source not in _RECEIVING
             yield difference
 
 
 def _differing_source(pair: Pair, source: str) -> Iterator[Difference]:
     ours, theirs = (side.batches[source] for side in pair.sides)
-    if source == "model":
+    if source in (*_RECEIVING, PROGRAM):
         sizes = [_size(batches[0]) for batches in (ours, theirs)]
-        has_loader = any(name != "model" for name in pair.reference.batches)
-        if sizes[0] != sizes[1] and not has_loader:
+        has_other = any(
+            name not in (*_RECEIVING, source) or (source == "loss" and name == "model")
+            for name in {*pair.reference.batches} & {*pair.candidate.batches}
+        )
+        if sizes[0] != sizes[1] and not has_other:
             yield pair.difference(_RECEIVED, [str(size) for size in sizes])
     difference = (
         _other_indexes(pair, source, ours, theirs)
@@ -88,6 +114,10 @@ def _differing_source(pair: Pair, source: str) -> Iterator[Difference]:
     )
     if difference is not None:
         yield difference
+
+
+def _received_last(source: str) -> tuple[bool, str]:
+    return source in _RECEIVING, source
 
 
 def _size(batch: Batch) -> int | None:
@@ -154,7 +184,7 @@ def _other_values(
     length = min(map(len, entries))
     if length and entries[0][:length] == entries[1][:length]:
         return None
-    if length and Counter(entries[0][:length]) == Counter(entries[1][:length]):
+    if length > 1 and Counter(entries[0][:length]) == Counter(entries[1][:length]):
         text = (
             f"{_gives(source)} the same {length} samples in {pair.candidate.name} in "
             f"another order than in {pair.reference.name}"
@@ -176,14 +206,27 @@ def _values(
 ) -> Difference:
     values = [described(content), described(twin)]
     text = (
-        f"the data differ: input {content.name} that {_gives(source)} in batch "
+        f"{_KINDS.get(source, 'the data')} differ: {_noun(source)} {content.name} that {_gives(source)} in batch "
         f"{batch.number} has {values[1]} in {pair.candidate.name}, {values[0]} in "
         f"{pair.reference.name}{_scaled(content, twin)}"
     )
+    may_follow = _VALUES.follows
+    if source in _RECEIVING:
+        may_follow = (*may_follow, ANY if batch.step else "", *_BEFORE)
     if is_close(content, twin):
         why = "the last bits differ: another decoder, version or order of computing"
-        return pair.difference(_VALUES, values, text=text, why=why, severity=ROUNDING)
-    return pair.difference(_VALUES, values, text=text)
+        return pair.difference(
+            _VALUES,
+            values,
+            text=text,
+            why=why,
+            severity=ROUNDING,
+            step=batch.step,
+            may_follow=may_follow,
+        )
+    return pair.difference(
+        _VALUES, values, text=text, step=batch.step, may_follow=may_follow
+    )
 
 
 def _scaled(content: TensorContent, twin: TensorContent) -> str:
@@ -198,8 +241,17 @@ def _scaled(content: TensorContent, twin: TensorContent) -> str:
     return f": the first is the second times {factor:.4g} plus {offset:.4g}"
 
 
+#: What a source gives, where it is more than data.
+_KINDS = {"loss": "the labels"}
+
+
+def _noun(source: str) -> str:
+    return "argument" if source == "loss" else "input"
+
+
 def _gives(source: str) -> str:
-    return "the model receives" if source == "model" else f"{source} gives"
+    words = {"model": "the model receives", "loss": "the loss function receives"}
+    return words.get(source, f"{source} gives")
 
 
 def _listed(indexes: Sequence[int]) -> str:

@@ -41,6 +41,10 @@ def differing_facts(pair: Pair) -> Iterator[Difference]:
     yield from _differing_modes(pair)
 
 
+def _computes(side: Side, loss: str) -> bool:
+    return any((group, of) == ("loss", loss) for group, of, _ in side.facts)
+
+
 def _has(side: Side, group: str) -> bool:
     return any(name == group for name, _, _ in side.facts)
 
@@ -51,6 +55,9 @@ def _is_told_otherwise(key: Key, pair: Pair) -> bool:
     group, of, name = key
     if (group, name) == ("seed", "initial seed"):
         return all((group, of, "seed") in side.facts for side in pair.sides)
+    if group == "loss":
+        # a loss that only one of them computes is told by its operators
+        return not all(_computes(side, of) for side in pair.sides)
     if group == "data" and name in ("sampler", "shuffle"):
         kinds = {side.value("data", of, "sampler") for side in pair.sides}
         # of these two the name says nothing that "shuffle" does not
@@ -68,13 +75,15 @@ def _differing(pair: Pair, key: Key, rule: Rule) -> Iterator[Difference]:
     values = [_shown(fact, key) for fact in facts]
     if _is_same(values):
         return
+    if of == "schedule":
+        rule = rule_of(group, of) or rule
     called = rule.name or (name if name.isupper() else name.replace("_", " "))
     severity = rule.severity
     why = rule.why
     if name in OF_GPUS and not any(map(_has_gpu, pair.sides)):
         severity = NOTE
         why = f"{why}; no GPU was there, so it changed nothing here"
-    if _NOT_IMPORTED in values:
+    if _NOT_IMPORTED in values or _is_without_effect(pair, key):
         severity = NOTE
     yield pair.difference(
         rule,
@@ -86,6 +95,22 @@ def _differing(pair: Pair, key: Key, rule: Rule) -> Iterator[Difference]:
         reference_line=None if facts[0] is None else facts[0].line,
         line=None if facts[1] is None else facts[1].line,
     )
+
+
+def _is_without_effect(pair: Pair, key: Key) -> bool:
+    """Return True for an attribute of a data set that gives the same batches."""
+    group, of, name = key
+    if group != "data" or not name.startswith("data set's "):
+        return False
+    hashes = [
+        [
+            content.hash
+            for batch in side.batches.get(of, ())
+            for content in batch.tensors
+        ]
+        for side in pair.sides
+    ]
+    return bool(hashes[0]) and hashes[0] == hashes[1]
 
 
 def _shown(fact: Fact | None, key: Key) -> str:
@@ -105,8 +130,12 @@ def _is_same(values: Sequence[str]) -> bool:
 
 
 def _subject(group: str, of: str, called: str) -> str:
+    if of == "schedule":
+        return f"the {called}"
     if group in ("optimizer", "data") and of not in ("", "optimizer 0", "loader 0"):
         return f"the {called} of {of}"
+    if group == "loss":
+        return f"the {called} of the loss {of}"
     if group == "seed":
         return f"{of}'s {called}"
     if group == "scaler":
@@ -153,7 +182,7 @@ def _changed(
 ) -> Difference:
     first = paths[0]
     more = f" (and {len(paths) - 1} more modules)" if len(paths) > 1 else ""
-    subject = f"the {called or 'module'} {first}{more}"
+    subject = f"the {called or 'module'} {first or 'that is the model'}{more}"
     name = called or "modules"
     rule = _DROPOUT if called else _MODULES
     return pair.difference(

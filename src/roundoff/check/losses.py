@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from roundoff.check.findings import LossCurves
 from roundoff.check.low_precision import dtypes_of, is_low
@@ -32,6 +33,30 @@ _UNIT_OF_BF16 = 2.0**-9
 #: which the roundings of many samples cancel.
 UNITS_OF_BF16 = 4.0
 _LOSS = "loss"
+
+
+def losses_of_ranks(pairs: Sequence[Pair], repeats: Sequence[Run]) -> LossCurves | None:
+    """Compare the losses of every rank; return those of the rank that parts first, with
+    its name where it is not the only one. None where there are none."""
+    curves = [
+        (pair.reference.rank, compared)
+        for pair in pairs
+        if (compared := compare_losses(pair, repeats)) is not None
+    ]
+    if not curves:
+        return None
+    parting = [each for each in curves if each[1].first is not None]
+    if not parting:
+        return curves[0][1]
+    rank, first = min(parting, key=_parts_at)
+    if len(pairs) > 1:
+        first = replace(first, text=f"on rank {rank} {first.text}")
+    return first
+
+
+def _parts_at(curve: tuple[int, LossCurves]) -> tuple[int, int]:
+    rank, losses = curve
+    return losses.first or 0, rank
 
 
 def compare_losses(pair: Pair, repeats: Sequence[Run]) -> LossCurves | None:

@@ -29,6 +29,10 @@ GROUPS = (
 )
 
 
+#: In place of the name of a cause: any other difference that changes the training.
+ANY = "*"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """How a setting is judged.
@@ -39,7 +43,8 @@ class Rule:
         severity: of a difference.
         why: what it does to numbers.
         fix: what to do.
-        follows: names of settings whose difference explains one of this.
+        follows: names of settings, or groups, whose difference explains one of this;
+            ``ANY`` for all that change the training.
     """
 
     group: str
@@ -127,7 +132,7 @@ RULES: dict[tuple[str, str], Rule] = {
         why="more or fewer numbers were drawn before the first step: what is drawn "
         "later, such as dropout, is another",
         fix="draw as often in both programs before the first step, or seed again there",
-        follows=("*",),
+        follows=(ANY,),
     ),
     ("optimizer", "class"): Rule(
         group=HYPER_PARAMETERS,
@@ -148,6 +153,9 @@ RULES: dict[tuple[str, str], Rule] = {
             "parameters in no optimizer",
             "groups of parameters",
             "modules",
+            "names of parameters",
+            "shapes of parameters",
+            "parameters that modules share",
         ),
     ),
     ("optimizer", "parameters in no optimizer"): Rule(
@@ -205,7 +213,18 @@ RULES: dict[tuple[str, str], Rule] = {
         "epochs, and schedules that count them, have other lengths",
         follows=_SIZES,
     ),
-    ("data", ""): _data("", _OTHER_SAMPLES, follows=("sampler", "samples", "shuffle")),
+    ("data", ""): _data(
+        "",
+        _OTHER_SAMPLES,
+        follows=(
+            "sampler",
+            "samples",
+            "shuffle",
+            "batch size",
+            "order of the data",
+            "first samples",
+        ),
+    ),
     ("mode", "mode"): Rule(
         group=FLOW,
         name="mode",
@@ -224,13 +243,44 @@ RULES: dict[tuple[str, str], Rule] = {
         name="number of weights",
         why="the models are not the same",
         fix="build the same model in both programs",
+        follows=(
+            "modules",
+            "names of parameters",
+            "shapes of parameters",
+            "parameters that modules share",
+        ),
+    ),
+    ("model", "tied parameters"): Rule(
+        group=FLOW,
+        name="parameters that modules share",
+        why="what is one parameter in one of them is two in the other, which train apart",
+        fix="share the same parameters in both programs",
+    ),
+    ("average", "average of weights"): Rule(
+        group=HYPER_PARAMETERS,
+        name="average of weights",
+        why="the averaged weights follow the trained ones at another rate",
+        fix="average with the same function and decay in both programs",
+    ),
+    ("loss", ""): Rule(
+        group=HYPER_PARAMETERS,
+        why="the training makes another number small",
+        fix="give both loss functions the same settings",
         follows=("modules",),
     ),
+    ("optimizer", "schedule"): Rule(
+        group=HYPER_PARAMETERS,
+        name="class of the schedule",
+        why="learning rates change by another rule",
+        fix="use the same schedule in both programs",
+    ),
+    ("data", "samples of the subset"): _data("samples of the subset", _OTHER_SAMPLES),
     ("model", "parameter dtypes"): Rule(
         group=PRECISION,
         name="dtype of the parameters",
         why="weights and updates are rounded to another format",
         fix="make both models in the same dtype; with autocast the weights stay fp32",
+        follows=("default dtype",),
     ),
     ("model", "class"): Rule(
         group=FLOW,
@@ -258,7 +308,6 @@ RULES: dict[tuple[str, str], Rule] = {
         group=SCALING,
         why="the loss scale moves otherwise, so other steps are skipped",
         fix="give both GradScalers the same settings",
-        follows=("loss scale",),
     ),
     ("environment", "float32 matmul precision"): _environment(
         "float32 matmul precision",
@@ -277,8 +326,13 @@ RULES: dict[tuple[str, str], Rule] = {
         "deterministic algorithms",
         "other kernels run, and without it the same program may not repeat itself",
     ),
-    ("environment", "machine"): _environment(
-        "machine", "other vector widths add in another order"
+    ("environment", "machine"): Rule(
+        group=ENVIRONMENT,
+        name="machine",
+        severity=ROUNDING,
+        why="other vector widths add in another order",
+        fix="run both on the same kind of processor",
+        follows=("ATEN_CPU_CAPABILITY",),
     ),
     ("environment", "default dtype"): _environment(
         "default dtype", "new tensors are of another format", severity=CHANGES

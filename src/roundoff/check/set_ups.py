@@ -8,6 +8,7 @@ from dataclasses import replace
 from roundoff.check.data import differing_data
 from roundoff.check.facts import differing_facts
 from roundoff.check.findings import (
+    CHANGES,
     NOTE,
     SEVERITIES,
     Agreement,
@@ -15,10 +16,12 @@ from roundoff.check.findings import (
     Difference,
     NotRecorded,
 )
-from roundoff.check.losses import compare_losses
+from roundoff.check.losses import losses_of_ranks
 from roundoff.check.low_precision import differing_precision, dtypes_of, in_words
+from roundoff.check.operators import differing_operators
 from roundoff.check.pair import Pair, number
 from roundoff.check.rules import (
+    ANY,
     DATA,
     ENVIRONMENT,
     FLOW,
@@ -44,8 +47,6 @@ _PROCESSES = Rule(
     why="each step trains on another number of samples, and each rank on other ones",
     fix="start both with as many processes, or scale batch size and accumulation",
 )
-#: A difference of any other setting may explain these.
-_ANY = "*"
 
 
 def check_runs(
@@ -87,7 +88,7 @@ def check_runs(
         differences=tuple(ordered),
         agreements=tuple(_agreements(pairs[0], ordered, missing)),
         missing=missing,
-        losses=compare_losses(pairs[0], repeats),
+        losses=losses_of_ranks(pairs, repeats),
         remarks=tuple(_remarks(pairs[0])),
     )
 
@@ -106,6 +107,7 @@ def _differences(pair: Pair) -> Iterator[Difference]:
         yield from differing_data(pair)
         yield from differing_weights(pair)
     yield from differing_precision(pair)
+    yield from differing_operators(pair)
 
 
 def _merged(differences: Sequence[Difference]) -> list[Difference]:
@@ -127,10 +129,11 @@ def _in_order(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(explained, key=_key)
 
 
-def _key(difference: Difference) -> tuple[bool, int, int, int]:
+def _key(difference: Difference) -> tuple[bool, int, bool, int, int]:
     return (
         difference.follows is not None,
         SEVERITIES.index(difference.severity),
+        bool(difference.step),
         GROUPS.index(difference.group),
         difference.step or 0,
     )
@@ -138,12 +141,22 @@ def _key(difference: Difference) -> tuple[bool, int, int, int]:
 
 def _explained(each: Difference, others: Sequence[Difference]) -> Difference:
     """Return the difference with the name of the one that it follows from."""
-    wanted = each.may_follow
     for other in others:
-        is_named = other.name in wanted or (_ANY in wanted and other.name != each.name)
-        if is_named and other.severity != NOTE and other.group != ENVIRONMENT:
+        if other.severity != NOTE and _may_explain(other, each):
             return replace(each, follows=other.name)
     return each
+
+
+def _may_explain(other: Difference, each: Difference) -> bool:
+    """Return True where one difference may be the cause of another, and is no effect of
+    it: named, or by its group, or any that changes the training."""
+    if other.name == each.name:
+        return False
+    wanted = each.may_follow
+    if other.name in wanted or (other.group in wanted and other.group != each.group):
+        return other.severity == CHANGES or each.severity != CHANGES
+    is_cause = other.severity == CHANGES and ANY not in other.may_follow
+    return ANY in wanted and is_cause and (other.step or 0) <= (each.step or 0)
 
 
 def _missing(pair: Pair) -> Iterator[NotRecorded]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import polars as pl
 
+from roundoff.check.outside_tensors import PROGRAM, outside_tensors
 from roundoff.record import Batch, Fact, Run, SetUp
 
 
@@ -41,6 +42,23 @@ class Side:
         batches: dict[str, list[Batch]] = {}
         for batch in () if self.set_up is None else self.set_up.batches:
             batches.setdefault(batch.source, []).append(batch)
+        if not {*batches} - {"loss"} and self.set_up is not None:
+            made = self._outside(batches.get("loss", ()))
+            if any(batch.tensors for batch in made):
+                batches[PROGRAM] = made
+        return batches
+
+    def _outside(self, labelled: Sequence[Batch]) -> list[Batch]:
+        """Return tensors from outside the program's operators, without its labels."""
+        labels = {
+            (content.dtype, content.shape)
+            for batch in labelled
+            for content in batch.tensors
+        }
+        batches = []
+        for batch in outside_tensors(self.run, self.rank):
+            tensors = [c for c in batch.tensors if (c.dtype, c.shape) not in labels]
+            batches.append(replace(batch, tensors=tuple(tensors)))
         return batches
 
     @cached_property

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from roundoff.check.findings import NOTE, Difference
 from roundoff.check.pair import Pair, number, same_number
-from roundoff.check.rules import HYPER_PARAMETERS, SCALING, Rule
+from roundoff.check.rules import ANY, HYPER_PARAMETERS, SCALING, Rule
 
 _RATE = "learning rate"
 _BACKWARD = "backward passes"
+#: The schedule that goes by what was trained before.
+_BY_METRIC = "ReduceLROnPlateau"
 #: Number of a step -> how a difference is judged.
 _RULES = {
     _BACKWARD: Rule(
@@ -45,6 +47,14 @@ _RULES = {
         name="loss scale",
         why="other gradients underflow, and other steps are skipped",
         fix="give both GradScalers the same settings",
+        follows=("growth interval", "growth factor", "backoff factor"),
+    ),
+    "gradients of the step before": Rule(
+        group=HYPER_PARAMETERS,
+        name="clearing of gradients",
+        why="gradients that are not cleared by zero_grad() are added to those of the "
+        "next step",
+        fix="call optimizer.zero_grad() once after each optimizer step",
     ),
 }
 _RATES = Rule(
@@ -87,6 +97,9 @@ def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]
     steps = sorted(
         {*_steps(pair.reference.numbers)} & {*_steps(pair.candidate.numbers)}
     )
+    if rule is _RATES and ours and theirs:
+        # a step that the loss scale skipped calls no optimizer
+        steps = [step for step in steps if step in ours and step in theirs]
     for step in steps:
         values = ours.get(step), theirs.get(step)
         if not same_number(*values):
@@ -106,7 +119,14 @@ def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]
     why = rule.why
     if step and rule is _RATES:
         why = "the schedules differ: from there on updates have another size"
-    yield pair.difference(rule, shown, text=text, why=why, step=step)
+    later = (*rule.follows, ANY) if step and _is_driven(pair, name) else rule.follows
+    yield pair.difference(rule, shown, text=text, why=why, step=step, may_follow=later)
+
+
+def _is_driven(pair: Pair, name: str) -> bool:
+    """Return True for a number that what was trained before decides."""
+    classes = {side.value("optimizer", "schedule", "class") for side in pair.sides}
+    return not name.startswith(_RATE) or _BY_METRIC in classes
 
 
 def _called(pair: Pair, name: str) -> str:
@@ -123,6 +143,8 @@ def _called(pair: Pair, name: str) -> str:
 
 
 def _shown(name: str, value: float | None) -> str:
+    if name == "gradients of the step before":
+        return {None: "unknown", 0.0: "done", 1.0: "missing"}.get(value, number(value))
     if name == "clipped after unscaling":
         return {None: "none", 0.0: "missing", 1.0: "done"}.get(value, number(value))
     return number(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from roundoff.check.findings import CHANGES, ROUNDING, Difference
 from roundoff.check.pair import Pair, shorten
-from roundoff.check.rules import WEIGHTS, Rule
+from roundoff.check.rules import ENVIRONMENT, FLOW, WEIGHTS, Rule
 from roundoff.check.side import Side
 from roundoff.record import TensorContent
 
@@ -20,14 +20,29 @@ _RULE = Rule(
     why="the trainings begin at another point",
     fix="load the same checkpoint, or draw with the same seed, in the same order, by "
     "the same functions",
-    follows=("initial seed", "seed", "modules", "state before the weights"),
+    follows=(
+        "initial seed",
+        "seed",
+        "modules",
+        "default dtype",
+        "dtype of the parameters",
+        "parameters that modules share",
+        ENVIRONMENT,
+    ),
+)
+_SHAPES = Rule(
+    group=FLOW,
+    name="shapes of parameters",
+    why="the models compute something else",
+    fix="build the same model in both programs",
+    follows=("modules",),
 )
 _NAMES = Rule(
     group=WEIGHTS,
     name="names of parameters",
     why="what is called otherwise is not compared",
     fix="build the same model in both programs",
-    follows=("modules",),
+    follows=("modules", "parameters that modules share"),
 )
 
 
@@ -36,7 +51,15 @@ def differing_weights(pair: Pair) -> Iterator[Difference]:
     ours, theirs = (_parameters(side) for side in pair.sides)
     if not ours or not theirs:
         return
-    differing = [n for n in ours if n in theirs and differs(ours[n], theirs[n])]
+    common = [name for name in ours if name in theirs]
+    reshaped = [name for name in common if ours[name].shape != theirs[name].shape]
+    if reshaped:
+        yield _shapes(pair, reshaped, ours, theirs)
+    differing = [
+        name
+        for name in common
+        if name not in reshaped and differs(ours[name], theirs[name])
+    ]
     if differing:
         yield _values(pair, differing, ours, theirs)
     only = [
@@ -48,6 +71,19 @@ def differing_weights(pair: Pair) -> Iterator[Difference]:
         yield pair.difference(
             _NAMES, values, subject="the parameters that the other model lacks"
         )
+
+
+def _shapes(
+    pair: Pair,
+    names: Sequence[str],
+    ours: Mapping[str, TensorContent],
+    theirs: Mapping[str, TensorContent],
+) -> Difference:
+    first = names[0]
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    values = [str(list(each[first].shape)) for each in (ours, theirs)]
+    subject = f"the shape of parameter {first}{more}"
+    return pair.difference(_SHAPES, values, subject=subject)
 
 
 def _parameters(side: Side) -> dict[str, TensorContent]:

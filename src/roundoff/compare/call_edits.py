@@ -307,11 +307,22 @@ def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
 
 def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
     numbers = [*pool, *NEUTRAL, 2 * value, value / 2, -value, value * value]
+    if value.is_integer():
+        numbers += [value + 1, value - 1]
     if value:
         numbers.append(1 / value)
     if value > 0:
         numbers += [math.sqrt(value), 1 / math.sqrt(value)]
     return [n for n in dict.fromkeys(numbers) if n != value and math.isfinite(n)]
+
+
+def _diagonals(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """The next diagonal of a triangle: masks that are one off."""
+    for place, declared, value in _places(call):
+        if declared.name == "diagonal" and type(value) is int:
+            for other in (value - 1, value + 1):
+                words = f"with diagonal={other}, not {value}"
+                yield _setting(place, value, other, words)
 
 
 def _pairs_of_numbers(call: TracedCall, _: Ingredients) -> Iterator[Template]:
@@ -709,6 +720,10 @@ def _handing_on(place: int) -> Template:
 
 def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """A call of the reference after it, or another value added to it."""
+    if call.first.base_operator in _RESHAPE:
+        # a product of two axes, brought back to three: what is added has three
+        for choose in ingredients.similar(call, call.rows[0].record):
+            yield _with_another("aten.add.Tensor", choose, "added to it")
     if call.first.base_operator in _RESHAPE | _PERMUTE:
         return
     shape = tuple(call.first.shape or ())
@@ -776,6 +791,7 @@ _KINDS = (
     (ARGUMENT, _transferred),
     (CHANGE, _switches),
     (CHANGE, _constants),
+    (CHANGE, _diagonals),
     (CHANGE, _pairs_of_numbers),
     (CHANGE, _axes),
     (CHANGE, _axes_of_line),

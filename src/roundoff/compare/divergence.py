@@ -551,12 +551,20 @@ class Divergence:
         by_use = record not in self.exact  # the operands may be exchanged
         if by_use or self._is_of_another_formula(finding):
             return True
+        if self._is_of_another_part(record):
+            return True
         if not self.measures.can_replay:
             # equal statistics of what comes after may be those of other values
             is_backward = self.candidate[record].phase == "backward"
             return is_backward and finding.read is not None
         other_shape = self.candidate[record].shape != self.twin(record).shape
         return record in self.guessed or other_shape or finding.read is not None
+
+    def _is_of_another_part(self, record: int) -> bool:
+        """Return True for a sum over more or fewer terms than the reference's: the same
+        operator, on operands of other shapes."""
+        ours = _shapes_read(self.reference, self.twin(record))
+        return ours != _shapes_read(self.candidate, self.candidate[record])
 
     def _is_of_another_formula(self, finding: Finding) -> bool:
         """Return True for a call that reads another number of values, some of them new."""
@@ -630,6 +638,12 @@ def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
 def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:
     """Return True for new memory, or a view of it, that nothing was written to in full."""
     return row.base_operator in UNWRITTEN or is_partly_written(row, twin)
+
+
+def _shapes_read(rows: Rows, row: RecordedRow) -> list[tuple[int, ...]]:
+    """Return the shapes of what a row reads, without axes of one element."""
+    shapes = [rows[record].shape or () for record in row.inputs if record in rows]
+    return [tuple(n for n in shape if n != 1) for shape in shapes]
 
 
 def _make_own(finding: Finding, own_error: float | None) -> None:

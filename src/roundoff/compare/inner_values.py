@@ -128,6 +128,29 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
     return _enter(flow, row, watch, result)
 
 
+def run_decomposed(
+    row: RecordedRow, tensor_of: Callable[[int], Tensor]
+) -> list[Tensor | None] | None:
+    """Return what a call makes, computed by its decomposition; None where it cannot be.
+
+    ``row`` is the call's first one. For kernels that know one format alone.
+    """
+    if row.overload is None or row.arguments is None:
+        return None
+    try:
+        func = overload_of(row.overload)
+        decomposed = _decomposition(func) if may_be_opened(func) else None
+        if decomposed is None:
+            return None
+        args, kwargs = checked_arguments(func, row.arguments, tensor_of)
+        with torch.no_grad():
+            result = decomposed(*args, **kwargs)
+    except _FAILURES:
+        return None
+    results = result if isinstance(result, tuple | list) else [result]
+    return [each if isinstance(each, Tensor) else None for each in results]
+
+
 def _inner(flow: Flow) -> list[Value]:
     return [value for value in flow.values.values() if value.inner]
 

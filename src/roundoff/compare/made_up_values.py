@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,8 +34,9 @@ from roundoff.record import StepTensors
 MOST_ELEMENTS = 3 * 10**7
 #: Layouts of one parameter that are tried.
 MOST_OPTIONS = 24
-#: Calls after the one that reads a parameter, in which a value must agree.
-FAR = 12
+#: Operators that compute after a parameter is read, in which a value must agree: one written
+#: out takes up to 17 (``repair_trials.PATIENCE``).
+FAR = 17
 #: Parameters that may be joined in one.
 MOST_JOINED = 4
 #: Statistics of parameters with the same values differ by less.
@@ -69,11 +70,33 @@ class Content:
     tensor: Tensor
 
 
-class MadeUpTensors(StepTensors):
-    """Tensors by record that were never recorded."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """What leads from a leaf to a value that was recorded to agree.
 
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+    Attributes:
+        entries: of the candidate's program, in order.
+        signs: what the last one makes, as far as it was recorded to agree.
+        leaves: the undecided ones that are read on the way.
+    """
+
+    entries: Sequence[TracedCall | RecordedRow]
+    signs: Sequence[RecordedRow]
+    leaves: Sequence[int]
+
+
+class MadeUpTensors(StepTensors):
+    """Tensors by record that were never recorded.
+
+    Attributes:
+        forced: records whose tensors are not what their calls make.
+    """
+
+    def __init__(
+        self, tensors: Mapping[int, Tensor], forced: Collection[int] = ()
+    ) -> None:
         self._tensors = tensors
+        self.forced = frozenset(forced)
         self.damage = {}
 
     def __getitem__(self, record: int, /) -> Tensor:
@@ -97,17 +120,21 @@ def on_made_up_values(sides: Sides) -> Sides | None:
     except CannotRun:
         return None
     reference = flow_of(_with_tensors(sides.reference, ours.tensors))
-    candidate = flow_of(_with_tensors(sides.candidate, theirs.tensors))
+    candidate = flow_of(
+        _with_tensors(sides.candidate, theirs.tensors, theirs.corrected)
+    )
     return Sides(reference, candidate, limit_of([reference, candidate]))
 
 
-def _with_tensors(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
+def _with_tensors(
+    flow: Flow, tensors: Mapping[int, Tensor], forced: Collection[int] = ()
+) -> RecordedStep:
     rows = {
         record: replace(row, blob=None)
         for record, row in flow.step.rows.items()
         if row.phase == "forward"
     }
-    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors))
+    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors, forced))
 
 
 def _made_up(row: RecordedRow) -> Tensor:
@@ -199,8 +226,7 @@ class _Run:
                 self.tensors[row.record] = tensor
         except CannotRun:
             # random numbers, or arguments that were not recorded
-            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
-            for row in rows:
+            for row in _rows_of(entry):
                 if row.dtype is not None:
                     self.tensors[row.record] = _made_up(row)
 
@@ -220,6 +246,11 @@ class _CandidateRun(_Run):
         self._votes: Counter[Order] = Counter()
         self._open: dict[int, list[Option]] = {}
         self._used: set[Order] = set()
+        self.corrected: set[int] = set()
+        #: The reference's leaves that a leaf of the candidate holds as they are.
+        self._held_whole = {
+            key for leaf in leaves_of_pass(self.flow) for key in sides.all_twins(leaf)
+        }
 
     def run_all(self) -> None:
         """Choose what each leaf holds, and run all."""
@@ -227,13 +258,13 @@ class _CandidateRun(_Run):
         for row in rows.values():
             if row.phase == "forward" and not row.is_call and not row.inputs:
                 self._start(row)
-        order = self.program.order
-        for number, entry in enumerate(order):
-            read = _read_by(entry)
-            for record in read:
+        for number, entry in enumerate(self.program.order):
+            for record in _read_by(entry):
                 if record in self._open:
-                    self._settle(record, order[number : number + FAR])
+                    self._settle(record, number)
             self.step(entry)
+            for row in _rows_of(entry):
+                self._correct(row)
         if self._open:
             self._vote()
 
@@ -267,13 +298,13 @@ class _CandidateRun(_Run):
         sketch = value.sketch
         if sketch is None or sketch.constant:
             return []
-        leaves = _leaves(self._sides.reference)
+        leaves = leaves_of_pass(self._sides.reference)
         twins = [leaf for leaf in leaves if _is_near(leaf.sketch, sketch)]
         if twins:
             return [Content((), (leaf.key,), self._wanted[leaf.key]) for leaf in twins]
         if not value.is_number:
             return []
-        lost = [leaf for leaf in leaves if leaf.key not in self._sides.agreeing]
+        lost = [leaf for leaf in leaves if leaf.key not in self._held_whole]
         return [*self._parts(value, lost), *self._joined(sketch, lost)]
 
     def _parts(self, value: Value, leaves: Sequence[Value]) -> Iterator[Content]:
@@ -308,27 +339,83 @@ class _CandidateRun(_Run):
             source = (*(leaf.key for leaf in group), axis)
             yield Content(("joined", axis), source, joined)
 
-    def _settle(self, record: int, entries: Sequence[TracedCall | RecordedRow]) -> None:
+    def _settle(self, record: int, start: int) -> None:
         """Take the first option after which a value agrees that was recorded to agree.
 
         Together with that of a second leaf, where this is read before such a value.
         """
-        other = self._next_open(record, entries)
-        others: list[Option | None] = [None]
-        if other is not None:
-            others = [*self._unused(other)]
-        for option in self._unused(record):
-            for second in others:
-                changed = {record: option.tensor}
-                if other is not None and second is not None:
-                    changed[other] = second.tensor
-                if self._agrees(changed, entries):
-                    self._take(record, option)
-                    if other is not None and second is not None:
-                        self._take(other, second)
+        way = self._way_to_sign(record, start)
+        if way is not None:
+            for changed in self._choices(record, way):
+                tensors = {leaf: option.tensor for leaf, option in changed.items()}
+                if self._agrees(tensors, way):
+                    for leaf, option in changed.items():
+                        self._take(leaf, option)
                     return
         # it is decided by vote, and what follows runs with the likeliest for now
         self.tensors[record] = self._likeliest(record).tensor
+
+    def _correct(self, row: RecordedRow) -> None:
+        """Give a value that was recorded to agree what the reference has.
+
+        Where it does not agree by itself, one program has read a table, whose numbers are
+        made up here, and the other has computed it.
+        """
+        tensor = self.tensors.get(row.record)
+        if tensor is None or not self._is_sign(row):
+            return
+        if self._verdict(row, tensor):
+            return
+        contents = [
+            Content(("value",), (key,), self._wanted[key])
+            for key in self._expected(row)
+        ]
+        options = _turned(row, contents, lambda turned, shape: turned == shape)
+        if options:
+            self.tensors[row.record] = options[0].tensor
+            self.corrected.add(row.record)
+        if len(options) > 1:
+            self._open[row.record] = options
+
+    def _choices(self, record: int, way: Way) -> Iterator[dict[int, Option]]:
+        """Yield options of a leaf, each with every one of the next undecided leaf."""
+        others = [leaf for leaf in way.leaves if leaf != record]
+        for option in self._unused(record):
+            if not others:
+                yield {record: option}
+                continue
+            for second in self._unused(others[0]):
+                yield {record: option, others[0]: second}
+
+    def _way_to_sign(self, record: int, start: int) -> Way | None:
+        """Return what leads from a leaf to the next value that was recorded to agree."""
+        order = self.program.order
+        reached = {record}
+        computing = 0
+        for number in range(start, len(order)):
+            if reached.isdisjoint(_read_by(order[number])):
+                continue
+            rows = _rows_of(order[number])
+            signs = [row for row in rows if self._is_sign(row)]
+            if signs:
+                return self._way(start, number, signs)
+            reached.update(row.record for row in rows)
+            computing += any(self.flow.values[row.record].computes for row in rows)
+            if computing > FAR:
+                break
+        return None
+
+    def _way(self, start: int, end: int, signs: list[RecordedRow]) -> Way:
+        """Return the entries from ``start`` that a value at ``end`` is made of."""
+        order = self.program.order
+        needed = set(_read_by(order[end]))
+        entries = [order[end]]
+        for entry in reversed(order[start:end]):
+            if not needed.isdisjoint(row.record for row in _rows_of(entry)):
+                entries.insert(0, entry)
+                needed.update(_read_by(entry))
+        leaves = [record for record in self._open if record in needed]
+        return Way(entries, signs, leaves)
 
     def _unused(self, record: int) -> list[Option]:
         """Return options whose source no other leaf holds; all where there is none."""
@@ -345,78 +432,56 @@ class _CandidateRun(_Run):
         self._used.add(option.source)
         self._open.pop(record, None)
 
-    def _next_open(
-        self, record: int, entries: Sequence[TracedCall | RecordedRow]
-    ) -> int | None:
-        """Return the next undecided leaf that is read together with what is made of one."""
-        reached = {record}
-        for entry in entries:
-            read = _read_by(entry)
-            if reached.isdisjoint(read):
-                continue
-            for each in read:
-                if each != record and each in self._open:
-                    return each
-            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
-            reached.update(row.record for row in rows)
-            if any(self._is_sign(row) for row in rows):
-                return None
-        return None
-
-    def _agrees(
-        self,
-        leaves: Mapping[int, Tensor],
-        entries: Sequence[TracedCall | RecordedRow],
-    ) -> bool:
-        """Return True where the first value that was recorded to agree does, with these."""
+    def _agrees(self, leaves: Mapping[int, Tensor], way: Way) -> bool:
+        """Return True where the value at the end of a way agrees with these leaves."""
         changed = dict(leaves)
-        reached = set(leaves)
-        for entry in entries:
-            read = _read_by(entry)
-            if not all(i in changed or i in self.tensors for i in read):
-                continue
-            depends = not reached.isdisjoint(read)
-            try:
-                results = list(self.program.one(entry, changed))
-            except CannotRun:
-                return False
-            for row, tensor in results:
-                changed[row.record] = tensor
-                if not depends:
-                    continue
-                reached.add(row.record)
-                verdict = self._verdict(row, tensor)
-                if verdict is not None:
-                    return verdict
-        return False
+        try:
+            for entry in way.entries:
+                for row, tensor in self.program.one(entry, changed):
+                    changed[row.record] = tensor
+        except CannotRun:
+            return False
+        first = way.signs[0]
+        return first.record in changed and self._verdict(first, changed[first.record])
 
     def _is_sign(self, row: RecordedRow) -> bool:
         """Return True for a value that was recorded to agree, and says something."""
+        return bool(self._expected(row))
+
+    def _expected(self, row: RecordedRow) -> list[int]:
+        """Return the reference's values, any of which a value was recorded to be.
+
+        None where it is only a part of one, and where it may differ on other numbers.
+        """
         value = self.flow.values[row.record]
         if not value.computes or not value.is_number or value.says_nothing:
-            return False
-        return value.key in self._sides.twins
-
-    def _verdict(self, row: RecordedRow, tensor: Tensor) -> bool | None:
-        """Return if a value agrees as it should; None where nothing was recorded to agree."""
-        if not self._is_sign(row):
-            return None
-        sketch = sketch_of_tensor(tensor)
-        wanted = [
-            sketch_of_tensor(self._wanted[key])
-            for key in self._sides.all_twins(self.flow.values[row.record])
-            if key in self._wanted and self._sides.reference.values[key].computes
+            return []
+        if value.key not in self._sides.twins or value.key in self._sides.several:
+            return []
+        values = self._sides.reference.values
+        return [
+            key
+            for key in self._sides.all_twins(value)
+            if key in self._wanted and values[key].computes
         ]
-        if sketch is None or not wanted:
-            return None
-        return any(_is_near(each, sketch, self._sides.limit) for each in wanted)
+
+    def _verdict(self, row: RecordedRow, tensor: Tensor) -> bool:
+        """Return if a value agrees as it should."""
+        sketch = sketch_of_tensor(tensor)
+        wanted = [sketch_of_tensor(self._wanted[key]) for key in self._expected(row)]
+        limit = self._sides.limit
+        return sketch is not None and any(_is_near(w, sketch, limit) for w in wanted)
 
     def _vote(self) -> None:
         """Take for the rest the layout that most others have, and run again."""
         for record in list(self._open):
             self._take(record, self._likeliest(record))
+        corrected = {record: self.tensors[record] for record in self.corrected}
         for entry in self.program.order:
             self.step(entry)
+            for row in _rows_of(entry):
+                if row.record in corrected:
+                    self.tensors[row.record] = corrected[row.record]
 
 
 def _turned(
@@ -463,12 +528,17 @@ def _alike(one: RecordedRow, other: RecordedRow) -> bool:
     return len(_longer(one.shape or ())) == len(_longer(other.shape or ()))
 
 
-def _leaves(flow: Flow) -> list[Value]:
+def leaves_of_pass(flow: Flow) -> list[Value]:
+    """Return what the forward pass is given: parameters, buffers, data."""
     return [
         value
         for value in flow.values.values()
         if not value.is_call and not value.row.inputs and value.row.phase == "forward"
     ]
+
+
+def _rows_of(entry: TracedCall | RecordedRow) -> Sequence[RecordedRow]:
+    return [entry] if isinstance(entry, RecordedRow) else entry.rows
 
 
 def _read_by(entry: TracedCall | RecordedRow) -> list[int]:

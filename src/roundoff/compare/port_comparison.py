@@ -31,9 +31,11 @@ from roundoff.compare.blamed_leaves import (
     blamed_step,
     blamed_values,
 )
+from roundoff.compare.blamed_tables import blamed_table
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.repair_trials import (
@@ -57,7 +59,7 @@ ALIKE = 0.5
 #: Gradients below this share of the largest one are rounding of what is zero.
 NO_GRADIENT = 1e-2
 #: How much closer outputs are looked at where gradients differ.
-CLOSER = (1, 4, 16, 64)
+CLOSER = (4, 16, 64)
 #: An output of this many elements says more than the loss.
 WIDE = 8
 #: A result that was put right is this many times nearer than before.
@@ -133,6 +135,7 @@ class Difference:
 
     part: Part
     blamed: Blamed | None
+    limit: float
 
     @property
     def value(self) -> Value | None:
@@ -146,18 +149,53 @@ def _differences(sides: Sides) -> list[Difference]:
     Where gradients differ although the outputs seem to agree, the outputs are looked at
     more closely: a loss is one number, and hides much.
     """
+    differences = _first_difference(sides, (_outputs,))
+    if differences:
+        return differences
+    exact = _exact_sides(sides)
+    if exact is not None:
+        differences = _first_difference(exact, (_outputs,))
+    else:
+        differences = _closer_difference(sides)
+    return differences or _first_difference(sides, (_buffers, _gradients, _updates))
+
+
+def _exact_sides(sides: Sides) -> Sides | None:
+    """Return both forward passes in fp64, on recorded or on made-up values.
+
+    None where they cannot run so, and where made-up values do not agree as the recorded
+    ones do.
+    """
+    known = sides
+    if sides.candidate.step.tensors is None:
+        made_up = on_made_up_values(sides)
+        if made_up is None:
+            return None
+        made_up.match()
+        if not _confirms(sides, made_up, None) or _outputs(made_up)[0]:
+            return None
+        known = made_up
+    exact = in_fp64(known)
+    if exact is not None:
+        exact.match()
+    return exact
+
+
+def _closer_difference(sides: Sides) -> list[Difference]:
+    """Return what differs in the outputs looked at more closely, if gradients differ."""
     usual = sides.limit
     ours, theirs, _ = _gradients(sides)
-    levels = CLOSER if ours and theirs else CLOSER[:1]
-    for closer in levels:
-        sides.limit = usual / closer
-        sides.match()
-        differences = _first_difference(sides, (_outputs,))
-        if differences:
-            return differences
+    differences: list[Difference] = []
+    if ours and theirs:
+        for closer in CLOSER:
+            sides.limit = usual / closer
+            sides.match()
+            differences = _first_difference(sides, (_outputs,))
+            if differences:
+                return differences
     sides.limit = usual
     sides.match()
-    return _first_difference(sides, (_buffers, _gradients, _updates))
+    return []
 
 
 def _first_difference(
@@ -173,7 +211,7 @@ def _first_difference(
         blamed = None
         if phase == _FORWARD:
             blamed = _blamed(sides, part, (ours, theirs))
-        return [Difference(part, blamed)]
+        return [Difference(part, blamed, sides.limit)]
     return []
 
 
@@ -189,7 +227,10 @@ def _blamed(
         return duplicate
     if sides.candidate.step.tensors is None:
         blamed = _blamed_on_made_up_values(sides, part)
-        return blamed or blamed_leaf(sides, part) or blamed_step(sides, part)
+        if blamed is not None:
+            return blamed
+        table = blamed_table(sides, part)
+        return table or blamed_leaf(sides, part) or blamed_step(sides, part)
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     trials = trials_of(sides, _ends(sides, *results))
     if blamed is not None and blamed.other is not None:
@@ -211,8 +252,9 @@ def _tried(
         return repair
     if repair is not None and repair.ends:
         return _as_blamed(sides, part, repair)
-    if likely is not None:
-        return likely
+    table = blamed_table(sides, part)
+    if table is not None or likely is not None:
+        return table or likely
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:
@@ -244,13 +286,19 @@ def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
     return Blamed(value, difference.part.reference, IN_PROGRAM, is_operator=True)
 
 
-def _confirms(sides: Sides, made_up: Sides, part: Part) -> bool:
-    """Return True where made-up values agree up to the place where two programs part."""
-    end = min((head.order for head in part.heads), default=(0, 0))
+def _confirms(sides: Sides, made_up: Sides, part: Part | None) -> bool:
+    """Return True where made-up values agree up to the place where two programs part.
+
+    Without one, all of them.
+    """
+    end: tuple[float, int] = (math.inf, 0)
+    if part is not None:
+        end = min((head.order for head in part.heads), default=(0, 0))
     before = [
         value
         for value in sides.candidate.values.values()
         if value.key in sides.twins
+        and value.key not in sides.several
         and value.order < end
         and value.computes
         and value.is_number
@@ -632,7 +680,7 @@ class _Rows:
             status=MATCHED if twin else EQUIVALENT,
             error=error,
             equal=False,
-            tolerance=self._sides.limit,
+            tolerance=difference.limit,
             inputs_error=0.0,
             own_error=error,
             cause=OWN,

@@ -19,7 +19,7 @@ from torch import Tensor
 from roundoff.compare.recorded_calls import CannotRun, is_written_in_python
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow
-from roundoff.ops import Reason, RepeatedCall, base, operators_that
+from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
 
 #: Stands in an edit's arguments for what the step before it gives.
 BEFORE = -1
@@ -29,6 +29,10 @@ _TRUSTING = operators_that("normalize") | (
     operators_that("multiply") - operators_that("add up terms")
 )
 _FORWARD = "forward"
+#: Operators that write arguments unsaid -> the same that returns what it writes.
+_RETURNING = {
+    "aten.native_batch_norm.default": "aten._native_batch_norm_legit_functional.default"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,8 @@ class TracedProgram:
             if overload is None or text is None:
                 raise CannotRun("its arguments were not recorded")
             required = self._shapes_read(call)
+            if len(call.rows) > len(overload_of(overload)._schema.returns):
+                overload = _RETURNING.get(overload, overload)
             self._prepared[number] = _PreparedCall(overload, text, required)
         return self._prepared[number].run(lambda record: self._value(record, changed))
 
@@ -246,6 +252,9 @@ class TracedProgram:
         """Return the records whose change changes what an entry makes."""
         if isinstance(entry, TracedCall):
             return {record for row in entry.rows for record in row.inputs}
+        untouched = self._untouched(entry)
+        if untouched is not None:
+            return {untouched}
         read = set(entry.inputs)
         written = self.flow.step.rows.get(entry.inputs[0])
         if written is not None:
@@ -257,6 +266,9 @@ class TracedProgram:
         self, alias: RecordedRow, changed: Mapping[int, Tensor]
     ) -> Tensor:
         """Return a tensor after one of its views was written."""
+        untouched = self._untouched(alias)
+        if untouched is not None:
+            return self._value(untouched, changed)
         rows = self.flow.step.rows
         written = rows[alias.inputs[0]]
         source = self._whole_before(written, alias)
@@ -277,6 +289,30 @@ class TracedProgram:
         view.copy_(values)
         return whole
 
+    def _untouched(self, alias: RecordedRow) -> int | None:
+        """Return the record that a view holds still, where its neighbour was written.
+
+        The gates that a kernel cuts out of one tensor share its storage; which of them a
+        write has changed, their statistics say. None for one that was changed.
+        """
+        written = self.flow.step.rows.get(alias.inputs[0])
+        numbers = _statistics(alias)
+        if written is None or numbers is None or written.numel != alias.numel:
+            return None
+        if _statistics(written) == numbers:
+            return None
+        records = self._by_statistics.get(numbers, ())
+        return max((r for r in records if r < alias.record), default=None)
+
+    @cached_property
+    def _by_statistics(self) -> Mapping[object, list[int]]:
+        records: dict[object, list[int]] = {}
+        for row in self.flow.step.rows.values():
+            numbers = _statistics(row)
+            if numbers is not None:
+                records.setdefault(numbers, []).append(row.record)
+        return records
+
     def _whole_before(self, written: RecordedRow, alias: RecordedRow) -> RecordedRow:
         """Return the tensor that was written through a view, as it was before."""
         rows = self.flow.step.rows
@@ -286,6 +322,14 @@ class TracedProgram:
         if source is None:
             raise CannotRun("what it is a view of was not recorded")
         return source
+
+
+def _statistics(row: RecordedRow) -> object | None:
+    """Return what is equal for two recordings of one tensor; None where it is not known."""
+    numbers = (row.min, row.max, row.mean, row.l2, row.std)
+    if None in numbers:
+        return None
+    return tuple(row.shape or ()), *numbers
 
 
 def records_in(value: Any) -> list[int]:

@@ -16,6 +16,9 @@ MOST_MODULES = 5000
 MOST_NAMES = 200
 #: Characters of a module's settings.
 _LONGEST = 300
+#: Characters of a word, and entries of a list, that are a setting.
+_WORD = 40
+_ENTRIES = 16
 
 
 def model_facts(modules: Sequence[nn.Module], paths: Paths) -> Iterator[Fact]:
@@ -39,6 +42,11 @@ def model_facts(modules: Sequence[nn.Module], paths: Paths) -> Iterator[Fact]:
         name="frozen parameters",
         value=listed(_names(modules, paths, trainable=False)),
     )
+    for root in modules:
+        tied = tied_parameters(root)
+        if tied != "none":
+            of = "" if len(modules) == 1 else type(root).__name__
+            yield Fact(group="model", of=of, name="tied parameters", value=tied)
     total = sum(p.numel() for root in modules for p in root.parameters())
     yield Fact(group="model", of="", name="parameters", value=str(total))
     kinds = sorted({_kind(p) for root in modules for p in root.parameters()})
@@ -46,15 +54,52 @@ def model_facts(modules: Sequence[nn.Module], paths: Paths) -> Iterator[Fact]:
 
 
 def settings_of(module: nn.Module) -> str:
-    """Return class and settings of a module that holds no others, as it prints them.
+    """Return class and settings of a module: as it prints them, and its own attributes
+    that are plain values where it prints none; "" for one that only holds others.
 
     >>> settings_of(nn.Dropout(0.1))
     'Dropout(p=0.1, inplace=False)'
+    >>> settings_of(nn.CrossEntropyLoss(label_smoothing=0.1))
+    "CrossEntropyLoss(reduction='mean', ignore_index=-100, label_smoothing=0.1)"
     """
-    if next(module.children(), None) is not None:
-        return ""
     words = " ".join(module.extra_repr().split())
+    if not words:
+        words = plain_attributes(module)
+    has_others = next(module.children(), None) is not None
+    if has_others and not words:
+        return ""
     return f"{type(module).__name__}({words})"[:_LONGEST]
+
+
+def plain_attributes(thing: object) -> str:
+    """Return the public attributes of an object that are numbers, flags or short words.
+
+    >>> plain_attributes(nn.ReLU())
+    'inplace=False'
+    """
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and name != "training" and is_plain(value)
+    )
+
+
+def is_plain(value: object) -> bool:
+    """Return True for numbers, flags and words that are no places of files."""
+    if isinstance(value, str):
+        return len(value) <= _WORD and not set(value) & {"/", "\\", "\n"}
+    if isinstance(value, tuple | list):
+        return 0 < len(value) <= _ENTRIES and all(map(is_plain, value))
+    return isinstance(value, bool | int | float)
+
+
+def tied_parameters(root: nn.Module) -> str:
+    """Return the names that modules share one parameter under; ``none`` for none."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [" = ".join(sorted(each)) for each in names.values() if len(each) > 1]
+    return listed(sorted(tied))
 
 
 def mode_of(modules: Sequence[nn.Module]) -> str:
@@ -104,6 +149,16 @@ def named_parameters(
     """Yield the parameters of a model with the names that a recording gives them."""
     for name, parameter in root.named_parameters():
         yield paths.name_of(parameter) or module_path(name, "", root), parameter
+
+
+def constant_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a model that no forward pass changes: not those of
+    normalizations by running statistics."""
+    for prefix, module in root.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            yield module_path(name, "", root), buffer
 
 
 def _kind(parameter: torch.Tensor) -> str:

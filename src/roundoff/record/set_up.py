@@ -77,12 +77,14 @@ class Batch:
         indexes: of the samples in the data set, as the sampler gave them; empty where
             it gives none.
         tensors: its tensors.
+        step: of the program, in which it came.
     """
 
     source: str
     number: int
     indexes: tuple[int, ...] = ()
     tensors: tuple[TensorContent, ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

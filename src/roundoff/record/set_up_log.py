@@ -17,11 +17,18 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_flatten_with_path
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from roundoff.record.graph_capture import in_graph_capture
 from roundoff.record.loader_log import LoaderLog
-from roundoff.record.model_facts import mode_of, model_facts, named_parameters
+from roundoff.record.loss_log import LOSSES, LossLog, average_of
+from roundoff.record.model_facts import (
+    constant_buffers,
+    mode_of,
+    model_facts,
+    named_parameters,
+)
 from roundoff.record.module_paths import Paths
 from roundoff.record.optimizer_facts import optimizer_facts, without_optimizer
 from roundoff.record.set_up import Batch, Fact, SetUp, TensorContent
@@ -57,11 +64,14 @@ class SetUpLog:
         self._facts: dict[tuple[str, str, str], Fact] = {}
         self._batches: list[Batch] = []
         self._parameters: dict[str, TensorContent] = {}
+        self._noted: set[int] = set()
+        self._losses = LossLog(self._add, self._add_batch)
         self._optimizers: dict[int, Any] = {}
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._scaled: dict[int, Any] = {}
         self._received = 0
         self._is_begun = False
+        self._kept = False
         self._mode = ""
         # what stopped it stands in the file, and is no reason to warn
         self._ours = OurPart("the notes of the set-up", lambda _: None)
@@ -119,9 +129,27 @@ class SetUpLog:
             tensors = tensors[0]
         loss = self._scaled.pop(id(tensors), tensors)
         self.numbers.count("backward passes")
+        self._kept = False
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.numbers.add("loss", loss)
         self._scaled.clear()
+
+    def _before_backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._kept and self.is_early and not torch.compiler.is_compiling():
+            self._guarded(self._note_kept_gradients)
+        return original(*args, **kwargs)
+
+    def _note_kept_gradients(self) -> None:
+        """Note whether gradients of the step before are added to."""
+        self._kept = False
+        parameters = (
+            parameter
+            for optimizer in self._optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        is_kept = any(_is_nonzero(parameter.grad) for parameter in parameters)
+        self.numbers.set("gradients of the step before", float(is_kept))
 
     def _note_scale(self, args: Any, kwargs: Any, result: Any) -> None:
         outputs = args[1] if len(args) > 1 else kwargs.get("outputs")
@@ -133,6 +161,7 @@ class SetUpLog:
         optimizer = args[0]
         of = f"optimizer {self._place(optimizer)}"
         self.numbers.count("optimizer steps")
+        self._kept = True
         for place, group in enumerate(optimizer.param_groups):
             suffix = f", group {place}" if place else ""
             self.numbers.set(f"learning rate of {of}{suffix}", group.get("lr"))
@@ -176,7 +205,7 @@ class SetUpLog:
 
     def _note_schedule(self, args: Any, _: Any, __: Any) -> None:
         self.numbers.count("schedule steps")
-        if args and self.is_early:
+        if args and ("optimizer", "schedule", "class") not in self._facts:
             self._add("optimizer", "schedule", "class", type(args[0]).__name__)
 
     _NOTES: ClassVar[dict[str, Callable[..., None]]] = {
@@ -204,9 +233,11 @@ class SetUpLog:
 
     def _note_inputs(self, args: Any, kwargs: Any) -> None:
         self._begin()
-        tensors = self._tensors({**dict(enumerate(args)), **kwargs})
-        if tensors:
-            self._add_batch("model", self._received, (), tensors)
+        given = {**dict(enumerate(args)), **kwargs}
+        if any(_is_computed(leaf) for leaf in tree_leaves(given)):
+            return  # no data: what another module has computed
+        if any(_as_tensor(leaf) is not None for leaf in tree_leaves(given)):
+            self._add_batch("model", self._received, (), given)
             self._received += 1
 
     def _begin(self) -> None:
@@ -241,6 +272,21 @@ class SetUpLog:
                 is_new = name not in self._parameters
                 if is_new and len(self._parameters) < MOST_PARAMETERS:
                     self._parameters[name] = content_of(name, parameter)
+                    self._noted.add(id(parameter))
+            for name, buffer in constant_buffers(module):
+                if name not in self._parameters:
+                    self._parameters[name] = content_of(name, buffer)
+        for place, optimizer in enumerate(self._optimizers.values()):
+            self._note_loose(place, optimizer)
+
+    def _note_loose(self, place: int, optimizer: Any) -> None:
+        """Note the parameters of an optimizer that no module holds."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            name = f"parameter {number} of optimizer {place}"
+            is_noted = id(parameter) in self._noted or name in self._parameters
+            if not is_noted and len(self._parameters) < MOST_PARAMETERS:
+                self._parameters[name] = content_of(name, parameter)
 
     def _note_once(self) -> None:
         """Note what holds for the whole program, as it is now."""
@@ -269,6 +315,28 @@ class SetUpLog:
             yield place, "manual_seed", self._seeding("torch")
         yield torch, "compile", self._compiling
         yield torch.amp.autocast_mode.autocast, "__init__", self._autocasting
+        yield torch.autograd, "backward", self._before_backward
+        yield AveragedModel, "__init__", self._averaging
+        for name in LOSSES:
+            yield torch.nn.functional, name, self._computing_loss(name)
+
+    def _computing_loss(self, name: str) -> Callable[..., Any]:
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.is_early:
+                return original(*args, **kwargs)
+            is_training = torch.is_grad_enabled()
+            result = original(*args, **kwargs)
+            if is_training:
+                self._guarded(lambda: self._losses.note(name, original, args, kwargs))
+            return result
+
+        return around
+
+    def _averaging(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        self._guarded(
+            lambda: self._add("average", "", "average of weights", average_of(args[0]))
+        )
 
     def _seeding(self, of: str) -> Callable[..., Any]:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -321,8 +389,14 @@ class SetUpLog:
     def _add_batch(
         self, source: str, number: int, indexes: tuple[int, ...], values: Any
     ) -> None:
-        tensors = values if source == "model" else self._tensors(values)
-        batch = Batch(source=source, number=number, indexes=indexes, tensors=tensors)
+        tensors = self._tensors(values)
+        batch = Batch(
+            source=source,
+            number=number,
+            indexes=indexes,
+            tensors=tensors,
+            step=self.step,
+        )
         self._batches.append(batch)
 
     def _add(self, group: str, of: str, name: str, value: Any) -> None:
@@ -362,6 +436,16 @@ def _as_tensor(leaf: Any) -> Tensor | None:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub" and leaf.size:
         return torch.from_numpy(np.ascontiguousarray(leaf))
     return leaf if isinstance(leaf, Tensor) else None
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    if gradient is None or gradient.is_sparse:
+        return gradient is not None
+    return bool(gradient.any())
+
+
+def _is_computed(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.grad_fn is not None
 
 
 def _path_name(path: Any) -> str:

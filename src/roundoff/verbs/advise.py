@@ -25,6 +25,7 @@ from roundoff.advise import (
     Setup,
     Trials,
     Tuning,
+    advise_on_code,
     advise_on_loading,
     can_load_again,
     changed,
@@ -165,6 +166,7 @@ def advise(
             progress=lambda done, total: report("combine", done, total),
         )
         rows += try_guidelines(facts, seconds=seconds)
+        rows += advise_on_code(facts, seconds=seconds)
         rows += try_larger_batches(facts, trials)
         loading = _loading(trials, combination)
         if loading is not None:

@@ -1,0 +1,210 @@
+"""Two recorded programs run again in fp64: what rounding does not explain.
+
+In fp32 a wrong formula may do less than the roundings of a whole network: an epsilon of
+1e-6 for 1e-5 changes values of size one by 5e-6. In fp64 rounding is gone, and the
+difference stays.
+
+What the programs are given is as it was recorded: parameters, data, random numbers, and
+tables of constants, which one program may read and the other compute. Where such a value
+agrees with the reference's as recorded, it takes the reference's numbers, so that only
+what is computed with them is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.inner_values import run_decomposed
+from roundoff.compare.made_up_values import MadeUpTensors, leaves_of_pass
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.rounding_bound import unit
+from roundoff.compare.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.value_flow import Flow, flow_of
+from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import MASK
+from roundoff.ops import operators_that
+
+#: Larger recordings are not run again.
+MOST_ELEMENTS = 3 * 10**7
+#: Values in fp64 agree up to this many roundings of fp32: those of the numbers that stand
+#: in a program (the root of 2 as a float32 tensor) and of parameters that a loader has
+#: folded, amplified by the network. Of 24 right ports the farthest is 0.6 units off, an
+#: epsilon of 1e-6 for 1e-5 is 75.
+ROUNDINGS = 16.0
+#: A value in fp64 that is this many times farther from the recorded one than two programs
+#: may be apart was not computed as the program computes it.
+UNFAITHFUL = 16.0
+_NARROW = ("float16", "bfloat16")
+_DRAW = operators_that("draw") | operators_that("drop out")
+
+
+def in_fp64(sides: Sides) -> Sides | None:
+    """Return both sides with the tensors of their forward passes in fp64.
+
+    None where these are not known, or a call cannot run in fp64, and where a program
+    computes in a narrower format than fp32: its author wants that rounding.
+    """
+    flows = (sides.reference, sides.candidate)
+    if any(flow.step.tensors is None or _is_narrow(flow) for flow in flows):
+        return None
+    if sum(v.row.numel or 0 for f in flows for v in f.values.values()) > MOST_ELEMENTS:
+        return None
+    try:
+        ours = _run(sides.reference, sides.reference.tensor)
+        theirs = _run(sides.candidate, _Given(sides, ours))
+    except CannotRun:
+        return None
+    if not _is_faithful(sides, sides.reference, ours):
+        return None
+    if not _is_faithful(sides, sides.candidate, theirs):
+        return None
+    limit = ROUNDINGS * unit("float32")
+    reference = flow_of(_wide_step(sides.reference, ours))
+    candidate = flow_of(_wide_step(sides.candidate, theirs))
+    return Sides(reference, candidate, limit)
+
+
+def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> bool:
+    """Return True where fp64 gives what was recorded, but for rounding.
+
+    It does not where a recording lacks something: a write through a view, an argument.
+    """
+    allowed = UNFAITHFUL * sides.limit
+    for key, tensor in tensors.items():
+        value = flow.values[key]
+        if not value.computes or not value.is_number:
+            continue
+        recorded = flow.tensor(key)
+        if recorded is None or recorded.shape != tensor.shape:
+            continue
+        seen = recorded.to(torch.float64)
+        finite = seen.abs() < MASK
+        apart = float((tensor - seen)[finite].norm())
+        if apart > allowed * float(seen[finite].norm()):
+            return False
+    return True
+
+
+def _is_narrow(flow: Flow) -> bool:
+    return any(
+        value.row.dtype in _NARROW and value.row.phase == "forward"
+        for value in flow.values.values()
+    )
+
+
+def _wide_step(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
+    rows = {
+        record: _wide_row(row)
+        for record, row in flow.step.rows.items()
+        if row.phase == "forward"
+    }
+    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors))
+
+
+def _wide_row(row: RecordedRow) -> RecordedRow:
+    """Return a row as if its program had been written for fp64."""
+    arguments = row.arguments
+    if arguments is not None:
+        arguments = arguments.replace('"dtype":"float32"', '"dtype":"float64"')
+    dtype = "float64" if row.dtype == "float32" else row.dtype
+    return replace(row, dtype=dtype, arguments=arguments, blob=None)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64) if tensor.dtype == torch.float32 else tensor
+
+
+class _Given:
+    """What the candidate's program is given: the reference's numbers where these agree."""
+
+    def __init__(self, sides: Sides, ours: Mapping[int, Tensor]) -> None:
+        self._sides = sides
+        self._ours = ours
+
+    def __call__(self, record: int) -> Tensor | None:
+        tensor = self._sides.candidate.tensor(record)
+        value = self._sides.candidate.values[record]
+        if tensor is None or not tensor.is_floating_point() or value.says_nothing:
+            return tensor
+        if value.sketch is not None and value.sketch.masked:
+            # its sketch knows nothing of these, nor do the values that agree with it
+            return tensor
+        for key in self._sides.all_twins(value):
+            twin = self._ours.get(key)
+            if twin is not None and twin.numel() == tensor.numel():
+                return _in_places_of(tensor, twin)
+        return tensor
+
+
+def _in_places_of(tensor: Tensor, twin: Tensor) -> Tensor:
+    """Return the values of ``twin`` in the order of those of ``tensor``."""
+    flat = tensor.reshape(-1).to(torch.float64)
+    values = torch.empty_like(flat)
+    values[flat.argsort(stable=True)] = twin.reshape(-1).to(torch.float64).sort().values
+    return values.reshape(tensor.shape)
+
+
+def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]:
+    """Return the forward pass in fp64. Raises ``CannotRun``.
+
+    Leaves, constants and random numbers are what ``given`` says.
+    """
+    tensors: dict[int, Tensor] = {}
+    program = TracedProgram(flow_of(_wide_step(flow, tensors)), tensors)
+    depending: set[int] = set()
+    kept = flow.step.tensors
+    forced = kept.forced if isinstance(kept, MadeUpTensors) else frozenset()
+
+    def take(row: RecordedRow) -> None:
+        tensor = given(row.record)
+        if tensor is not None:
+            tensors[row.record] = _wide(tensor)
+
+    for leaf in leaves_of_pass(flow):
+        take(leaf.row)
+        if leaf.is_number:
+            depending.add(leaf.key)
+    for entry in program.order:
+        rows = entry.rows if isinstance(entry, TracedCall) else (entry,)
+        read = {record for row in rows for record in row.inputs}
+        is_given = depending.isdisjoint(read) or _draws(entry)
+        for row in rows:
+            if is_given or row.record in forced:
+                take(row)
+        if is_given:
+            continue
+        depending.update(row.record for row in rows)
+        for row, tensor in _results(program, entry, tensors):
+            if row.record not in forced:
+                tensors[row.record] = _wide(tensor)
+    return tensors
+
+
+def _results(
+    program: TracedProgram,
+    entry: TracedCall | RecordedRow,
+    tensors: Mapping[int, Tensor],
+) -> list[tuple[RecordedRow, Tensor]]:
+    """Run one entry, by its decomposition if need be. Raises ``CannotRun``."""
+    try:
+        return list(program.one(entry))
+    except CannotRun:
+        if isinstance(entry, RecordedRow):
+            raise
+        results = run_decomposed(entry.first, tensors.__getitem__)
+        if results is None:
+            raise
+    placed = [(row, row.place or 0) for row in entry.rows]
+    made = [(row, results[place]) for row, place in placed if place < len(results)]
+    return [(row, tensor) for row, tensor in made if tensor is not None]
+
+
+def _draws(entry: TracedCall | RecordedRow) -> bool:
+    row = entry.first if isinstance(entry, TracedCall) else entry
+    return row.base_operator in _DRAW

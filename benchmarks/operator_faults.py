@@ -223,7 +223,7 @@ def is_recorded() -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
         if "/roundoff/" in file:
-            return bool(frame.f_code.co_name == "__torch_dispatch__")
+            return bool(frame.f_code.co_name in ("__torch_dispatch__", "run"))
         frame = frame.f_back
     return False
 

@@ -16,6 +16,7 @@ from .module_names import check_modules as check_modules
 from .module_names import read_modules as read_modules
 from .noise_floor import relative_distance as relative_distance
 from .nonfinite.cause import LOWER_SCALE as LOWER_SCALE
+from .nonfinite.cause import explain_birth as explain_birth
 from .nonfinite.loss_scale import LossScale as LossScale
 from .nonfinite.loss_scale import power_below as power_below
 from .nonfinite.overflow import NonfiniteEvent as NonfiniteEvent

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from roundoff.errors import warn
 from roundoff.ops import operators_that, tensors_in
 from roundoff.record.collectives import finished, group_of
+from roundoff.record.gradient_work import GradientWork
 from roundoff.record.graph_capture import WARNING, in_graph_capture
 from roundoff.record.module_paths import Paths
 from roundoff.record.other_threads import ThreadPart, Turn, kind_of
@@ -122,7 +123,16 @@ class _RunningCall:
     is the shadow's.
     """
 
-    __slots__ = ("args", "arguments", "compare", "inputs", "kwargs", "schema", "source")
+    __slots__ = (
+        "args",
+        "arguments",
+        "compare",
+        "inputs",
+        "kwargs",
+        "on_gradients",
+        "schema",
+        "source",
+    )
 
     def __init__(
         self,
@@ -138,6 +148,8 @@ class _RunningCall:
         self.inputs: list[int] | None = None
         self.arguments: str | None = None
         self.compare: Compare | None = None
+        #: it works on gradients, between the backward pass and the optimizer
+        self.on_gradients = False
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
@@ -215,6 +227,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sequences: dict[int, int] = {}
         #: number of a node of the graph -> thread -> where the call stands that made it
         self._forward_sources: dict[int, dict[int, tuple[Source, str]]] = {}
+        self._gradient_work = GradientWork(paths)
         _modes.add(self)
 
     @classmethod
@@ -232,6 +245,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start a new step."""
         self.recorder = recorder
         self._forward_sources.clear()
+        self._gradient_work.begin()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -320,12 +334,25 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not schema.is_view:
             self.recorder.before_reading(call.read())
         record_of = self.recorder.record_of
-        call.inputs = [record_of(tensor, source) for tensor in call.tensors()]
+        tensors = call.tensors()
+        call.inputs = [record_of(tensor, source) for tensor in tensors]
+        self._place_gradient_work(call, tensors)
         if self.describe is not None:
             call.arguments = self.describe(args, kwargs, self.recorder.recorded)
         if self.shadow is not None:
             call.compare = self.shadow(func, args, kwargs)
         return call
+
+    def _place_gradient_work(
+        self, call: _RunningCall, tensors: Sequence[Tensor]
+    ) -> None:
+        """Place what the script does with gradients behind the backward pass."""
+        source = call.source
+        if source.phase != "forward" or source.module or call.inputs is None:
+            return
+        if self._gradient_work.reads(tensors, call.inputs):
+            call.source = Source("optimizer", "", source.line)
+            call.on_gradients = True
 
     def _wants(self, module: str, operator: str) -> bool:
         return self.is_wanted is None or self.is_wanted(f"{module}/{operator}")
@@ -351,6 +378,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             group=group_of(call.args, call.kwargs) if schema.collective else None,
             inputs_of_place=_inputs_of_place(call, inputs) if schema.each else None,
         )
+        if call.on_gradients:
+            self._gradient_work.made(records)
         if call.compare is not None:
             tensors = [*written, *outputs]
             call.compare(tensors, records[: len(tensors)], self.recorder.own_errors)
@@ -436,6 +465,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _source(self, schema: OperatorSchema) -> Source:
         if torch._C._current_graph_task_id() != -1:
+            self._gradient_work.run_backward()
             return self._backward_source(schema)
         path = self.paths.current()
         phase = "collective" if schema.collective else self._phase_of_call(path)

@@ -17,6 +17,7 @@ _OURS = str(Path(__file__).parents[1])
 _RECORDING = (
     str(Path(__file__).parent),
     str(Path(_OURS, "unforeseen.py")),
+    str(Path(_OURS, "train", "watch", "script_calls.py")),
 )
 _TORCH = str(Path(torch.__file__).parent)
 _skipped: dict[Any, bool] = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roundoff.train import (
         BadGradients,
         LoopAdvice,
+        LostLoss,
         StepEnd,
         WatchEvent,
         WatchSummary,
@@ -29,8 +30,14 @@ _PHASES = {
     "loss": "outside of the model, in the loss",
     "data": "before the model ran, in the data or in what the script makes of them",
     "weights": "before the step, in the weights",
+    "gradients": "between the backward pass and the optimizer's step",
 }
-_STYLES = {"not finite": "red", "warning": "yellow", "end": "bold"}
+_STYLES = {
+    "not finite": "red",
+    "loss not finite": "red",
+    "warning": "yellow",
+    "end": "bold",
+}
 
 
 @contextmanager
@@ -87,7 +94,7 @@ class _EventPrinter:
             self.console.print(line, markup=False, soft_wrap=True)
 
     def _lines(self, event: WatchEvent) -> list[str]:
-        from roundoff.train import BadGradients, LoopAdvice, WatchSummary
+        from roundoff.train import BadGradients, LoopAdvice, LostLoss, WatchSummary
 
         if isinstance(event, LoopAdvice):
             return [advice_line(event)]
@@ -95,6 +102,8 @@ class _EventPrinter:
             return [end_line(event)]
         if isinstance(event, BadGradients):
             return self._new_lines(event)
+        if isinstance(event, LostLoss):
+            return lost_lines(event)
         return []
 
     def _new_lines(self, event: BadGradients) -> list[str]:
@@ -154,6 +163,22 @@ def trouble_lines(event: BadGradients) -> list[str]:
     if event.advice:
         reason.append(f"try: {event.advice}")
     return [headline, *(f"  {line}" for line in [*reason, *event.notes])]
+
+
+def lost_lines(event: LostLoss) -> list[str]:
+    """Write why a loss is not finite whose gradients are."""
+    reason = []
+    if event.first:
+        reason.append(f"first not finite: {event.first}")
+    if event.phase:
+        line = f" ({event.line})" if event.line else ""
+        reason.append(f"born at {event.origin}, {_PHASES[event.phase]}{line}")
+    if event.cause:
+        reason.append(event.cause)
+    if event.advice:
+        reason.append(f"try: {event.advice}")
+    headline = f"step {event.step}: the loss is not finite, though its gradients are"
+    return [headline, *(f"  {line}" for line in reason)]
 
 
 def _birth(event: BadGradients, phase: str) -> str:

@@ -46,9 +46,13 @@ from .watch.advice import has_bf16 as has_bf16
 from .watch.advice import vanishing_eps as vanishing_eps
 from .watch.events import BadGradients as BadGradients
 from .watch.events import LoopAdvice as LoopAdvice
+from .watch.events import LostLoss as LostLoss
 from .watch.events import StepEnd as StepEnd
 from .watch.events import WatchEvent as WatchEvent
 from .watch.events import WatchSummary as WatchSummary
 from .watch.monitor import Monitor as Monitor
 from .watch.run_time import RunTimeRules as RunTimeRules
+from .watch.script_blame import ScriptCause as ScriptCause
+from .watch.script_blame import script_cause as script_cause
+from .watch.script_calls import ScriptCalls as ScriptCalls
 from .watch.step_state import StepState as StepState

@@ -10,8 +10,9 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -47,8 +48,11 @@ from roundoff.train import (
     BadGradients,
     LoopAdvice,
     LossScaler,
+    LostLoss,
     Monitor,
     RunTimeRules,
+    ScriptCalls,
+    ScriptCause,
     Skip,
     StepCalls,
     StepEnd,
@@ -58,6 +62,7 @@ from roundoff.train import (
     WatchSummary,
     explain_skip,
     has_bf16,
+    script_cause,
     vanishing_eps,
     without_our_hooks,
 )
@@ -198,6 +203,8 @@ class _Watcher:
         self.steps: list[StepCalls] = []
         self.graph = BackwardGraph()
         self.ours = OurPart("watching")
+        #: the script's own calls of torch
+        self.calls = ScriptCalls(self._is_in_a_model, self.ours)
         self.ends = StepBoundaries(self._end, self.ours)
         self._stopped: str | None = None
         self._bad_in_a_row = 0
@@ -217,6 +224,8 @@ class _Watcher:
         self._last_was_skipped = False
         #: what a scaler gave back -> the loss
         self._unscaled: Any = WeakIdKeyDictionary()
+        #: what stands before the paths of modules without parameters, such as losses
+        self._functions: set[str] = set()
         #: schedule -> the step that it moved in last
         self._scheduled: weakref.WeakKeyDictionary[Any, int] = (
             weakref.WeakKeyDictionary()
@@ -225,7 +234,7 @@ class _Watcher:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen to the process; everything is undone on exit."""
-        paths = Paths(ours=self.ours)
+        self._paths = paths = Paths(ours=self.ours)
         paths.root_listeners.append(self.ours.around(self._new_model))
         with ExitStack() as stack:
             stack.enter_context(quiet())
@@ -239,6 +248,7 @@ class _Watcher:
             stack.callback(self._remove_rules)
             stack.callback(self._remove_steps)
             stack.enter_context(patched(*self._patches()))
+            stack.enter_context(self.calls.listening())
             yield
 
     def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -249,6 +259,7 @@ class _Watcher:
             (scaler, "step", self._torch_scaler_step),
             (torch.autograd, "backward", self._backward),
             (torch.jit, "script", _script),
+            (torch, "compile", self._compile),
             (torch.autocast, "__init__", self._new_autocast),
             (torch.autocast, "__enter__", self._enter_autocast),
             (torch.autocast, "__exit__", self._exit_autocast),
@@ -302,6 +313,7 @@ class _Watcher:
     def _new_model(self, model: nn.Module, prefix: str) -> None:
         """Listen to a model that no other one contains, before its first call."""
         if not any(True for _ in model.parameters()):
+            self._functions.add(prefix)
             return
         self.monitor.add(model, prefix)
         self._rule_hooks.append(self.rules.new_model(model, prefix))
@@ -313,10 +325,19 @@ class _Watcher:
         if frame is not None and not torch.compiler.is_compiling():
             steps.before(steps.model, frame.f_locals["args"], frame.f_locals["kwargs"])
 
+    def _is_in_a_model(self) -> bool:
+        path = self._paths.position.path
+        return bool(path) and path[0] not in self._functions
+
+    def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.leave()
+        return original(*args, **kwargs)
+
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         self.ours(self._note_losses, losses)
         original(losses, *args, **kwargs)
+        self.calls.begin_backward()
 
     def _note_losses(self, losses: Sequence[Tensor]) -> None:
         for loss in losses:
@@ -324,6 +345,25 @@ class _Watcher:
                 self._note_loss(loss)
                 self.rules.loss(loss)
             self.graph.add(loss, closely=True)
+        self._note_cause(losses)
+
+    def _note_cause(self, losses: Sequence[Tensor]) -> None:
+        """Find what made a loss NaN while its graph still keeps what it was made of.
+
+        On another device than the CPU that would wait for it.
+        """
+        on_cpu = [loss for loss in losses if loss.device.type == "cpu"]
+        if self.now.cause is None and not all(map(_is_finite, on_cpu)):
+            self.now.cause = self._script_cause(losses)
+
+    def _script_cause(self, losses: Sequence[Tensor]) -> ScriptCause | None:
+        return script_cause(
+            self.calls,
+            self.steps,
+            self.graph,
+            losses,
+            after_bad=self._bad_in_a_row > 0,
+        )
 
     def _note_loss(self, loss: Tensor) -> None:
         unscaled = self._unscaled.get(loss)
@@ -367,6 +407,7 @@ class _Watcher:
             self._advise("scaler-not-stepped", scale=self.now.factor, optimizer=name)
         self._measure([optimizer], 1.0)
         if not self.now.bad:
+            self._explain_loss()
             return
         self._explain([optimizer], None)
         if self.stop_on_nan:
@@ -497,6 +538,7 @@ class _Watcher:
         self.number += 1
         self.monitor.step()
         self.graph.clear()
+        self.calls.clear()
         for steps in self.steps:
             steps.clear()
         self.now = StepState()
@@ -540,8 +582,8 @@ class _Watcher:
         find out.
         """
         notes: tuple[str, ...] = ()
-        first = self.monitor.first_bad
-        if skip is None and self._explained < self.explain:
+        is_new = self._explained < self.explain
+        if skip is None and is_new:
             self._explained += 1
             try:
                 skip = self._run_again(optimizers, scale)
@@ -550,15 +592,45 @@ class _Watcher:
         fields: dict[str, Any] = {"notes": notes}
         if skip is not None:
             fields = {name: getattr(skip, name) for name in SKIP_FIELDS}
+        if is_new:
+            fields |= self.ours(self._script_fields, fields, scale) or {}
         self.say(
             BadGradients(
                 step=self.number,
                 scale=scale,
                 skipped=scale is not None,
-                first=None if first is None else str(first),
+                first=_or_none(self.monitor.first_bad),
                 **fields,
             )
         )
+
+    def _script_fields(
+        self, fields: Mapping[str, Any], scale: float | None
+    ) -> dict[str, Any]:
+        """Return what the script itself did, in place of what the model's run shows."""
+        cause = self._cause()
+        if cause is None:
+            return {}
+        if scale is not None and fields.get("phase") == cause.phase == "loss":
+            return {"line": cause.line}  # the scale may be at fault: told by the run
+        return {"born": False, "notes": (), **_fields(cause)}
+
+    def _explain_loss(self) -> None:
+        """Say why a loss is not finite whose gradients are."""
+        if self._explained >= self.explain or not self.now.is_last_loss_lost:
+            return
+        self._explained += 1
+        self.say(
+            LostLoss(
+                self.number, _or_none(self.monitor.first_bad), **_fields(self._cause())
+            )
+        )
+
+    def _cause(self) -> ScriptCause | None:
+        if self.now.cause is None:
+            losses = [loss for loss, _ in self.now.losses]
+            self.now.cause = self._script_cause(losses)
+        return self.now.cause
 
     def _run_again(self, optimizers: Sequence[Optimizer], scale: float | None) -> Skip:
         self.monitor.paused = True
@@ -683,6 +755,18 @@ SKIP_FIELDS = (
     "advice",
     "notes",
 )
+
+
+def _fields(cause: ScriptCause | None) -> dict[str, Any]:
+    return {} if cause is None else asdict(cause)
+
+
+def _or_none(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value.detach()).all())
 
 
 def _frame_of_call() -> Any:

@@ -173,9 +173,10 @@ class StepTrace:
     def _arrival_allowance(self, row: TensorRecord) -> str:
         if self._is_allowed(row.site):
             return "pattern"
-        # an additive mask: 0 where it lets through
+        # an additive mask: 0 where it lets through; what is trained is none
         is_mask = (
-            not row.nan
+            row.operator != "parameter"
+            and not row.nan
             and not row.posinf
             and (row.neginf or 0) + (row.zero or 0) == row.numel
         )

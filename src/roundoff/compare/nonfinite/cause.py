@@ -113,6 +113,12 @@ def explain_birth(
 def _masked_row(birth: _Birth) -> CauseAndAdvice | None:
     if not (birth.minus_infinity and birth.has_nan):
         return None
+    if birth.does("multiply") or birth.does("multiply two matrices"):
+        return CauseAndAdvice(
+            f"{birth.name} of -inf, by zero or together with +inf",
+            "keep -inf out of what it reads, or leave those elements out with "
+            "torch.where before it",
+        )
     return CauseAndAdvice(
         "a row that is masked everywhere has nothing left to normalise: "
         "-inf meets -inf",

@@ -11,7 +11,7 @@ import heapq
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,24 @@ _NEAR = 256
 _LEAF = -(2**64)
 
 
+class NearNode(NamedTuple):
+    """A node between the loss and the model.
+
+    Attributes:
+        sequence: its number among the nodes that were made.
+        ends: least and largest value of each gradient that it made.
+    """
+
+    name: str
+    sequence: int
+    ends: list[Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        """True where its gradients are."""
+        return all(bool(torch.isfinite(end).all()) for end in self.ends)
+
+
 class BackwardGraph:
     """The graphs that ran backward since the last step.
 
@@ -35,7 +53,7 @@ class BackwardGraph:
 
     def __init__(self) -> None:
         self._roots: list[Any] = []
-        self._near: list[tuple[str, list[Tensor]]] = []
+        self._near: list[NearNode] = []
 
     def add(self, loss: Tensor, *, closely: bool) -> None:
         """Add the graph of a loss, before its backward pass."""
@@ -46,7 +64,7 @@ class BackwardGraph:
         if closely:
             near = self._near  # not self: a node must not hold what holds its graph
             for node in _outside_the_model(root):
-                node.register_hook(partial(_keep_range_of_all, near, node.name()))
+                node.register_hook(partial(_keep_range_of_all, near, *_named(node)))
 
     def clear(self) -> None:
         """Forget all graphs."""
@@ -60,18 +78,15 @@ class BackwardGraph:
         for root in self._roots:
             yield from backward_order(root)
 
-    def born_in_the_loss(self) -> str | None:
+    def born_in_the_loss(self) -> NearNode | None:
         """Return the node between the loss and the model that first made a gradient
         that is not finite; None: none did.
         """
-        for name, values in self._near:
-            if not all(bool(torch.isfinite(value).all()) for value in values):
-                return name
-        return None
+        return next((node for node in self._near if not node.is_finite), None)
 
     def loss_nodes(self) -> list[str]:
         """Name the nodes between the loss and the model, from the loss on."""
-        return [name for name, _ in self._near]
+        return [node.name for node in self._near]
 
 
 def backward_order(root: Any) -> Iterator[tuple[Tensor, str]]:
@@ -133,19 +148,15 @@ def operator_of(node: str) -> str:
 
 
 def _outside_the_model(root: Any) -> list[Any]:
-    """Return the nodes from the loss up to the outputs of the model; none where the
-    loss does not come from it.
+    """Return the nodes from the loss up to the outputs of the model, or to the
+    parameters that the script uses itself; none where there are too many.
     """
     nodes = []
     visited = {root}
     stack = [root]
-    reaches_model = False
     while stack:
         node = stack.pop()
-        if OUTPUT in node.metadata:
-            reaches_model = True
-            continue
-        if hasattr(node, "variable"):
+        if OUTPUT in node.metadata or hasattr(node, "variable"):
             continue
         nodes.append(node)
         if len(nodes) > _NEAR:
@@ -153,28 +164,33 @@ def _outside_the_model(root: Any) -> list[Any]:
         unvisited = [n for n in _following(node) if n not in visited]
         visited.update(unvisited)
         stack += dict.fromkeys(unvisited)
-    return nodes if reaches_model else []
+    return nodes
 
 
-def _keep_range(
-    near: list[tuple[str, list[Tensor]]], name: str, gradients: Any, _: Any
-) -> None:
-    """Keep the least and the largest value of each gradient that a node made."""
-    values: list[Tensor] = []
-    for gradient in gradients:
-        if _has_range(gradient):
-            values += torch.aminmax(gradient.detach())
-    near.append((name, values))
+def _named(node: Any) -> tuple[str, int]:
+    return str(node.name()), int(node._sequence_nr())
 
 
 def _keep_range_of_all(
-    near: list[tuple[str, list[Tensor]]], name: str, gradients: Any, made: Any
+    near: list[NearNode], name: str, sequence: int, gradients: Any, _: Any
 ) -> None:
-    """Do ``_keep_range`` where the tensors let it; what has another kind of values has no range."""
+    """Keep the least and the largest value of each gradient that a node made.
+
+    What has another kind of values has no range.
+    """
     try:
-        _keep_range(near, name, gradients, made)
+        ends = _ends(gradients)
     except (RuntimeError, TypeError):
-        near.append((name, []))
+        ends = []
+    near.append(NearNode(name, sequence, ends))
+
+
+def _ends(gradients: Any) -> list[Tensor]:
+    ends: list[Tensor] = []
+    for gradient in gradients:
+        if _has_range(gradient):
+            ends += torch.aminmax(gradient.detach())
+    return ends
 
 
 def _has_range(gradient: Any) -> bool:

@@ -17,6 +17,7 @@ _PHASES = {
     "loss": "outside of the model, in the loss",
     "data": "before the model ran: it came in with the data, or with what the script makes of them",
     "weights": "before the step: it came in with the weights",
+    "gradients": "between the backward pass and the optimizer's step",
 }
 #: Unscaling rounds, so a saturated gradient may end this much below the limit.
 _UNSCALED = 1 - 2**-20
@@ -234,8 +235,8 @@ def _in_the_loss(
     node = graph.born_in_the_loss()
     if node is None:
         return birth, []
-    operator = operator_of(node)
-    cause = f"the gradient that {node} gives back is the first that is not finite"
+    operator = operator_of(node.name)
+    cause = f"the gradient that {node.name} gives back is the first that is not finite"
     advice = "compute the loss in float32"
     if not loss_finite:
         cause += (

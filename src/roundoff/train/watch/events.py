@@ -74,6 +74,27 @@ class BadGradients(WatchEvent):
 
 
 @dataclass(frozen=True)
+class LostLoss(WatchEvent):
+    """The loss of a step is not finite, though its gradients are.
+
+    Attributes:
+        step: its number.
+        first: what the monitor saw first.
+        phase: where it was born: loss, data, weights; None where it is not known.
+        origin, line, cause, advice: see ``Skip``.
+    """
+
+    step: int
+    first: str | None
+    phase: str | None = None
+    origin: str | None = None
+    line: str | None = None
+    cause: str | None = None
+    advice: str | None = None
+    name: ClassVar[str] = "loss not finite"
+
+
+@dataclass(frozen=True)
 class LoopAdvice(WatchEvent):
     """The training loop has a fault; ``rule`` is a key of ``advice.RULES``, ``code`` the
     rule of ``roundoff lint`` that finds it without running; empty where only a run shows it.

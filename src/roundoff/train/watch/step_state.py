@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from roundoff.ops import plain
+from roundoff.train.watch.script_blame import ScriptCause
 
 
 class StepState:
@@ -25,6 +26,7 @@ class StepState:
         elements: number of all.
         skipped: a scaler skipped the step.
         needs_update: torch's scaler has stepped, and has to be updated.
+        cause: what the script itself did to make a NaN; None as long as none is known.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class StepState:
         self.elements = 0
         self.skipped = False
         self.needs_update = False
+        self.cause: ScriptCause | None = None
 
     def loss(self) -> float | None:
         """Return the mean of the losses, without the scale."""

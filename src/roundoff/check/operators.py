@@ -84,18 +84,35 @@ def differing_operators(pair: Pair) -> Iterator[Difference]:
     """Yield the first difference of what the first steps computed."""
     steps = [step for step in pair.reference.run.steps if step in _steps(pair)]
     for step in steps[:STEPS]:
-        calls = [_calls(side, step) for side in pair.sides]
-        if not all(calls):
+        ours, theirs = (_calls(side, step) for side in pair.sides)
+        if not ours or not theirs:
             return
-        leading = [[c for c in each if not c.is_beside] for each in calls]
-        beside = [[c for c in each if c.is_beside] for each in calls]
-        difference = _first(pair, step, leading[0], leading[1])
-        is_aligned = [c.operator for c in beside[0]] == [c.operator for c in beside[1]]
-        if difference is None and is_aligned:
-            difference = _first(pair, step, beside[0], beside[1])
+        difference = _difference(pair, step, ours, theirs)
         if difference is not None:
             yield difference
             return
+
+
+def _difference(
+    pair: Pair, step: int, ours: Sequence[_Call], theirs: Sequence[_Call]
+) -> Difference | None:
+    """Return the first difference of what leads to the loss, else of what stands beside."""
+    difference = _first(pair, step, _leading_ones(ours), _leading_ones(theirs))
+    if difference is not None:
+        return difference
+    our_others = _ones_beside(ours)
+    their_others = _ones_beside(theirs)
+    if [call.operator for call in our_others] == [c.operator for c in their_others]:
+        return _first(pair, step, our_others, their_others)
+    return None
+
+
+def _leading_ones(calls: Sequence[_Call]) -> list[_Call]:
+    return [call for call in calls if not call.is_beside]
+
+
+def _ones_beside(calls: Sequence[_Call]) -> list[_Call]:
+    return [call for call in calls if call.is_beside]
 
 
 def _steps(pair: Pair) -> Sequence[int]:

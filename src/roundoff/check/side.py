@@ -43,9 +43,9 @@ class Side:
         for batch in () if self.set_up is None else self.set_up.batches:
             batches.setdefault(batch.source, []).append(batch)
         if not {*batches} - {"loss"} and self.set_up is not None:
-            made = self._outside(batches.get("loss", ()))
-            if any(batch.tensors for batch in made):
-                batches[PROGRAM] = made
+            outside = self._outside(batches.get("loss", ()))
+            if any(batch.tensors for batch in outside):
+                batches[PROGRAM] = outside
         return batches
 
     def _outside(self, labelled: Sequence[Batch]) -> list[Batch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from roundoff.check.findings import NOTE, Difference
 from roundoff.check.pair import Pair, number, same_number
@@ -63,6 +63,7 @@ _RATES = Rule(
     why="every update of the weights has another size",
     fix="give both optimizers and schedules the same rates",
 )
+_OTHER_SCHEDULE = "the schedules differ: from there on updates have another size"
 _LENGTH = Rule(
     group=HYPER_PARAMETERS,
     name="number of steps",
@@ -94,33 +95,48 @@ def differing_numbers(pair: Pair) -> Iterator[Difference]:
 
 def _first_difference(pair: Pair, name: str, rule: Rule) -> Iterator[Difference]:
     ours, theirs = (side.numbers.get(name, {}) for side in pair.sides)
-    steps = sorted(
-        {*_steps(pair.reference.numbers)} & {*_steps(pair.candidate.numbers)}
-    )
+    for step in _common_steps(pair, name, rule):
+        values = (ours.get(step), theirs.get(step))
+        if not same_number(*values):
+            yield _difference(pair, name, rule, step, values)
+            return
+
+
+def _common_steps(pair: Pair, name: str, rule: Rule) -> list[int]:
+    """Return the steps of both runs; of a rate those in which both optimizers are called."""
+    steps = {*_steps(pair.reference.numbers)} & {*_steps(pair.candidate.numbers)}
+    ours, theirs = (side.numbers.get(name, {}) for side in pair.sides)
     if rule is _RATES and ours and theirs:
         # a step that the loss scale skipped calls no optimizer
-        steps = [step for step in steps if step in ours and step in theirs]
-    for step in steps:
-        values = ours.get(step), theirs.get(step)
-        if not same_number(*values):
-            break
-    else:
-        return
+        steps &= {*ours} & {*theirs}
+    return sorted(steps)
+
+
+def _difference(
+    pair: Pair,
+    name: str,
+    rule: Rule,
+    step: int,
+    values: tuple[float | None, float | None],
+) -> Difference:
     shown = [_shown(name, value) for value in values]
     what = _called(pair, name) if rule is _RATES else rule.name
-    when = f"from step {step} on " if step else ""
-    before = " (equal before it)" if step else ""
-    ours_name, theirs_name = (side.name for side in pair.sides)
+    text = f"the {what} {_sentence(pair, what, shown)}"
+    if not step:
+        return pair.difference(
+            rule, shown, text=text, why=rule.why, step=step, may_follow=rule.follows
+        )
+    is_schedule = rule is _RATES
+    why = _OTHER_SCHEDULE if is_schedule else rule.why
+    later = (*rule.follows, ANY) if _is_driven(pair, name) else rule.follows
+    text = f"from step {step} on {text} (equal before it)"
+    return pair.difference(rule, shown, text=text, why=why, step=step, may_follow=later)
+
+
+def _sentence(pair: Pair, what: str, shown: Sequence[str]) -> str:
+    ours, theirs = (side.name for side in pair.sides)
     verb = "are" if what.startswith("backward") else "is"
-    text = (
-        f"{when}the {what} {verb} {shown[1]} in {theirs_name}, "
-        f"{shown[0]} in {ours_name}{before}"
-    )
-    why = rule.why
-    if step and rule is _RATES:
-        why = "the schedules differ: from there on updates have another size"
-    later = (*rule.follows, ANY) if step and _is_driven(pair, name) else rule.follows
-    yield pair.difference(rule, shown, text=text, why=why, step=step, may_follow=later)
+    return f"{verb} {shown[1]} in {theirs}, {shown[0]} in {ours}"
 
 
 def _is_driven(pair: Pair, name: str) -> bool:

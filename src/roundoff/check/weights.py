@@ -55,22 +55,23 @@ def differing_weights(pair: Pair) -> Iterator[Difference]:
     reshaped = [name for name in common if ours[name].shape != theirs[name].shape]
     if reshaped:
         yield _shapes(pair, reshaped, ours, theirs)
-    differing = [
-        name
-        for name in common
-        if name not in reshaped and differs(ours[name], theirs[name])
-    ]
+    comparable = [name for name in common if name not in reshaped]
+    differing = [n for n in comparable if differs(ours[n], theirs[n])]
     if differing:
         yield _values(pair, differing, ours, theirs)
-    only = [
-        [name for name in mine if name not in others]
-        for mine, others in ((ours, theirs), (theirs, ours))
-    ]
-    if any(only):
-        values = [shorten(", ".join(names) or "none") for names in only]
-        yield pair.difference(
-            _NAMES, values, subject="the parameters that the other model lacks"
-        )
+    yield from _names(pair, ours, theirs)
+
+
+def _names(
+    pair: Pair, ours: Mapping[str, TensorContent], theirs: Mapping[str, TensorContent]
+) -> Iterator[Difference]:
+    """Yield that each model has parameters that the other lacks."""
+    only_ours = [name for name in ours if name not in theirs]
+    only_theirs = [name for name in theirs if name not in ours]
+    if only_ours or only_theirs:
+        values = [shorten(", ".join(n) or "none") for n in (only_ours, only_theirs)]
+        subject = "the parameters that the other model lacks"
+        yield pair.difference(_NAMES, values, subject=subject)
 
 
 def _shapes(

@@ -12,7 +12,7 @@ what is computed with them is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -172,18 +172,29 @@ def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]
             depending.add(leaf.key)
     for entry in program.order:
         rows = entry.rows if isinstance(entry, TracedCall) else (entry,)
-        read = {record for row in rows for record in row.inputs}
-        is_given = depending.isdisjoint(read) or _draws(entry)
-        for row in rows:
-            if is_given or row.record in forced:
+        if _is_taken(entry, rows, depending):
+            for row in rows:
                 take(row)
-        if is_given:
             continue
         depending.update(row.record for row in rows)
+        for row in rows:
+            if row.record in forced:
+                take(row)
         for row, tensor in _results(program, entry, tensors):
             if row.record not in forced:
                 tensors[row.record] = _wide(tensor)
     return tensors
+
+
+def _is_taken(
+    entry: TracedCall | RecordedRow, rows: Iterable[RecordedRow], depending: set[int]
+) -> bool:
+    """Return True for a call whose results are taken as they are.
+
+    It reads nothing that the numbers decide, or draws.
+    """
+    read = {record for row in rows for record in row.inputs}
+    return depending.isdisjoint(read) or _draws(entry)
 
 
 def _results(
@@ -201,8 +212,8 @@ def _results(
         if results is None:
             raise
     placed = [(row, row.place or 0) for row in entry.rows]
-    made = [(row, results[place]) for row, place in placed if place < len(results)]
-    return [(row, tensor) for row, tensor in made if tensor is not None]
+    outcomes = [(row, results[place]) for row, place in placed if place < len(results)]
+    return [(row, tensor) for row, tensor in outcomes if tensor is not None]
 
 
 def _draws(entry: TracedCall | RecordedRow) -> bool:

@@ -166,7 +166,7 @@ def _exact_sides(sides: Sides) -> Sides | None:
     None where they cannot run so, and where made-up values do not agree as the recorded
     ones do.
     """
-    known = sides
+    on_values = sides
     if sides.candidate.step.tensors is None:
         made_up = on_made_up_values(sides)
         if made_up is None:
@@ -174,8 +174,8 @@ def _exact_sides(sides: Sides) -> Sides | None:
         made_up.match()
         if not _confirms(sides, made_up, None) or _outputs(made_up)[0]:
             return None
-        known = made_up
-    exact = in_fp64(known)
+        on_values = made_up
+    exact = in_fp64(on_values)
     if exact is not None:
         exact.match()
     return exact

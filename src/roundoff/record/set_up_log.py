@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -44,6 +45,8 @@ from roundoff.unforeseen import OurPart
 FIRST = 8
 #: Inputs of a batch that are noted.
 MOST_INPUTS = 32
+#: Results of modules that are known again where another module reads them.
+RETURNED = 64
 #: Parameters that are noted.
 MOST_PARAMETERS = 20_000
 
@@ -70,6 +73,7 @@ class SetUpLog:
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._scaled: dict[int, Any] = {}
         self._received = 0
+        self._returned: deque[weakref.ref[Tensor]] = deque(maxlen=RETURNED)
         self._is_begun = False
         self._kept = False
         self._mode = ""
@@ -222,7 +226,7 @@ class SetUpLog:
 
     # -- the model ---------------------------------------------------------------------
 
-    def _forward(self, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+    def _forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The hook of every module's forward; what the outermost received is noted."""
         if torch.compiler.is_compiling() or self._received >= FIRST:
             return
@@ -230,14 +234,28 @@ class SetUpLog:
             return
         if torch.is_grad_enabled():
             self._guarded(lambda: self._note_inputs(args, kwargs))
+            self._guarded(lambda: self._note_output(output))
+
+    def _note_output(self, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._returned.extend(map(weakref.ref, tensors))
+
+    def _is_computed(self, leaf: Any) -> bool:
+        """Return True for what another module has computed, detached perhaps: no data."""
+        if not isinstance(leaf, Tensor):
+            return False
+        alive = (reference() for reference in self._returned)
+        return leaf.grad_fn is not None or any(
+            tensor is not None and _share_memory(leaf, tensor) for tensor in alive
+        )
 
     def _note_inputs(self, args: Any, kwargs: Any) -> None:
         self._begin()
-        given = {**dict(enumerate(args)), **kwargs}
-        if any(_is_computed(leaf) for leaf in tree_leaves(given)):
-            return  # no data: what another module has computed
-        if any(_as_tensor(leaf) is not None for leaf in tree_leaves(given)):
-            self._add_batch("model", self._received, (), given)
+        arguments = {**dict(enumerate(args)), **kwargs}
+        if any(self._is_computed(leaf) for leaf in tree_leaves(arguments)):
+            return
+        if any(_as_tensor(leaf) is not None for leaf in tree_leaves(arguments)):
+            self._add_batch("model", self._received, (), arguments)
             self._received += 1
 
     def _begin(self) -> None:
@@ -444,8 +462,11 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return bool(gradient.any())
 
 
-def _is_computed(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.grad_fn is not None
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.layout != torch.strided or other.layout != torch.strided:
+        return tensor is other
+    address = tensor.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 def _path_name(path: Any) -> str:

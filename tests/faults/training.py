@@ -121,6 +121,7 @@ def _two_ranks(mean: bool) -> Callable[[Program], None]:
     "cnn",
     "an all-reduce that sums where the other averages",
     "/{div*,sum*}",
+    phase="optimizer",
     clean=_two_ranks(mean=True),
 )
 def sum_for_mean(p: Program) -> None:

@@ -188,7 +188,9 @@ def test_loss_scaler_with_a_skipped_step_and_two_optimizers(record):
     assert calls(run, "addmm") == [2, 2, 2, 2]
     assert scalars(run, "loss_scale") == [8.0, 4.0, 4.0, 4.0]
     assert "_foreach_add_" not in operators(run, 1, "optimizer")
-    assert operators(run, 0, "optimizer") == operators(run, 2, "optimizer")
+    before = operators(run, 0, "optimizer")
+    # after a skipped step the scaler looks at the gradients first
+    assert operators(run, 2, "optimizer")[-len(before) :] == before
 
 
 def test_a_disabled_grad_scaler(record):

@@ -317,6 +317,7 @@ class _Watcher:
             return
         self.monitor.add(model, prefix)
         self._rule_hooks.append(self.rules.new_model(model, prefix))
+        self._rule_hooks += self.calls.rest_in(model)
         steps = StepCalls(model)
         self.steps.append(steps)
         # hooks that are added now run from the next call on; torch's own frame knows
@@ -378,9 +379,11 @@ class _Watcher:
         call of it.
         """
         self.ours(self.rules.before_step, optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self.calls.rest()
         if self._inside_scaler:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.ours(self._step_without_scaler, optimizer)
             return None
@@ -397,6 +400,7 @@ class _Watcher:
         return args, kwargs | {"closure": measured}
 
     def _after_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        self.calls.resume()
         self.ours(self.rules.after_step, optimizer)
 
     def _step_without_scaler(self, optimizer: Optimizer) -> None:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from roundoff.compare import explain_birth
 from roundoff.ops import base, facts, operators_that
 from roundoff.record import TensorRecord, user_line
+from roundoff.train.our_hooks import OurHook
 from roundoff.unforeseen import OurPart
 
 #: Calls of a step that are kept; of longer ones the last.
@@ -35,6 +36,8 @@ _CALLS = 512
 _SMALL = 2**18
 #: A call that reads more tensors is an optimizer's or a scaler's.
 _MANY = 64
+#: What reads an attribute of a tensor.
+_ATTRIBUTE = type(Tensor.grad.__get__)
 #: Python's ``tensor[...] = value``.
 _WRITES = "__setitem__"
 #: What a division reads.
@@ -116,6 +119,7 @@ class ScriptCalls(TorchFunctionMode):
         #: how many calls came before the last backward pass
         self._before_backward = 0
         self.paused = False
+        self._is_resting = False
 
     def __torch_function__(
         self,
@@ -125,7 +129,12 @@ class ScriptCalls(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and not self._is_inside():
+        # most calls only read an attribute
+        if (
+            func.__class__ is not _ATTRIBUTE
+            and not self.paused
+            and not self._is_inside()
+        ):
             line = user_line(2)
             if line is not None:
                 self._ours(self._note, func, line, (args, kwargs), result)
@@ -143,8 +152,39 @@ class ScriptCalls(TorchFunctionMode):
                 modes: Any = overrides
                 modes._push_mode(self)
 
+    def rest(self) -> None:
+        """Listen to nothing until ``resume``, at no cost; an optimizer's calls, say.
+
+        A mode that the script has put on top is left there, and nothing changes.
+        """
+        if _is_captured():
+            return
+        modes: Any = overrides
+        stack = modes._get_current_function_mode_stack()
+        if stack and stack[-1] is self:
+            modes._pop_mode()
+            self._is_resting = True
+
+    def rest_in(self, model: nn.Module) -> list[Callable[[], None]]:
+        """Rest while a model runs, however it ends; returns what takes the hooks away."""
+        before = OurHook(lambda *_: self.rest())
+        after = OurHook(lambda *_: self.resume())
+        handles = [
+            model.register_forward_pre_hook(before),
+            model.register_forward_hook(after, always_call=True),
+        ]
+        return [handle.remove for handle in handles]
+
+    def resume(self) -> None:
+        """Listen again after ``rest``."""
+        if self._is_resting and not _is_captured():
+            self._is_resting = False
+            modes: Any = overrides
+            modes._push_mode(self)
+
     def leave(self) -> None:
         """Listen no longer: a compiler would compile this with what it compiles."""
+        self._is_resting = False
         modes: Any = overrides
         others = []
         for _ in modes._get_current_function_mode_stack():
@@ -160,7 +200,7 @@ class ScriptCalls(TorchFunctionMode):
         if operator == _WRITES:
             result = arguments[0][0]
         results = [t for t in _tensors(result) if t.is_floating_point()]
-        if operator == "__get__" or not results:
+        if not results:
             return
         read = [*_tensors(_leaves(arguments))]
         if len(read) > _MANY:
@@ -297,6 +337,11 @@ def _frame_of_user() -> FrameType | None:
 
 
 _HANDLER = ScriptCalls.__torch_function__.__code__
+
+
+def _is_captured() -> bool:
+    """Return True where a compiler or tracer looks at what runs."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _leaves(arguments: tuple[tuple[Any, ...], dict[str, Any] | None]) -> list[Any]:

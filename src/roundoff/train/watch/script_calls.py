@@ -37,7 +37,7 @@ _SMALL = 2**18
 #: A call that reads more tensors is an optimizer's or a scaler's.
 _MANY = 64
 #: What reads an attribute of a tensor.
-_ATTRIBUTE = type(Tensor.grad.__get__)
+_ATTRIBUTE = type(vars(torch._C.TensorBase)["grad"].__get__)
 #: Python's ``tensor[...] = value``.
 _WRITES = "__setitem__"
 #: What a division reads.
@@ -341,7 +341,7 @@ _HANDLER = ScriptCalls.__torch_function__.__code__
 
 def _is_captured() -> bool:
     """Return True where a compiler or tracer looks at what runs."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _leaves(arguments: tuple[tuple[Any, ...], dict[str, Any] | None]) -> list[Any]:

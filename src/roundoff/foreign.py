@@ -124,7 +124,7 @@ def _has_halves(text: str | bytes) -> bool:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return what ``tomllib.loads`` does; ``ValueError`` also for what is nested too deep."""
-    if is_too_deep(text) or re.search(rf"(?:[\w\"']\s*\.\s*){{{DEEPEST}}}", text):
+    if is_too_deep(text) or _DEEP_KEY.search(text):
         raise ValueError(f"more than {DEEPEST} levels of arrays and tables")
     try:
         return tomllib.loads(text)
@@ -132,8 +132,13 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(f"more than {DEEPEST} levels of arrays and tables") from None
 
 
-_STRINGS = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_STRINGS_IN_BYTES = re.compile(rb'"(?:[^"\\\n]|\\.)*"')
+# All of these take time in proportion to the text, whatever it holds: a string that no
+# quote ends goes to the end of its line, and is not looked at again from its middle.
+_DEEP_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}"""
+)
+_STRINGS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?')
+_STRINGS_IN_BYTES = re.compile(rb'"(?:[^"\\\n]|\\.)*+"?')
 _OTHERS = re.compile(r"[^\[\]{}]+")
 _OTHERS_IN_BYTES = re.compile(rb"[^\[\]{}]+")
 

@@ -7,6 +7,7 @@ decided, 130 interrupted. No two outcomes share one.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -35,6 +36,7 @@ from roundoff.cli import (
     verify,
     watch,
 )
+from roundoff.cli.plain_output import plainer_output
 from roundoff.errors import InfeasibleError, RoundoffError
 from roundoff.foreign import visible
 from roundoff.packages import installed_version
@@ -124,8 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     talk.begin()
     try:
-        result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
-        sys.stdout.flush()
+        with plainer_output():
+            result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
+            sys.stdout.flush()
     except typer.Exit as done:
         result = done.exit_code
     except _CLICK_ERROR as error:
@@ -142,6 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
         _close_output()
         return UNREAD
     except BaseException as error:
+        if _is_unread(error):
+            _close_output()
+            return UNREAD
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         _show_traceback()
@@ -167,6 +173,15 @@ def _code_of(error: RoundoffError) -> int:
     if isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     return MISSED if isinstance(error, InfeasibleError) else BAD_INPUT
+
+
+def _is_unread(error: BaseException) -> bool:
+    """Return True for the exit that click makes of output that nobody reads."""
+    return isinstance(error, SystemExit) and _is_broken_pipe(error.__context__)
+
+
+def _is_broken_pipe(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def _close_output() -> None:

@@ -24,17 +24,17 @@ def test_signs_are_plainer(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, stream = _ascii()
     monkeypatch.setattr(sys, "stdout", stream)
     with plainer_output():
-        print(SIGNS)
+        sys.stdout.write(SIGNS + "\n")
     assert raw.getvalue() == b"3 x 2 -> inf us ... - - \\xfc \\udcff\n"
     with pytest.raises(UnicodeEncodeError):
-        print(SIGNS)
+        sys.stdout.write(SIGNS + "\n")
 
 
 def test_a_script_keeps_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, stream = _ascii()
     monkeypatch.setattr(sys, "stdout", stream)
     with plainer_output(), output_of_script(), pytest.raises(UnicodeEncodeError):
-        print(SIGNS)
+        sys.stdout.write(SIGNS + "\n")
     assert not raw.getvalue()
 
 
@@ -42,7 +42,7 @@ def test_another_stream_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     with plainer_output():
-        print(SIGNS)
+        sys.stdout.write(SIGNS + "\n")
     assert stream.getvalue() == SIGNS + "\n"
 
 
@@ -61,3 +61,13 @@ def test_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     with open(writer, "w", buffering=1) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["--help"]) == UNREAD
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["--help"]) == 2
+    assert "cannot write: " in capsys.readouterr().err

@@ -50,6 +50,9 @@ INTERRUPTED = 130
 #: likewise where nobody reads what it prints any more
 UNREAD = 141
 
+#: where nothing more can be written: a full disk, a quota, a limit of the process
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 #: the base of all usage errors; typer brings a click of its own from 0.26 on
 _CLICK_ERROR: Any = next(
     c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
@@ -148,6 +151,11 @@ def main(arguments: list[str] | None = None) -> int:
         if _is_unread(error):
             _close_output()
             return UNREAD
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _show_traceback()
+            print(visible(f"roundoff: cannot write: {error}"), file=sys.stderr)
+            _close_output()
+            return BAD_INPUT
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         _show_traceback()

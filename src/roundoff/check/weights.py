@@ -58,12 +58,20 @@ def differing_weights(pair: Pair) -> Iterator[Difference]:
     ours, theirs = (_parameters(side) for side in pair.sides)
     if not ours or not theirs:
         return
-    differing = [n for n in ours if n in theirs and differs(ours[n], theirs[n])]
+    differing = _differing_names(ours, theirs)
     reshaped = [name for name in differing if ours[name].shape != theirs[name].shape]
     others = [name for name in differing if name not in reshaped]
     yield from _shapes(pair, reshaped, ours, theirs)
     yield from _values(pair, others, ours, theirs)
     yield from _names(pair, ours, theirs)
+
+
+def _differing_names(
+    ours: Mapping[str, TensorContent], theirs: Mapping[str, TensorContent]
+) -> list[str]:
+    """Return the parameters that both have and that differ."""
+    common = [name for name in ours if name in theirs]
+    return [name for name in common if differs(ours[name], theirs[name])]
 
 
 def _names(

@@ -19,7 +19,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "roundoff"
 # From first to last. "roundoff" is the lazy front (__init__), which hands out the names of those
 # above it.
 ORDER = (
-    "errors files foreign site packages notebook unforeseen preserve engine workload formats ops record compare plan budget "
+    "errors files foreign foreign_patterns site packages notebook unforeseen preserve engine "
+    "workload formats ops record compare plan budget "
     "train quantize export check lint migrate advise report verbs roundoff cli __main__"
 ).split()
 REASON = (

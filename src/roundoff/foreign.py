@@ -22,9 +22,11 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
+    "check_memory",
     "fault_of",
     "inside",
     "is_too_deep",
+    "memory_left",
     "parse_json",
     "parse_toml",
     "read_bytes",
@@ -94,6 +96,62 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> st
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def memory_left() -> int | None:
+    """Return the bytes that this process may still take; None where nothing says so.
+
+    The least of what the machine has, of the process' own limit and of its group's.
+    """
+    left = [_available(), _left_of_limit(), _left_of_group()]
+    known = [size for size in left if size is not None]
+    return max(0, min(known)) if known else None
+
+
+def _available() -> int | None:
+    for line in _lines_of("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _left_of_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _lines_of("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not used:
+        return None
+    return int(limit - int(used[0].split()[0]) * resource.getpagesize())
+
+
+def _left_of_group() -> int | None:
+    limit = _lines_of("/sys/fs/cgroup/memory.max")
+    used = _lines_of("/sys/fs/cgroup/memory.current")
+    if not limit or not used or not limit[0].isdigit():
+        return None
+    return int(limit[0]) - int(used[0])
+
+
+def _lines_of(name: str) -> list[str]:
+    try:
+        return Path(name).read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def check_memory(size: int, what: str) -> None:
+    """Raise ``ValueError`` where something from a file needs more memory than there is.
+
+    What a file says of its sizes costs it nothing: a tensor of 2^40 values is a hole in
+    a file, or one value that is repeated.
+    """
+    left = memory_left()
+    if left is not None and size > left:
+        needed = f"{size / 2**30:.3g} GiB of memory"
+        raise ValueError(f"{what} needs {needed}, and {left / 2**30:.3g} GiB are left")
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """Return what ``json.loads`` does; ``ValueError`` also for what is nested too deep, and for
     halves of characters, which no file can be written with.
@@ -124,7 +182,7 @@ def _has_halves(text: str | bytes) -> bool:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return what ``tomllib.loads`` does; ``ValueError`` also for what is nested too deep."""
-    if is_too_deep(text) or re.search(rf"(?:[\w\"']\s*\.\s*){{{DEEPEST}}}", text):
+    if is_too_deep(text) or _DEEP_KEY.search(text):
         raise ValueError(f"more than {DEEPEST} levels of arrays and tables")
     try:
         return tomllib.loads(text)
@@ -132,8 +190,13 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(f"more than {DEEPEST} levels of arrays and tables") from None
 
 
-_STRINGS = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_STRINGS_IN_BYTES = re.compile(rb'"(?:[^"\\\n]|\\.)*"')
+# All of these take time in proportion to the text, whatever it holds: a string that no
+# quote ends goes to the end of its line, and is not looked at again from its middle.
+_DEEP_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}"""
+)
+_STRINGS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?')
+_STRINGS_IN_BYTES = re.compile(rb'"(?:[^"\\\n]|\\.)*+"?')
 _OTHERS = re.compile(r"[^\[\]{}]+")
 _OTHERS_IN_BYTES = re.compile(rb"[^\[\]{}]+")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import struct
 import tomllib
@@ -36,6 +37,10 @@ TEXTS = (
     "{}",
     "NaN",
     "aten.from_file.default",
+    "re:(a|[^b]+)+$",
+    "(.*)*(.*)*x$",
+    "*a" * 3000,
+    '\\"' * 50_000,
 )
 NUMBERS = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, 65, 0.5, 1e308)
 VALUES: tuple[Any, ...] = (
@@ -304,6 +309,63 @@ def change_archive(file: Path, chance: random.Random) -> None:
             archive.writestr(name, b"outside")
 
 
+class _Runs:
+    """A pickle that would run something."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _nested() -> list[Any]:
+    outer: list[Any] = []
+    for _ in range(400):
+        outer = [outer]
+    return outer
+
+
+def _pickles() -> list[bytes]:
+    """What a file of tensors may be made to hold in place of its description."""
+    contents: list[Any] = [
+        _Runs(os.system, "touch /outside_by_pickle"),
+        _Runs(eval, "1"),
+        _Runs(bytearray, 2**40),
+        _nested(),
+        {ESCAPE: 1},
+        {"model": {("a", 1): None}},
+        ["x" * 10_000] * 100,
+        10**4000,
+    ]
+    many = b"\x80\x02" + b"]" * 100_000 + b"."
+    marks = b"\x80\x02" + b"(" * 100_000 + b"l."
+    return [*(pickle.dumps(each, protocol=2) for each in contents), many, marks, b""]
+
+
+def change_torch(file: Path, chance: random.Random) -> None:
+    """Change the pickle in a file of torch, or other members; or its bytes."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = chance.choice(sorted(members))
+    if chance.random() < 0.6:
+        name = next((each for each in members if each.endswith(".pkl")), name)
+    kind = chance.randrange(4)
+    if kind == 0:
+        del members[name]
+    elif kind == 1:
+        members[name] = chance.choice(_pickles())
+    else:
+        content = bytearray(members[name])
+        for _ in range(chance.randrange(1, 4)):
+            if content:
+                content[chance.randrange(len(content))] = chance.randrange(256)
+        members[name] = bytes(content)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, member in members.items():
+            archive.writestr(name, member)
+
+
 _BY_NAME: dict[str, Callable[[Path, random.Random], None]] = {
     ".py": change_script,
     ".ipynb": change_json,
@@ -312,6 +374,7 @@ _BY_NAME: dict[str, Callable[[Path, random.Random], None]] = {
     ".parquet": change_table,
     ".safetensors": change_tensors,
     ".zip": change_archive,
+    ".pt": change_torch,
 }
 
 

@@ -24,15 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tests.hostile.attacks import attack, replace_nature
 from tests.hostile.honest import COMMANDS, layer, make
 
+import roundoff
 from roundoff import export
 from roundoff.advise import read_tuning
 from roundoff.cli.app import main
 from roundoff.errors import RoundoffError
 from roundoff.foreign import visible
 from roundoff.ops import other_process
+from roundoff.quantize import Record
 
 #: Seconds of processor time of a command, and of a clock while nothing else runs.
 MOST_SECONDS = 10
@@ -238,11 +241,19 @@ def _load_checkpoint(path: str) -> object:
     return export.load_checkpoint_(layer(), path)
 
 
+def _autocast(path: str) -> object:
+    model = layer()
+    with roundoff.autocast(path, model):
+        return model(torch.ones(2, 8))
+
+
 _READERS: dict[str, Callable[[str], object]] = {
     "read_tuning": read_tuning,
     "read_config": export.read_config,
     "read_record": export.read_record,
     "load_checkpoint": _load_checkpoint,
+    "read_quantized": Record.load,
+    "autocast": _autocast,
 }
 
 

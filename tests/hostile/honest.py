@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import zipfile
@@ -24,6 +25,12 @@ def model():
 
 def batches():
     return [torch.linspace(-1, 1, 16).reshape(4, 4)]
+
+def loss(output, batch):
+    return output.square().mean()
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 """
 PLAN = """\
 schema = 1
@@ -138,7 +145,44 @@ LISTS = {
     "ascend.json": '{"black-list": {"to-add": ["Add"]}, "white-list": {"to-remove": ["MatMul"]}}',
     "te.yaml": "transformer_engine_config_dict:\n  recipe: delayed\nlayers:\n  - name: 0\n",
     "apex.toml": 'half_functions = ["torch.matmul"]\n',
+    "mindspore.json": '{"white_list": ["nn.Conv2d", "ops.MatMul"], "dtype": "float16"}',
+    "layers.yaml": """\
+one:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: "[02]"
+  transformer_engine:
+    DisableFP8Layer:
+      enabled: True
+""",
+    "numbers.yaml": """\
+two:
+  enabled: True
+  layers:
+    layer_types: [all]
+    layer_numbers: 0-1
+  transformer_engine:
+    FakeQuant:
+      enabled: True
+      quant_format: FP8E5M2
+      gemms: [fprop]
+""",
 }
+APEX = """\
+import torch
+from apex import amp
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+for batch, wanted in data:
+    loss = torch.nn.functional.mse_loss(model(batch), wanted)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+#: Dumps as msprobe has written them.
+MSPROBE = Path(__file__).parents[1] / "record" / "dumps" / "fixtures" / "msprobe"
 
 
 def _network() -> nn.Module:
@@ -170,7 +214,18 @@ def _record(folder: Path, *, fault: float = 0.0) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            run.step()
+            run.step(loss=float(loss), loss_scale=1024.0)
+
+
+def _repeat(folder: Path, kind: str) -> None:
+    """Copy the run as one that repeats it."""
+    repeat = folder / f"ref.{kind}1"
+    shutil.copytree(folder / "ref", repeat)
+    about = json.loads((repeat / "run.json").read_text())
+    about["of"] = about["id"]
+    about["id"] = f"{about['id']}-{kind}"
+    about.pop("checksum", None)
+    (repeat / "run.json").write_text(json.dumps(about))
 
 
 def _save_checkpoints(folder: Path) -> None:
@@ -191,6 +246,20 @@ def _save_checkpoints(folder: Path) -> None:
         weights = {name: file for file, chosen in of_files.items() for name in chosen}
         index = json.dumps({"metadata": {}, "weight_map": weights})
         (parts / "model.safetensors.index.json").write_text(index)
+
+
+def _save_megatron(folder: Path) -> None:
+    """Write a checkpoint as Megatron does: an iteration, and a file for each rank."""
+    (folder / "latest_checkpointed_iteration.txt").parent.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        place = folder / "iter_0000003" / rank
+        place.mkdir(parents=True)
+        content = {
+            "args": argparse.Namespace(rank=rank),
+            "model": dict(_network().state_dict()),
+        }
+        torch.save(content, place / "model_optim_rng.pt")
 
 
 def layer() -> nn.Module:
@@ -219,6 +288,8 @@ def make(folder: Path) -> None:
     _record(folder / "ref")
     _record(folder / "cand", fault=0.01)
     compare(reference=folder / "ref", candidate=folder / "cand").save(folder / "saved")
+    for kind in ("noise", "repeat"):
+        _repeat(folder, kind)
     (folder / "net.py").write_text(WORKLOAD)
     workload = roundoff.Workload.load(folder / "net.py")
     budget = roundoff.budget(workload, formats=["bf16", "int8"])
@@ -243,7 +314,13 @@ def make(folder: Path) -> None:
     (folder / "session.py").write_text(SESSION)
     (folder / "tuning.toml").write_text(TUNING)
     _save_checkpoints(folder)
+    _save_megatron(folder / "megatron")
     _save_codes(folder)
+    quantized = roundoff.quantize(layer(), "int8", [torch.ones(2, 8)])
+    quantized.record().save(folder / "record.toml")
+    (folder / "apex.py").write_text(APEX)
+    for name in ("tensor", "tensor_l0", "ranks", "md5", "mix"):
+        shutil.copytree(MSPROBE / name, folder / f"msprobe_{name}")
     (folder / "map.toml").write_text('"0" = "0"\n"5" = "5"\n')
     more = {"pyproject.toml": PYPROJECT, "ops_info.json": OPS_INFO}
     for name, text in (LISTS | AMCT | more).items():
@@ -307,6 +384,37 @@ OF_SCRIPTS_AND_CHECKPOINTS = (
     "load_checkpoint {compressed}",
     "load_checkpoint {compressed_parts}",
 )
+#: Dumps of msprobe with tensors, checksums, modules and ranks; runs that were repeated.
+OF_DUMPS_AND_REPEATS = (
+    "show {msprobe_tensor} --views",
+    "overflow {msprobe_tensor_l0}",
+    "replay {msprobe_tensor}",
+    "compare {msprobe_tensor} {msprobe_tensor}",
+    "compare {msprobe_tensor_l0} {msprobe_mix} --json",
+    "compare {msprobe_md5} {msprobe_tensor}",
+    "compare {msprobe_ranks} {msprobe_ranks} --stats",
+    "check {msprobe_tensor} {msprobe_ranks}",
+    "diff {msprobe_tensor_l0} {msprobe_tensor_l0} low/Linear",
+    "compare {ref} {cand} # {ref.noise1} {ref.repeat1}",
+    "check {ref} {cand} # {ref.noise1} {ref.repeat1}",
+)
+#: Plans and lists where they are followed, and the rest that scripts read.
+OF_PLANS_AND_RECORDS = (
+    "check {megatron} {megatron}",
+    "check {megatron} {a.pt} --json",
+    "plan convert {mindspore.json} --to plan -o out.toml --format fp16 --partial",
+    "plan convert {layers.yaml} --to plan --model net.py -o out.toml --partial",
+    "plan convert {numbers.yaml} --to plan --model net.py -o out.toml --partial",
+    "migrate {apex.py} --from apex",
+    "quantize net.py --plan {plan.toml} --no-onnx -o out",
+    "quantize net.py --config {simple.cfg} --no-onnx -o out",
+    "bench net.py --configs fp32,{plan.toml} --steps 3 --seeds 1 -o out",
+    "read_quantized {record.toml}",
+    "autocast {plan.toml}",
+    "autocast {plan.json}",
+    "autocast {paddle.json}",
+    "autocast {tensorflow.env}",
+)
 #: Every command that reads such files; the words that name a file are in brackets.
 COMMANDS = (
     "show {ref}",
@@ -357,6 +465,8 @@ COMMANDS = (
     "plan convert {plan.toml} --to ascend -o out.json --base {ops_info.json} --partial",
     "plan explain {plan.toml} 0/linear -w net.py",
     *OF_SCRIPTS_AND_CHECKPOINTS,
+    *OF_DUMPS_AND_REPEATS,
+    *OF_PLANS_AND_RECORDS,
     "verify net.py {plan.toml} --target 30dB --no-native",
     "verify net.py {plan.toml} --budget {budget.parquet} --target 30dB --no-native -o out.toml",
 )

@@ -33,6 +33,7 @@ HARMFUL = (
     ("plan convert {te.yaml} --to plan -o out.toml --format bf16 --partial", 1076),
     ("replay {ref}", 1326),
     ("compare {ref} {cand} --stats", 3731),
+    ("check {a.pt} {b.pt}", 530036),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roundoff import Budget, Plan
+from roundoff.check import check_checkpoints
 from roundoff.errors import RoundoffError
 from roundoff.export import read_config, read_record
 from roundoff.foreign import read_bytes, read_text, regular
@@ -21,6 +22,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "budget.parquet": Budget.load,
     "simple.cfg": read_config,
     "record.txt": read_record,
+    "model.pt": lambda path: check_checkpoints(path, path),
+    "model.safetensors": lambda path: check_checkpoints(path, path),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from roundoff.errors import RunError
 from roundoff.files import is_url
-from roundoff.foreign import inside, parse_json, read_text, regular
+from roundoff.foreign import check_memory, inside, parse_json, read_text, regular
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *_TORCH)
@@ -39,10 +39,21 @@ class Checkpoint:
     readers: Mapping[str, Callable[[], Tensor]]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor. Raises ``RunError`` where the file is damaged."""
+        """Return a tensor.
+
+        Raises ``RunError`` where the file is damaged, or the tensor larger than memory.
+        """
         try:
-            return self.readers[name]()
-        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            tensor = self.readers[name]()
+            check_memory(tensor.nbytes, "the tensor")
+            return tensor
+        except (
+            SafetensorError,
+            OSError,
+            MemoryError,
+            RuntimeError,
+            ValueError,
+        ) as error:
             raise _unreadable(self.where, f"{name}: {error}") from error
 
 
@@ -62,7 +73,7 @@ def read_checkpoint(place: str | Path) -> Checkpoint:
     path = Path(place)
     if not path.exists():
         raise RunError("no such file", where=str(path), expected="a checkpoint")
-    files = [("", path)] if path.is_file() else _files(path)
+    files = _files(path) if path.is_dir() else [("", path)]
     readers: dict[str, Callable[[], Tensor]] = {}
     for prefix, file in files:
         for name, reader in _readers(file):
@@ -88,7 +99,8 @@ def _files(folder: Path) -> Sequence[tuple[str, Path]]:
     if ranks:
         return _of_ranks(ranks)
     tensors = sorted(folder.glob("*.safetensors"))
-    files = tensors or sorted(f for f in folder.iterdir() if f.suffix in _TORCH)
+    suffixed = (file for suffix in _TORCH for file in folder.glob(f"*{suffix}"))
+    files = tensors or sorted(suffixed)
     return [("", file) for file in files if file.is_file()]
 
 
@@ -143,7 +155,8 @@ def _of_safetensors(file: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     try:
         with safe_open(regular(file), framework="pt") as opened:
             names = list(opened.keys())
-    except (SafetensorError, OSError, MemoryError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        # the last where the file is larger than what can be mapped
         raise _unreadable(str(file), str(error)) from error
     for name in names:
         yield name, reader(name)
@@ -175,6 +188,7 @@ def _loaded(file: Path) -> Any:
             regular(file), map_location="cpu", weights_only=True, mmap=True
         )
     except RuntimeError:  # the format before zip files
+        check_memory(file.stat().st_size, "the file")
         return torch.load(file, map_location="cpu", weights_only=True)
 
 

@@ -107,16 +107,33 @@ def lines(file: str | Path) -> dict[tuple[int, str], int]:
     start_of_rule = r'"format"\s*:' if json_file else r"(?m)^\s*\[\[rule\]\]"
     starts = [match.start() for match in re.finditer(start_of_rule, text)]
     places: dict[tuple[int, str], int] = {}
-    for number, start in enumerate(starts, 1):
-        end = starts[number] if number < len(starts) else len(text)
-        for match in re.finditer(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'', text[start:end]):
-            try:
-                pattern = json.loads(match[0]) if match[0][0] == '"' else match[0][1:-1]
-            except json.JSONDecodeError:  # TOML has escapes that JSON lacks
-                continue
-            line = text.count("\n", 0, start + match.start()) + 1
+    number = 0
+    line = 1
+    counted = 0
+    for match in _STRING.finditer(text):
+        while number < len(starts) and starts[number] <= match.start():
+            number += 1
+        line += text.count("\n", counted, match.start())
+        counted = match.start()
+        pattern = _unquoted(match[0])
+        if number and pattern is not None:
             places.setdefault((number, pattern), line)
     return places
+
+
+#: A string of TOML or JSON; one that no quote ends goes to the end of its line, so that
+#: the time is in proportion to the text.
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\'[^\'\n]*+\'?')
+
+
+def _unquoted(string: str) -> str | None:
+    """The text of a string; None for one with escapes that JSON lacks, or without an end."""
+    if string[0] == "'":
+        return string[1:-1] if string.endswith("'") else None
+    try:
+        return str(json.loads(string))
+    except json.JSONDecodeError:
+        return None
 
 
 class _Explained:

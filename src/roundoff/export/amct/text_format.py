@@ -179,8 +179,10 @@ def _add_message(
             field.oneof_index = [*groups, part["group"]].index(part["group"])
 
 
+# A string that no quote ends goes to the end of its line, so that the time is in proportion
+# to the text.
 _TOKEN = re.compile(
-    r"""(?P<space>\s+|\#[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|(?P<name>[A-Za-z_]\w*)"""
+    r"""(?P<space>\s+|\#[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*+"?|'(?:[^'\\\n]|\\.)*+'?)|(?P<name>[A-Za-z_]\w*)"""
     r"""|(?P<open>[{<])|(?P<close>[}>])|(?P<rest>[^\s{}<>#"']+?(?=[\s{}<>#"':;,\[\]]|$)|.)"""
 )
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from roundoff.errors import QuantizationError
 from roundoff.export.checkpoint.packing import unpack
 from roundoff.export.checkpoint.shards import read_tensors
 from roundoff.foreign import parse_json, read_text
+from roundoff.foreign_patterns import names_matched
 from roundoff.formats import (
     Format,
     Granularity,
@@ -85,7 +86,6 @@ def read_compressed(folder: str | Path) -> Compressed:
         RuntimeError,
         TypeError,
         ValueError,
-        re.error,
     ) as error:  # a value of another type or size than a writer puts there
         raise QuantizationError(
             f"not a readable model: {type(error).__name__}: {error}",
@@ -98,13 +98,12 @@ def _read(place: Path) -> Compressed:
     config = model_config(place)
     scheme = _scheme(config, place)
     stored = read_tensors(place)
-    modules = _quantized_modules(stored)
+    group_of = _groups(_quantized_modules(stored), scheme)
     compressed = Compressed({}, {}, {}, config)
     taken: set[str] = set()
-    for module in modules:
+    for module, group in group_of.items():
         module_tensors = _tensors_of(module, stored)
         taken.update(f"{module}.{suffix}" for suffix in module_tensors)
-        group = _group(module, scheme)
         where = f"{place}, {module}"
         storing = str(group.get("format") or scheme.get("format", ""))
         weight = _read_weight(module_tensors, group, storing, where)
@@ -170,34 +169,38 @@ def model_config(place: Path, missing_ok: bool = False) -> dict[str, Any]:
     return data
 
 
-def _group(module: str, scheme: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the group that names a module.
+def _groups(
+    modules: Sequence[str], scheme: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the group that names each module.
 
     By its name, else by a pattern, else by a class, which the file does not say.
     """
-    groups = [
-        group
-        for group in scheme.get("config_groups", {}).values()
-        if isinstance(group, Mapping)
-    ]
-    ways: tuple[Callable[[str], bool], ...] = (
-        lambda target: target == module,
-        lambda target: _is_pattern_of(target, module),
-        lambda target: re.fullmatch(r"[A-Z]\w*", target) is not None,
-    )
-    for matches in ways:
-        for group in groups:
-            if any(matches(str(target)) for target in group.get("targets", ())):
-                return group
-    raise QuantizationError(
-        "no group of quantization_config names this layer",
-        where=module,
-        expected="a target that is its name, a pattern re:..., or a class",
-    )
+    group_of_target: dict[str, Mapping[str, Any]] = {}
+    for group in scheme.get("config_groups", {}).values():
+        if isinstance(group, Mapping):
+            for target in group.get("targets", ()):
+                group_of_target.setdefault(str(target), group)
+    patterns = [text for text in group_of_target if text.startswith("re:")]
+    matched_by = names_matched([text[len("re:") :] for text in patterns], modules)
+    classes = (text for text in group_of_target if re.fullmatch(r"[A-Z]\w*", text))
+    targets = dict.fromkeys(modules, next(classes, None))
+    for pattern in reversed(patterns):
+        targets |= dict.fromkeys(matched_by[pattern[len("re:") :]], pattern)
+    targets |= {name: name for name in modules if name in group_of_target}
+    return {name: _of_target(name, targets[name], group_of_target) for name in modules}
 
 
-def _is_pattern_of(target: str, module: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], module) is not None
+def _of_target(
+    module: str, target: str | None, group_of_target: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    if target is None:
+        raise QuantizationError(
+            "no group of quantization_config names this layer",
+            where=module,
+            expected="a target that is its name, a pattern re:..., or a class",
+        )
+    return group_of_target[target]
 
 
 def _read_weight(

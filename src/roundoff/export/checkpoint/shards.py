@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundoff.errors import QuantizationError
 from roundoff.files import atomic_path, write_text
-from roundoff.foreign import inside, parse_json, read_text, regular
+from roundoff.foreign import check_memory, inside, parse_json, read_text, regular
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -87,17 +87,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of the folder, on the CPU.
 
     Raises:
-        QuantizationError: a file is missing or damaged.
+        QuantizationError: a file is missing or damaged, or all need more memory than
+            there is.
     """
     tensors: dict[str, Tensor] = {}
     try:
-        for name in _named_files(folder):
+        names = _named_files(folder)
+        sizes = (regular(folder / name).stat().st_size for name in names)
+        check_memory(sum(sizes), "this checkpoint")
+        for name in names:
             with safe_open(regular(folder / name), framework="pt") as file:
                 keys = file.keys()
                 tensors |= {key: file.get_tensor(key) for key in keys}
     except (
         OSError,
         MemoryError,
+        RuntimeError,  # larger than what can be mapped
         SafetensorError,
         ValueError,
         KeyError,

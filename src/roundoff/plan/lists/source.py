@@ -13,9 +13,12 @@ from typing import Any
 from roundoff.errors import PlanError, did_you_mean, nearest
 from roundoff.foreign import is_too_deep, parse_json, parse_toml, read_text
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Strings and comments that nothing ends go as far as they can, so that the time is in
+# proportion to the text.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?')
 _COMMENT = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL
+    r'"(?:[^"\\\n]|\\.)*+"?|(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z)|#[^\n]*)',
+    re.DOTALL,
 )
 _SETTING = re.compile(
     r"^(?:export\s+|set\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*?)\s*;?$"
@@ -74,19 +77,30 @@ def read_json(text: str, where: str) -> Any:
         raise _not_json(text, where, error) from error
     except ValueError as error:
         raise PlanError(f"not JSON: {error}", where=where) from error
-    starts = (text.count("\n", 0, m.start()) + 1 for m in _STRING.finditer(text))
-    return _with_lines(data, starts, where)
+    return _with_lines(data, _lines_of(_STRING.finditer(text), text), where)
+
+
+def _lines_of(matches: Iterable[re.Match[str]], text: str) -> Iterator[int]:
+    """The line that each match begins in, counted from 1."""
+    line = 1
+    counted = 0
+    for match in matches:
+        line += text.count("\n", counted, match.start())
+        counted = match.start()
+        yield line
 
 
 def _not_json(text: str, where: str, error: json.JSONDecodeError) -> PlanError:
-    comments = [match for match in _COMMENT.finditer(text) if match["comment"]]
-    lines = [text.count("\n", 0, match.start()) + 1 for match in comments]
+    comments = (match for match in _COMMENT.finditer(text) if match["comment"])
+    lines = list(dict.fromkeys(_lines_of(comments, text)))
     if lines:
         plural = "lines" if len(lines) > 1 else "line"
+        shown = ", ".join(map(str, lines[:_MOST_LINES]))
+        more = f" and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else ""
         return PlanError(
             "JSON has no comments",
             where=f"{where}, line {lines[0]}",
-            got=f"comments at {plural} {', '.join(map(str, lines))}"
+            got=f"comments at {plural} {shown}{more}"
             " (samples in Ascend's documentation have them)",
             do="delete them",
         )
@@ -137,6 +151,10 @@ def _unquoted(value: str) -> str:
     return f" {value}".partition(" #")[0].strip()
 
 
+#: Of comments that JSON has not, in a message.
+_MOST_LINES = 8
+#: Characters of YAML, which is read at a tenth of the speed of other texts.
+_LONGEST_YAML = 500_000
 #: Aliases, which may make a text of some lines into billions.
 _ALIASES = re.compile(r"(?:^|[\s\[,:-])\*[A-Za-z0-9_-]+\s*(?:$|[,\]}])", re.MULTILINE)
 
@@ -151,6 +169,13 @@ def read_yaml(text: str, where: str) -> Any:
             where=where,
             do="pip install 'roundoff[yaml]'",
         ) from error
+    if len(text) > _LONGEST_YAML:
+        raise PlanError(
+            "too long for a configuration in YAML",
+            where=where,
+            got=f"{len(text)} characters",
+            expected=f"at most {_LONGEST_YAML}",
+        )
     if is_too_deep(text) or _ALIASES.search(text):
         raise PlanError("nested too deep, or with aliases", where=where)
     try:

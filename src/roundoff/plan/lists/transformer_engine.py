@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import PlanError, examples
+from roundoff.foreign_patterns import names_matched
 from roundoff.plan.lists.fold import Read, Written, low_format, patterns
 from roundoff.plan.lists.source import check_keys, names_of
 from roundoff.plan.rules import Plan, Rule
@@ -35,8 +36,9 @@ FORMATS = {
 }
 _HIGH = ("bf16", "fp16", "fp32")
 _SECTION = ("enabled", "layers", "transformer_engine")
+_EXPRESSION = "layer_name_regex_pattern"
 _LAYERS = (
-    "layer_name_regex_pattern",
+    _EXPRESSION,
     "layer_types",
     "layer_numbers",
     "exact_layer_names",
@@ -90,6 +92,7 @@ def read(
             do="give the model, or the names of its layers: model=, --model WORKLOAD.py",
         )
     layers = _layers(model)
+    matched_by = _matched_by_expressions(data, layers, where)
     rules: list[Rule] = []
     owner: dict[str, str] = {}
     for section, settings in data.items():
@@ -98,7 +101,7 @@ def read(
         if not settings["enabled"]:
             reading.notes.append(f"{section}: not enabled")
             continue
-        matched = _matched(settings["layers"], layers, at)
+        matched = _matched(settings["layers"], layers, matched_by, at)
         _own(matched, section, owner, where)
         reading.left_out += [
             f"{section}, {name}: outside the transformer_engine namespace"
@@ -215,7 +218,29 @@ def _layers(model: nn.Module | Iterable[str]) -> list[str]:
     ]
 
 
-def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
+def _matched_by_expressions(
+    data: Mapping[str, Any], layers: Sequence[str], where: str
+) -> Mapping[str, frozenset[str]]:
+    """The layers that each regular expression of the enabled sections is found in."""
+    sections = [each for each in data.values() if isinstance(each, Mapping)]
+    specs = [each.get("layers") for each in sections if each.get("enabled")]
+    expressions = [
+        str(spec[_EXPRESSION])
+        for spec in specs
+        if isinstance(spec, Mapping) and _EXPRESSION in spec
+    ]
+    try:
+        return names_matched(expressions, layers, "search")
+    except ValueError as error:
+        raise PlanError(str(error), where=f"{where}, layers") from error
+
+
+def _matched(
+    spec: Any,
+    layers: Sequence[str],
+    matched_by: Mapping[str, frozenset[str]],
+    where: str,
+) -> list[str]:
     if not isinstance(spec, Mapping) or not spec:
         raise PlanError(
             "names no layers",
@@ -225,7 +250,7 @@ def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
         )
     check_keys(spec, _LAYERS, f"{where}, layers")
     shown = str(next(iter(spec.values())))
-    test = _layer_test(spec, shown, where)
+    test = _layer_test(spec, matched_by, where)
     matched = [name for name in layers if test(name)]
     if not matched:
         raise PlanError(
@@ -237,23 +262,15 @@ def _matched(spec: Any, layers: Sequence[str], where: str) -> list[str]:
 
 
 def _layer_test(
-    spec: Mapping[str, Any], shown: str, where: str
+    spec: Mapping[str, Any], matched_by: Mapping[str, frozenset[str]], where: str
 ) -> Callable[[str], bool]:
     """What says of a layer's name that the section means it."""
     if "exact_layer_names" in spec:
         place = f"{where}, layers, exact_layer_names"
         exact = frozenset(names_of(spec["exact_layer_names"], place))
         return exact.__contains__
-    if "layer_name_regex_pattern" in spec:
-        try:
-            expression = re.compile(str(spec["layer_name_regex_pattern"]))
-        except re.error as error:
-            raise PlanError(
-                f"not a regular expression: {error}",
-                where=f"{where}, layers",
-                got=repr(shown),
-            ) from error
-        return lambda name: expression.search(name) is not None
+    if _EXPRESSION in spec:
+        return matched_by[str(spec[_EXPRESSION])].__contains__
     place = f"{where}, layers, layer_types"
     types = names_of(spec.get("layer_types", ["all"]), place)
     numbers = _numbers(spec.get("layer_numbers", "all"), where)
@@ -265,7 +282,7 @@ def _layer_test(
     return by_type_and_number
 
 
-def _numbers(value: Any, where: str) -> set[int] | None:
+def _numbers(value: Any, where: str) -> list[range] | None:
     """The layer numbers; None for all."""
     values = value if isinstance(value, list) else [value]
     if "all" in values:
@@ -276,16 +293,17 @@ def _numbers(value: Any, where: str) -> set[int] | None:
         raise PlanError(
             "not layer numbers",
             where=f"{where}, layers, layer_numbers",
-            got=repr(value),
+            got=repr(value)[:60],
             expected='a number, "3-5", a list of them, or "all"',
         ) from error
-    return {number for pair in ends for number in range(pair[0], pair[-1] + 1)}
+    return [range(pair[0], pair[-1] + 1) for pair in ends]
 
 
-def _numbered(name: str, numbers: set[int] | None) -> bool:
+def _numbered(name: str, numbers: Sequence[range] | None) -> bool:
     if numbers is None:
         return True
-    return any(int(n) in numbers for n in re.findall(r"(?<!fc)\d+", name))
+    digits = re.findall(r"(?<!fc)\d+", name)
+    return any(int(number) in each for number in digits for each in numbers)
 
 
 def _asked(features: Any, high: str, section: str, reading: Read, where: str) -> str:

@@ -21,7 +21,7 @@ import polars as pl
 import torch
 
 from roundoff.errors import RunError
-from roundoff.foreign import regular
+from roundoff.foreign import check_memory, regular
 from roundoff.record.disk.checked_reading import damaged, read_checked, read_json
 from roundoff.record.disk.description import RunDescription
 from roundoff.record.disk.reader import Run
@@ -257,6 +257,7 @@ def _load(path: Path) -> torch.Tensor:
         ) from error
     if not isinstance(tensor, torch.Tensor):
         raise damaged(path, f"a {type(tensor).__name__} where a tensor should be")
+    check_memory(tensor.nbytes, "the tensor")
     return tensor
 
 

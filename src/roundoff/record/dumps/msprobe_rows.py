@@ -48,7 +48,7 @@ _MODULE = re.compile(
 )
 _FRAME = re.compile(r"File (.+), line ([0-9]+), in ([^,]*),", re.DOTALL)
 _DIRECTION = re.compile(r"\.(forward|backward|parameters_grad)(?=\.[0-9]+$|$)")
-_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/", re.DOTALL)
 _LIBRARIES = ("torch/", "torch_npu/", "msprobe/")
 _INPLACE = re.compile(
     r".*[^_]_|"
@@ -150,7 +150,8 @@ def _user_line(places: list[re.Match[str]]) -> str | None:
 
 def _in_package(path: str) -> str:
     """Return the path without the folder of installed packages."""
-    return _PACKAGES.sub("", path)
+    match = _PACKAGES.match(path)
+    return path[match.end() :] if match else path
 
 
 def parents(construct: dict[str, Any]) -> dict[str, str | None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.findings import Distance
 from roundoff.compare.metrics import Metrics, measure
 from roundoff.compare.recorded_rows import RecordedRow, Rows
@@ -30,7 +31,8 @@ class Distances:
 
     Every pair of tensors is read and measured once, whatever views of it there are.
     Without tensors of both sides, statistics decide. ``scales``: of the reference's and
-    the candidate's gradients, by record.
+    the candidate's gradients, by record. ``portions``: of data that the candidate
+    works on in others; None where it does not.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class Distances:
         reference_tensors: StepTensors | None,
         candidate_tensors: StepTensors | None,
         scales: tuple[Mapping[int, float], Mapping[int, float]] | None = None,
+        *,
+        portions: DataPortions | None = None,
     ) -> None:
+        self._portions = portions
         self._reference = reference
         self._candidate = candidate
         self._reference_tensors = reference_tensors
@@ -67,6 +72,8 @@ class Distances:
         row = self._candidate[candidate]
         ours = self._reference_tensors
         theirs = self._candidate_tensors
+        if self._portions and not self._portions.are_comparable(twin, row):
+            return UNKNOWN, None
         if ours is None or theirs is None:
             return of_statistics(twin, row), None
         if reference not in ours or candidate not in theirs:

@@ -19,6 +19,7 @@ from roundoff.compare.changing_values import (
     other_draws,
     unstable_records,
 )
+from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.explain import Sides
@@ -178,13 +179,15 @@ def data_causes(
     changing_of_reference, changing = unstable_records(sides, unstable)
     drawn = other_draws(theirs, compared, data - changing)
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
-    pairs = [
-        _differing(sides, sides.reference.rows[twin], theirs[record])
+    read = [
+        (sides.reference.rows[twin], theirs[record])
         for twin, record in _fed(
             sides, compared, data_records(sides.reference.rows), data
         )
         if twin not in changing_of_reference and record not in changing
     ]
+    whole = _without_portions(sides, read)
+    pairs = [_differing(sides, twin, row) for twin, row in whole]
     differing = [pair for pair in pairs if pair is not None]
     fed = [pair for pair in differing if pair.row.record not in of_draws]
     if fed:
@@ -192,6 +195,38 @@ def data_causes(
     if differing:
         return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
     return []
+
+
+def _without_portions(
+    sides: Sides, read: Sequence[tuple[RecordedRow, RecordedRow]]
+) -> list[tuple[RecordedRow, RecordedRow]]:
+    """Return what is read but for values of other shapes that are the same data.
+
+    Where a run reads its data in other portions, or padded, what the script makes of
+    nothing from outside, as positions and masks, is made for them: their other shapes
+    say nothing.
+    """
+    other_shapes = [pair for pair in read if pair[0].shape != pair[1].shape]
+    if not other_shapes:
+        return list(read)
+    data = DataPortions(sides.reference.rows, sides.candidate.rows)
+    portioned = [pair for pair in other_shapes if data.are_same(*pair)]
+    if not portioned:
+        return list(read)
+    return [
+        (twin, row)
+        for twin, row in read
+        if (twin, row) not in other_shapes
+        or (
+            (twin, row) not in portioned and _is_from_outside(sides.candidate.rows, row)
+        )
+    ]
+
+
+def _is_from_outside(rows: Rows, row: RecordedRow) -> bool:
+    """Return True for an input, and for what is made of one."""
+    behind = _behind(rows, [row])
+    return any(not rows[record].is_call for record in behind)
 
 
 def _draw_cause(

@@ -12,6 +12,7 @@ import polars as pl
 import torch
 
 from roundoff.compare.alignment import MATCHED, renaming
+from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.distance import (
     COUNTS,
     VALUES,
@@ -205,6 +206,12 @@ def _of_ranks(
     return compare_portions(reference, candidates, rename, memory)
 
 
+def _portions_of_data(sides: Sides) -> DataPortions | None:
+    """Return the portions of the data; None where the data themselves differ."""
+    data = DataPortions(sides.reference.rows, sides.candidate.rows)
+    return data if data.first_are_same() else None
+
+
 class _RankComparison:
     """The steps of one rank, compared one after the other."""
 
@@ -282,8 +289,10 @@ class _RankComparison:
         by_hands = by_different_hands(
             sides.reference.rows, sides.candidate.rows, self._settings.modules
         )
-        in_portions = self._tensors and not by_hands
-        if in_portions and in_other_portions(sides.reference, sides.candidate):
+        in_portions = not by_hands and in_other_portions(
+            sides.reference, sides.candidate
+        )
+        if in_portions and self._tensors:
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
             self._is_other_schedule |= self._is_all_work_done(sides, step)
@@ -295,7 +304,11 @@ class _RankComparison:
             self._settings.candidate_floor.get(at, {}),
         )
         rows = compare_step(
-            sides, self._memory, modules=self._settings.modules, floors=floors
+            sides,
+            self._memory,
+            modules=self._settings.modules,
+            floors=floors,
+            portions=_portions_of_data(sides) if in_portions else None,
         )
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.call_pairs import TRANSPARENT
+from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.distance import Distances, of_statistics
 from roundoff.compare.divergence import Divergence, is_partly_written
 from roundoff.compare.explain import (
@@ -82,6 +83,7 @@ def compare_step(
     *,
     modules: Mapping[str, str],
     floors: NoiseFloors | None = None,
+    portions: DataPortions | None = None,
 ) -> list[ComparedRow]:
     """Return the rows of the table for one step; ``memory`` is changed.
 
@@ -92,13 +94,20 @@ def compare_step(
         memory: what the steps before left.
         modules: module of the reference -> its name in the candidate.
         floors: of records that do not repeat themselves.
+        portions: of the data, where the candidate works on others.
     """
     reference = sides.reference.rows
     candidate = sides.candidate.rows
     if by_different_hands(reference, candidate, modules):
         return compare_port(sides, memory)
     pairs = align(reference, candidate, modules)
-    measures = _Measures(sides, pairs, memory, floors or NoiseFloors({}, {}))
+    measures = _Measures(
+        sides,
+        pairs,
+        memory,
+        floors or NoiseFloors({}, {}),
+        portions=portions,
+    )
     divergence = Divergence(
         reference,
         candidate,
@@ -144,6 +153,8 @@ class _Measures:
         pairs: Sequence[Pair],
         memory: EarlierSteps,
         floors: NoiseFloors,
+        *,
+        portions: DataPortions | None,
     ) -> None:
         self._reference = sides.reference.rows
         self._candidate = sides.candidate.rows
@@ -155,6 +166,7 @@ class _Measures:
             sides.reference.tensors,
             sides.candidate.tensors,
             (sides.reference.scales, sides.candidate.scales),
+            portions=portions,
         )
         self._scales = sides.candidate.scales
         self._rescaling = rescaling(sides.candidate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from roundoff.budget import (
     Budget,
@@ -27,11 +28,11 @@ from roundoff.budget import (
     rows_aside,
 )
 from roundoff.budget import budget as measure
-from roundoff.errors import InfeasibleError, PlanError
+from roundoff.errors import InfeasibleError, PlanError, wrong_type
 from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.verbs.blame import blamed
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 #: Prediction and measurement that differ by more than this call for another round.
 AGREEMENT_DB = 1.0
@@ -100,8 +101,8 @@ class Verification:
 
 
 def verify(
-    workload: Workload,
-    plan: Plan,
+    workload: Workload | str | Path,
+    plan: Plan | str | Path,
     *,
     budget: Budget | None = None,
     target: TargetText | None = None,
@@ -125,7 +126,7 @@ def verify(
 
     Args:
         workload: model, batches and metric.
-        plan: the plan.
+        plan: the plan, or its file.
         budget: that the plan comes from.
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
             plan's own by default. ``"0.5%"`` is a ``metric_drop``.
@@ -143,6 +144,8 @@ def verify(
             the workload has no metric that a drop could be measured of.
         WorkloadError: there is no such part.
     """
+    workload = as_workload(workload)
+    plan = _loaded(plan)
     asked, drop = _asked(plan, target, metric_drop)
     _check_metric(workload, drop)
     wanted = _target_of(plan) if asked is None else asked
@@ -543,6 +546,14 @@ def _asked(
     if target is None:
         return None, plan.figures.metric_drop if drop is None else drop
     return parse_target(target), drop
+
+
+def _loaded(plan: Plan | str | Path) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    raise wrong_type("plan", plan, "a roundoff.Plan, or the file of one")
 
 
 def _target_of(plan: Plan) -> SqnrTarget | None:

@@ -29,6 +29,7 @@ from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
 from roundoff.compare.value_sketch import Sketch, SketchIndex, sketch_of_tensor
+from roundoff.ops import operators_that
 
 #: Parameters of a region that are tried one by one.
 MOST_LEAVES = 12
@@ -38,6 +39,8 @@ MOST_PARTS = 4
 NEXT = 4
 #: Values that are tried in parameters, at most.
 TRIALS = 200
+#: A part of a parameter may agree though it stands in another place.
+_MOVES = operators_that("move values")
 #: Gates of a recurrent layer, in any order.
 GATES = (3, 4)
 
@@ -79,7 +82,7 @@ def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Val
             leaves[key] = value
             continue
         agrees = key in agreeing  # type: ignore[operator]
-        if agrees and not is_start and not _of_leaves_alone(flow, value):
+        if agrees and not is_start and not of_leaves_alone(flow, value):
             continue
         waiting += [(k, is_start and _is_inside(flow, k)) for k in value.inputs]
     return sorted(leaves.values(), key=lambda v: v.order)[:MOST_LEAVES]
@@ -90,14 +93,14 @@ def _is_inside(flow: Flow, key: int) -> bool:
     return key in flow.values and flow.values[key].inner
 
 
-def _of_leaves_alone(flow: Flow, value: Value, depth: int = 8) -> bool:
+def of_leaves_alone(flow: Flow, value: Value, depth: int = 8) -> bool:
     """Return True for a value that is made of parameters and constants alone."""
     if not value.is_call:
         return bool(value.row.name)
     if not depth:
         return False
     inputs = [flow.values[k] for k in value.inputs if k in flow.values]
-    return all(_of_leaves_alone(flow, each, depth - 1) for each in inputs)
+    return all(of_leaves_alone(flow, each, depth - 1) for each in inputs)
 
 
 def blamed_leaf(sides: Sides, part: Part) -> Blamed | None:
@@ -445,7 +448,7 @@ def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
         reader = sides.candidate.values[waiting.pop()]
         if reader.row.phase != leaf.row.phase:
             continue
-        if not reader.computes:
+        if not reader.computes or reader.operator in _MOVES:
             waiting += sides.candidate.readers.get(reader.key, ())
         elif reader.key in sides.twins and not reader.inner:
             return True
@@ -649,6 +652,7 @@ def _has_zeros(flow: Flow, like: Value) -> bool:
 def _foreign_step(sides: Sides, wanted: Value, read: Sequence[int]) -> Blamed | None:
     """Return what makes a value right that belongs elsewhere."""
     sources = upstream(sides.reference, [wanted.key], lambda _value: True)
+    ours = _boundary(sides.reference, [wanted.key], sides.agreeing)
     beside = {
         key for value in (wanted,) for key in _readers_inputs(sides.reference, value)
     }
@@ -658,6 +662,8 @@ def _foreign_step(sides: Sides, wanted: Value, read: Sequence[int]) -> Blamed | 
             continue
         twins = sides.all_twins(value)
         if not twins or not sources.union(beside).isdisjoint(twins):
+            continue
+        if not _accounts(sides, value, ours):
             continue
         taken = value
         while not taken.computes and len(taken.inputs) == 1:
@@ -672,6 +678,31 @@ def _foreign_step(sides: Sides, wanted: Value, read: Sequence[int]) -> Blamed | 
             return Blamed(leaves[0], twin, holds)
         return Blamed(taken, twin, f"it takes what the reference has at {words}")
     return None
+
+
+def _accounts(sides: Sides, value: Value, wanted: Sequence[int]) -> bool:
+    """Return True where what the reference reads instead makes a later value right.
+
+    True too without tensors, where it cannot be tried.
+    """
+    held = sides.candidate.tensor(value.key)
+    if held is None or value.inner:
+        return True
+    named = _next_values(sides, value.key)[1:]
+    program = TracedProgram(sides.candidate)
+    needed = between(sides.candidate, value.key, named)
+    for key in wanted:
+        other = sides.reference.tensor(key)
+        if other is None or other.numel() != held.numel():
+            continue
+        for turned in _turned(other.to(held.dtype), held):
+            changed = values_with(program, needed, value.key, turned)
+            if any(
+                record in named and _is_in_reference(sides, tensor)
+                for record, tensor in changed
+            ):
+                return True
+    return False
 
 
 def _readers_inputs(flow: Flow, value: Value) -> set[int]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from roundoff.compare.blamed_leaves import of_leaves_alone
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.parameter_content import axis_orders
 from roundoff.compare.recorded_calls import CannotRun
@@ -304,22 +305,44 @@ class _CandidateRun(_Run):
             return [Content((), (leaf.key,), self._wanted[leaf.key]) for leaf in twins]
         if not value.is_number:
             return []
+        computed = self._computed_of_leaves(value)
+        if computed:
+            return computed
         lost = [leaf for leaf in leaves if leaf.key not in self._held_whole]
         return [*self._parts(value, lost), *self._joined(sketch, lost)]
 
+    def _computed_of_leaves(self, value: Value) -> list[Content]:
+        """Return what the reference computes of its leaves alone with the same statistics.
+
+        A loader may have stored it ready: a decay behind its exponential.
+        """
+        flow = self._sides.reference
+        return [
+            Content(("computed",), (key,), self._wanted[key])
+            for key in self._sides.all_twins(value)
+            if key in self._wanted
+            and flow.values[key].computes
+            and of_leaves_alone(flow, flow.values[key])
+        ]
+
     def _parts(self, value: Value, leaves: Sequence[Value]) -> Iterator[Content]:
+        """Yield parts of larger leaves: they begin at multiples of what divides both.
+
+        Parts of one leaf need not be of one length: 2, 4 and 4 of 10.
+        """
         numel = value.row.numel or 1
         for leaf in leaves:
             whole = self._wanted[leaf.key]
-            count = whole.numel() // numel
-            if count < 2 or whole.numel() % numel or not _alike(leaf.row, value.row):
+            if whole.numel() <= numel or not _alike(leaf.row, value.row):
                 continue
-            axes = [
-                axis for axis in range(whole.dim()) if not whole.shape[axis] % count
-            ]
-            for axis in axes:
-                for number, part in enumerate(whole.chunk(count, axis)):
-                    yield Content(("part", axis), (leaf.key, axis, number), part)
+            for axis in range(whole.dim()):
+                size = whole.shape[axis]
+                if size * numel % whole.numel():
+                    continue
+                length = size * numel // whole.numel()
+                for start in range(0, size - length + 1, math.gcd(size, length)):
+                    part = whole.narrow(axis, start, length)
+                    yield Content(("part", axis), (leaf.key, axis, start), part)
 
     def _joined(self, sketch: Sketch, leaves: Sequence[Value]) -> Iterator[Content]:
         """Yield what several of the reference's leaves make together, as norms allow."""

@@ -50,8 +50,9 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.value_flow import Flow, Value, flow_of
-from roundoff.compare.value_regions import Part, Sides, limit_of, parted
+from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch
+from roundoff.ops import operators_that
 
 #: Two programs of which less than this share of the calls have a counterpart of the same
 #: module and operator are by different hands.
@@ -70,6 +71,8 @@ UPDATE = 1e-3
 #: More values than this share that agree in a recording, and not when run again on
 #: made-up values: these say nothing.
 MOST_UNCONFIRMED = 0.1
+#: Hand on the values that they read, or some of them.
+MOVED = operators_that("move values")
 IN_PROGRAM = "on the same values the two programs differ from here on"
 
 _FORWARD = "forward"
@@ -252,6 +255,9 @@ def _tried(
         return repair
     if repair is not None and repair.ends:
         return _as_blamed(sides, part, repair)
+    if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
+        # it makes a right value of a wrong one: by chance
+        repair = None
     table = blamed_table(sides, part)
     if table is not None or likely is not None:
         return table or likely
@@ -260,6 +266,14 @@ def _tried(
     if blamed is None and repair is not None:
         return _as_blamed(sides, part, repair)
     return blamed
+
+
+def _is_made_of_wrong(flow: Flow, repair: Repair, part: Part) -> bool:
+    """Return True for a repair of a call that reads what other calls made wrong before."""
+    call = {row.record for row in repair.call.rows}
+    first = {head.row.record for head in part.heads} - call
+    before = upstream(flow, sorted(call), lambda value: value.key in part.region)
+    return len(first & before) == len(first) and bool(first)
 
 
 def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
@@ -274,7 +288,10 @@ def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
     made_up.match()
     if not _confirms(sides, made_up, part):
         return None
+    if _program_agrees(made_up, part):
+        return blamed_values(sides, part)
     differences = _first_difference(made_up, (_outputs, _buffers))
+    differences = differences or _difference_in_fp64(made_up)
     if not differences:
         return blamed_values(sides, part)
     [difference] = differences
@@ -284,6 +301,41 @@ def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
     if value is None:
         return None
     return Blamed(value, difference.part.reference, IN_PROGRAM, is_operator=True)
+
+
+def _program_agrees(made_up: Sides, part: Part) -> bool:
+    """Return True where made-up values agree in all that was recorded to differ first.
+
+    What parts later on is made of parameters whose layouts nothing recorded decides.
+    """
+    ours = made_up.reference
+    return bool(part.wanted) and all(
+        _is_right(ours, value.key, made_up.agreeing) for value in part.wanted
+    )
+
+
+def _is_right(flow: Flow, key: int, agreeing: Mapping[int, object]) -> bool:
+    """Return True where a value agrees, or what is picked of it does."""
+    if key in agreeing:
+        return True
+    readers = [flow.values[k] for k in flow.readers.get(key, ())]
+    readers = [value for value in readers if value.row.phase == _FORWARD]
+    return bool(readers) and all(
+        value.operator in MOVED and _is_right(flow, value.key, agreeing)
+        for value in readers
+    )
+
+
+def _difference_in_fp64(sides: Sides) -> list[Difference]:
+    """Return what differs in the outputs without rounding; none where that is not known.
+
+    What a weak fault does to a deep network may be less than the roundings up to there.
+    """
+    exact = in_fp64(sides)
+    if exact is None:
+        return []
+    exact.match()
+    return _first_difference(exact, (_outputs,))
 
 
 def _confirms(sides: Sides, made_up: Sides, part: Part | None) -> bool:

@@ -6,6 +6,7 @@ The tensors of these tests are tiny, so that threads cost more time than they sa
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import resource
@@ -145,6 +146,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _function(item) in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported out of the collector's sight: it is no garbage of any test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _listed() -> set[str]:

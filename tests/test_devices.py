@@ -5,19 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "file", sorted(p.name for p in TESTS.glob("devices/test_*.py"))
-)
-def test_on_the_pretended_device(file):
-    """A device is added to a process for good, so each file has a process of its own."""
+def test_on_the_pretended_device():
+    """A device is added to a process for good: these tests have one of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, f"tests/devices/{file}"],
+        [*command, "tests/devices"],
         cwd=TESTS.parent,
         env=os.environ | {"PRETEND": "1"},
         capture_output=True,

@@ -52,6 +52,28 @@ def test_the_last_step_inside_is_the_result(
     assert not open_calls(flow, calls)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_lstm_opens_in_each_direction(step_of, bidirectional, batch_first):
+    torch.manual_seed(0)
+    net = nn.LSTM(4, 3, bidirectional=bidirectional, batch_first=batch_first)
+    flow, _, was_opened = opened(step_of(net, drawn(5, 2, 4)))
+    assert was_opened
+    layers = [
+        value
+        for value in flow.in_order()
+        if value.operator == "mkldnn_rnn_layer" and value.row.place == 0
+    ]
+    assert len(layers) == 1 + bidirectional
+    for layer in layers:
+        (last,) = layer.inputs
+        assert flow.values[last].inner
+        # sigmoids and products of numbers of size 1, a few roundings of fp32 each
+        torch.testing.assert_close(
+            flow.tensor(last), flow.tensor(layer.key), rtol=1e-5, atol=1e-6
+        )
+
+
 def test_an_lstm_layer_is_its_cells(step_of):
     torch.manual_seed(0)
     flow, _, was_opened = opened(step_of(nn.LSTM(4, 3), drawn(5, 2, 4)))

@@ -58,3 +58,12 @@ def test_from_statistics_nothing_is_kept(program, step_of):
     flow = flow_of(step_of(net, drawn(5), tensors=False))
     assert all(flow.tensor(key) is None for key in flow.values)
     assert not by_operator(flow)["exp"].sketch.exact
+
+
+def test_gradients_say_what_is_trained(program, step_of):
+    net = program(lambda m, x: (m.weight * x).sum(), weight=drawn(5))
+    net.register_buffer("table", drawn(5))
+    step = step_of(net, drawn(5))
+    assert flow_of(step).trained == frozenset()
+    # of the forward pass alone, run again on other numbers
+    assert flow_of(step, frozenset({"weight"})).trained == {"weight"}

@@ -26,13 +26,13 @@ own (see `conftest.py`).
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
 aten = torch.ops.aten
@@ -146,7 +146,7 @@ def _view(base: Tensor, like: Tensor, start: int) -> Tensor:
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     # what a mode of the program sees are the calls of the device, not those in here
     with torch._C.DisableTorchFunction():
-        name = op._schema.name.partition("::")[2]
+        name = _facts(op).name
         named = _by_name(op, args, kwargs)
         _check_devices(op, name, named)
         _check_generators(op, named)
@@ -157,15 +157,49 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(op, args, kwargs) if special is None else special(**named)
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What the schema of an operator says."""
+
+    name: str
+    arguments: tuple[str, ...]
+    tensors: tuple[str, ...]
+    written: frozenset[str]
+    #: Arguments that stand for a result.
+    out: frozenset[str]
+    is_random: bool
+    is_pointwise: bool
+
+
+@functools.cache
+def _facts(op: Any) -> _Facts:
+    arguments = op._schema.arguments
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return _Facts(
+        name=op._schema.name.partition("::")[2],
+        arguments=tuple(a.name for a in arguments),
+        tensors=tuple(a.name for a in arguments if str(a.type) == "Tensor"),
+        written=frozenset(a.name for a in arguments if a.is_write),
+        out=frozenset(a.name for a in arguments if a.is_out),
+        is_random=is_random and any(a.name == "generator" for a in arguments),
+        is_pointwise=torch.Tag.pointwise in op.tags,
+    )
+
+
 def _by_name(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in op._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(_facts(op).arguments, args, strict=False)) | kwargs
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to each one in a list or tuple of an operator."""
+    if isinstance(value, list | tuple):
+        return type(value)([_each(function, item) for item in value])
+    return function(value)
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run the CPU's kernel on the same memory."""
-    written = {a.name for a in op._schema.arguments if a.is_out}
-    random = _device_generator if torch.Tag.nondeterministic_seeded in op.tags else None
+    facts = _facts(op)
     twins: list[tuple[Tensor, Tensor]] = []
 
     def lowered(value: Any) -> Any:
@@ -183,22 +217,21 @@ def _run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return twins[-1][1]
         return lowered(value)
 
-    host_args = pytree.tree_map(lowered, tuple(args))
+    host_args = _each(lowered, tuple(args))
     host_kwargs = {
-        name: pytree.tree_map(lowered_out if name in written else lowered, value)
+        name: _each(lowered_out if name in facts.out else lowered, value)
         for name, value in kwargs.items()
     }
     if "pin_memory" in host_kwargs:
         host_kwargs["pin_memory"] = False
-    takes_generator = any(a.name == "generator" for a in op._schema.arguments)
-    if random is not None and takes_generator and host_kwargs.get("generator") is None:
-        host_kwargs["generator"] = random
+    if facts.is_random and host_kwargs.get("generator") is None:
+        host_kwargs["generator"] = _device_generator
     try:
         result = _call(op, host_args, host_kwargs)
     except RuntimeError as error:
         if "not resizable" not in str(error):
             raise
-        for name in written:  # room is made in memory of its own
+        for name in facts.out:  # room is made in memory of its own
             ours = kwargs[name]
             twins.append((ours, torch.empty(0, dtype=ours.dtype)))
             host_kwargs[name] = twins[-1][1]
@@ -207,14 +240,14 @@ def _run(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def lifted(value: Any) -> Any:
         return _lifted(value, twins) if isinstance(value, Tensor) else value
 
-    return pytree.tree_map(lifted, result)
+    return _each(lifted, result)
 
 
 def _call(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator; a number in the place of a tensor picks the overload for it."""
     named = _by_name(op, args, kwargs)
-    tensors = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
-    takes_number = any(isinstance(named[n], int | float) for n in tensors if n in named)
+    tensors = [named[name] for name in _facts(op).tensors if name in named]
+    takes_number = any(isinstance(value, int | float) for value in tensors)
     return (op.overloadpacket if takes_number else op)(*args, **kwargs)
 
 
@@ -239,10 +272,11 @@ def _lifted(value: Tensor, twins: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _check_devices(op: Any, name: str, named: dict[str, Any]) -> None:
     if name in MOVING:
         return
-    takes_scalars = torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
-    written = {a.name for a in op._schema.arguments if a.is_write}
+    facts = _facts(op)
+    written = facts.written
+    takes_scalars = facts.is_pointwise or name.startswith("_foreach_")
     for argument, value in named.items():
-        for leaf in pytree.tree_leaves(value):
+        for leaf in value if isinstance(value, list | tuple) else (value,):
             if not isinstance(leaf, Tensor) or is_pretended(leaf):
                 continue
             is_scalar = leaf.is_cpu and not leaf.dim() and argument not in written
@@ -372,7 +406,7 @@ def _on_host(function: Any, *args: Any) -> Any:
     def lifted(value: Any) -> Any:
         return on_device(value) if isinstance(value, Tensor) else value
 
-    return pytree.tree_map(lifted, function(*pytree.tree_map(lowered, args)))
+    return _each(lifted, function(*_each(lowered, args)))
 
 
 def _convolution(**named: Any) -> Tensor:

@@ -6,12 +6,15 @@ of the CPU where both have the same kernels.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import roundoff as ro
+from roundoff.quantize import pipeline
+from roundoff.quantize.channels.spread import spread_
 
 
 class Net(nn.Module):
@@ -82,6 +85,13 @@ def work(device):
 @pytest.fixture
 def tiny(device):
     return work_on(device, small, rows)
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Channels are spread in three steps, not in a hundred: where they stand is the same."""
+    few = functools.partial(spread_, steps=3)
+    monkeypatch.setattr(pipeline, "spread_", few)
 
 
 def recorded(path, work, **options):
@@ -165,7 +175,7 @@ def test_tune(tiny):
 
 
 @pytest.mark.parametrize(("formats", "onnx"), [(("int8",), True), (("int4",), False)])
-def test_quantize_delivers(tiny, tmp_path, formats, onnx):
+def test_quantize_delivers(tiny, tmp_path, formats, onnx, few_steps):
     made = ro.quantize(
         tiny,
         output=tmp_path / "out",
@@ -178,7 +188,7 @@ def test_quantize_delivers(tiny, tmp_path, formats, onnx):
     assert made.summary.formats
 
 
-def test_training_with_quantization_and_pruning(tiny, tmp_path):
+def test_training_with_quantization_and_pruning(tiny, tmp_path, few_steps):
     ro.quantize(
         tiny,
         output=tmp_path / "out",

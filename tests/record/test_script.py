@@ -260,6 +260,9 @@ def test_stop_ends_the_script(record, tmp_path):
 )  # torch's own, while it compiles
 @pytest.mark.parametrize("eager", [True, False])
 def test_compiled_steps(record, eager):
+    import torch._dynamo.utils
+
+    torch._dynamo.utils.clear_compilation_metrics()
     run = record(
         """
         compiled = torch.compile(model, backend="aot_eager")
@@ -275,6 +278,12 @@ def test_compiled_steps(record, eager):
     """,
         eager=eager,
     )
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    assert bool(metrics) == (not eager)
+    # of ours only what stands around calls of the script
+    ours = [each for each in metrics if str(SOURCE) in (each.co_filename or "")]
+    around = {"replacement", "around", "_noted", "_before_backward"}
+    assert {each.co_name for each in ours} <= around
     torch._dynamo.reset()
     assert run.steps == [0, 1]
     assert calls(run, "addmm") == [2, 2]

@@ -97,16 +97,21 @@ def _files(folder: Path) -> Sequence[tuple[str, Path]]:
         folder = _of_latest(latest)
     ranks = sorted(folder.glob("mp_rank_*"))
     if ranks:
-        return [
-            (f"{rank.name}/", rank / name)
-            for rank in ranks
-            for name in _MEGATRON
-            if (rank / name).is_file()
-        ]
+        return _of_ranks(ranks)
     tensors = sorted(folder.glob("*.safetensors"))
     suffixed = (file for suffix in _TORCH for file in folder.glob(f"*{suffix}"))
     files = tensors or sorted(suffixed)
     return [("", file) for file in files if file.is_file()]
+
+
+def _of_ranks(folders: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Return Megatron's files of each rank; names begin with the rank."""
+    return [
+        (f"{folder.name}/", folder / name)
+        for folder in folders
+        for name in _MEGATRON
+        if (folder / name).is_file()
+    ]
 
 
 def _of_index(index: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from roundoff.check.findings import ROUNDING, Difference
 from roundoff.check.outside_tensors import PROGRAM
@@ -34,12 +35,11 @@ _ORDER = Rule(
     fix="give samplers and generators the same seed, and shuffle in both or none",
     follows=_LOADERS,
 )
-_SAMPLES = Rule(
-    group=DATA,
+_SAMPLES = replace(
+    _ORDER,
     name="first samples",
     why="the first batches hold other samples: another order, shard or data set",
     fix="compare sampler, shard of each rank, seed and data set",
-    follows=_LOADERS,
 )
 _VALUES = Rule(
     group=DATA,
@@ -54,6 +54,11 @@ _VALUES = Rule(
         ENVIRONMENT,
         *_LOADERS,
     ),
+)
+_LAST_BITS = replace(
+    _VALUES,
+    severity=ROUNDING,
+    why="the last bits differ: another decoder, version or order of computing",
 )
 _SHAPES = Rule(
     group=DATA,
@@ -79,6 +84,8 @@ _RECEIVED = Rule(
 )
 #: Sources that receive what was loaded or computed before.
 _RECEIVING = ("model", "loss")
+#: What a source gives, where it is more than data.
+_KINDS = {"loss": "the labels"}
 #: What may move what a model computed, and another one receives, before an update.
 _BEFORE = (FLOW, WEIGHTS)
 #: Indexes that a sentence shows.
@@ -100,13 +107,7 @@ def differing_data(pair: Pair) -> Iterator[Difference]:
 def _differing_source(pair: Pair, source: str) -> Iterator[Difference]:
     ours, theirs = (side.batches[source] for side in pair.sides)
     if source in (*_RECEIVING, PROGRAM):
-        sizes = [_size(batches[0]) for batches in (ours, theirs)]
-        has_other = any(
-            name not in (*_RECEIVING, source) or (source == "loss" and name == "model")
-            for name in {*pair.reference.batches} & {*pair.candidate.batches}
-        )
-        if sizes[0] != sizes[1] and not has_other:
-            yield pair.difference(_RECEIVED, [str(size) for size in sizes])
+        yield from _other_sizes(pair, source, ours, theirs)
     difference = (
         _other_indexes(pair, source, ours, theirs)
         or _other_shapes(pair, source, ours, theirs)
@@ -114,6 +115,22 @@ def _differing_source(pair: Pair, source: str) -> Iterator[Difference]:
     )
     if difference is not None:
         yield difference
+
+
+def _other_sizes(
+    pair: Pair, source: str, ours: Sequence[Batch], theirs: Sequence[Batch]
+) -> Iterator[Difference]:
+    """Yield that batches of other sizes are received, where no loader tells of it."""
+    sizes = [str(_size(batches[0])) for batches in (ours, theirs)]
+    if sizes[0] != sizes[1] and not _is_fed_by_another(pair, source):
+        yield pair.difference(_RECEIVED, sizes)
+
+
+def _is_fed_by_another(pair: Pair, source: str) -> bool:
+    """Return True where what a source receives is compared at another one, before it."""
+    others = ({*pair.reference.batches} & {*pair.candidate.batches}) - {source}
+    feeding = others.difference(_RECEIVING)
+    return bool(feeding) or (source == "loss" and "model" in others)
 
 
 def _received_last(source: str) -> tuple[bool, str]:
@@ -178,18 +195,32 @@ def _shapes(batch: Batch) -> str:
 def _other_values(
     pair: Pair, source: str, ours: Sequence[Batch], theirs: Sequence[Batch]
 ) -> Difference | None:
-    entries = [
-        [e for batch in batches for e in _entries(batch)] for batches in (ours, theirs)
-    ]
+    entries = [_all_entries(batches) for batches in (ours, theirs)]
     length = min(map(len, entries))
-    if length and entries[0][:length] == entries[1][:length]:
+    common = [each[:length] for each in entries]
+    if length and common[0] == common[1]:
         return None
-    if length > 1 and Counter(entries[0][:length]) == Counter(entries[1][:length]):
+    if length > 1 and Counter(common[0]) == Counter(common[1]):
         text = (
             f"{_gives(source)} the same {length} samples in {pair.candidate.name} in "
             f"another order than in {pair.reference.name}"
         )
         return pair.difference(_ORDER, ("one order", "another"), text=text)
+    return _first_values(pair, source, ours, theirs)
+
+
+def _all_entries(batches: Sequence[Batch]) -> list[str]:
+    return [entry for batch in batches for entry in _entries(batch)]
+
+
+def _entries(batch: Batch) -> Sequence[str]:
+    return next((c.entries for c in batch.tensors if c.entries), ())
+
+
+def _first_values(
+    pair: Pair, source: str, ours: Sequence[Batch], theirs: Sequence[Batch]
+) -> Difference | None:
+    """The first tensor whose values differ."""
     for mine, other in zip(ours, theirs, strict=False):
         for content, twin in zip(mine.tensors, other.tensors, strict=False):
             if content.shape == twin.shape and differs(content, twin):
@@ -197,36 +228,22 @@ def _other_values(
     return None
 
 
-def _entries(batch: Batch) -> Sequence[str]:
-    return next((c.entries for c in batch.tensors if c.entries), ())
-
-
 def _values(
     pair: Pair, source: str, batch: Batch, content: TensorContent, twin: TensorContent
 ) -> Difference:
     values = [described(content), described(twin)]
+    what = f"{_noun(source)} {content.name} that {_gives(source)}"
     text = (
-        f"{_KINDS.get(source, 'the data')} differ: {_noun(source)} {content.name} that {_gives(source)} in batch "
-        f"{batch.number} has {values[1]} in {pair.candidate.name}, {values[0]} in "
+        f"{_KINDS.get(source, 'the data')} differ: {what} in batch {batch.number} has "
+        f"{values[1]} in {pair.candidate.name}, {values[0]} in "
         f"{pair.reference.name}{_scaled(content, twin)}"
     )
-    may_follow = _VALUES.follows
+    follows = _VALUES.follows
     if source in _RECEIVING:
-        may_follow = (*may_follow, ANY if batch.step else "", *_BEFORE)
-    if is_close(content, twin):
-        why = "the last bits differ: another decoder, version or order of computing"
-        return pair.difference(
-            _VALUES,
-            values,
-            text=text,
-            why=why,
-            severity=ROUNDING,
-            step=batch.step,
-            may_follow=may_follow,
-        )
-    return pair.difference(
-        _VALUES, values, text=text, step=batch.step, may_follow=may_follow
-    )
+        follows = (*follows, ANY if batch.step else "", *_BEFORE)
+    rule = _LAST_BITS if is_close(content, twin) else _VALUES
+    rule = replace(rule, follows=follows)
+    return pair.difference(rule, values, text=text, step=batch.step)
 
 
 def _scaled(content: TensorContent, twin: TensorContent) -> str:
@@ -239,10 +256,6 @@ def _scaled(content: TensorContent, twin: TensorContent) -> str:
         if abs(factor * (mine or 0.0) + offset - (other or 0.0)) > 1e-4 * twin.std:
             return ""
     return f": the first is the second times {factor:.4g} plus {offset:.4g}"
-
-
-#: What a source gives, where it is more than data.
-_KINDS = {"loss": "the labels"}
 
 
 def _noun(source: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from roundoff.check.findings import NOTE, Difference
 from roundoff.check.pair import Pair, same_number, shorten
-from roundoff.check.rules import FLOW, OF_GPUS, Rule, rule_of
+from roundoff.check.rules import FLOW, OF_GPUS, OTHER_MODEL, SAME_MODEL, Rule, rule_of
 from roundoff.check.side import Side
 from roundoff.record import Fact
 
@@ -23,8 +24,14 @@ _PLAIN_SAMPLERS = ("RandomSampler", "SequentialSampler")
 _MODULES = Rule(
     group=FLOW,
     name="modules",
-    why="the models compute something else",
-    fix="build the same model in both programs",
+    why=OTHER_MODEL,
+    fix=SAME_MODEL,
+)
+_DROPOUT = Rule(
+    group=FLOW,
+    name="dropout",
+    why="another share of the activations is zero in training",
+    fix="build both models with the same probabilities",
 )
 
 
@@ -62,11 +69,17 @@ def _is_told_otherwise(key: Key, pair: Pair) -> bool:
         kinds = {side.value("data", of, "sampler") for side in pair.sides}
         # of these two the name says nothing that "shuffle" does not
         return (name == "sampler") == kinds.issubset(_PLAIN_SAMPLERS)
-    if group != "optimizer" or name == "class":
+    return group == "optimizer" and _is_of_one_class(key, pair)
+
+
+def _is_of_one_class(key: Key, pair: Pair) -> bool:
+    """Return True for a setting that one of two classes of optimizers has alone."""
+    _, of, name = key
+    if name == "class" or all(key in side.facts for side in pair.sides):
         return False
     number = of.partition(",")[0]
     classes = {side.value("optimizer", number, "class") for side in pair.sides}
-    return len(classes) > 1 and any(key not in side.facts for side in pair.sides)
+    return len(classes) > 1
 
 
 def _differing(pair: Pair, key: Key, rule: Rule) -> Iterator[Difference]:
@@ -78,23 +91,25 @@ def _differing(pair: Pair, key: Key, rule: Rule) -> Iterator[Difference]:
     if of == "schedule":
         rule = rule_of(group, of) or rule
     called = rule.name or (name if name.isupper() else name.replace("_", " "))
-    severity = rule.severity
-    why = rule.why
-    if name in OF_GPUS and not any(map(_has_gpu, pair.sides)):
-        severity = NOTE
-        why = f"{why}; no GPU was there, so it changed nothing here"
-    if _NOT_IMPORTED in values or _is_without_effect(pair, key):
-        severity = NOTE
+    lines = [None if fact is None else fact.line for fact in facts]
     yield pair.difference(
-        rule,
+        _judged(rule, pair, key, values),
         values,
         name=called,
         subject=_subject(group, of, called),
-        severity=severity,
-        why=why,
-        reference_line=None if facts[0] is None else facts[0].line,
-        line=None if facts[1] is None else facts[1].line,
+        reference_line=lines[0],
+        line=lines[1],
     )
+
+
+def _judged(rule: Rule, pair: Pair, key: Key, values: Sequence[str]) -> Rule:
+    """Return the rule of a setting: a note where it changes nothing."""
+    if key[2] in OF_GPUS and not any(map(_has_gpu, pair.sides)):
+        why = f"{rule.why}; no GPU was there, so it changed nothing here"
+        return replace(rule, severity=NOTE, why=why)
+    if _NOT_IMPORTED in values or _is_without_effect(pair, key):
+        return replace(rule, severity=NOTE)
+    return rule
 
 
 def _is_without_effect(pair: Pair, key: Key) -> bool:
@@ -157,10 +172,15 @@ def _differing_modules(pair: Pair) -> Iterator[Difference]:
     changed = [path for path in ours if ours[path] != theirs.get(path, ours[path])]
     dropouts = [path for path in changed if "Dropout(" in ours[path]]
     others = [path for path in changed if path not in dropouts]
-    if dropouts:
-        yield _changed(pair, dropouts, "dropout", ours, theirs)
-    if others:
-        yield _changed(pair, others, "", ours, theirs)
+    yield from _changed(pair, dropouts, _DROPOUT, ours, theirs)
+    yield from _changed(pair, others, _MODULES, ours, theirs)
+    yield from _lacking(pair, ours, theirs)
+
+
+def _lacking(
+    pair: Pair, ours: dict[str, str], theirs: dict[str, str]
+) -> Iterator[Difference]:
+    """Yield that each model has modules that the other lacks."""
     values = [_without(ours, theirs), _without(theirs, ours)]
     if values != ["none", "none"]:
         subject = "the modules that the other model lacks"
@@ -176,26 +196,18 @@ def _without(modules: dict[str, str], others: dict[str, str]) -> str:
 def _changed(
     pair: Pair,
     paths: Sequence[str],
-    called: str,
+    rule: Rule,
     ours: dict[str, str],
     theirs: dict[str, str],
-) -> Difference:
+) -> Iterator[Difference]:
+    """Yield one difference for all modules that have other settings."""
+    if not paths:
+        return
     first = paths[0]
+    kind = "dropout" if rule is _DROPOUT else "module"
     more = f" (and {len(paths) - 1} more modules)" if len(paths) > 1 else ""
-    subject = f"the {called or 'module'} {first or 'that is the model'}{more}"
-    name = called or "modules"
-    rule = _DROPOUT if called else _MODULES
-    return pair.difference(
-        rule, (ours[first], theirs[first]), name=name, subject=subject
-    )
-
-
-_DROPOUT = Rule(
-    group=FLOW,
-    name="dropout",
-    why="another share of the activations is zero in training",
-    fix="build both models with the same probabilities",
-)
+    subject = f"the {kind} {first or 'that is the model'}{more}"
+    yield pair.difference(rule, (ours[first], theirs[first]), subject=subject)
 
 
 def _modules(side: Side) -> dict[str, str]:

@@ -68,20 +68,29 @@ def compare_losses(pair: Pair, repeats: Sequence[Run]) -> LossCurves | None:
     curves = [_losses(run, pair.reference.rank) for run in repeats]
     curves = [curve for curve in curves if curve]
     floor = _floor(ours, curves, steps) if curves else {}
-    rounding = _rounding(pair)
-    largest = 0.0
-    first: int | None = None
-    allowed = 0.0
-    for step in steps:
-        distance = relative(ours[step], theirs[step])
-        derived = max(rounding, GROWTH * largest)
-        allowed = MARGIN * floor[step] + UNITS * _UNIT_OF_FP32 if curves else derived
-        if distance > allowed:
-            first = step
-            break
-        largest = max(largest, distance)
+    distances = [(step, relative(ours[step], theirs[step])) for step in steps]
+    first, allowed = _first_beyond(distances, floor, _rounding(pair))
     at = steps[-1] if first is None else first
     return _curves(pair, steps, first, at, allowed, bool(curves), len(curves))
+
+
+def _first_beyond(
+    distances: Sequence[tuple[int, float]], floor: Mapping[int, float], rounding: float
+) -> tuple[int | None, float]:
+    """Return the first step whose losses lie further apart than is allowed; None without.
+
+    And what is allowed there, or at the last step: by what repeats differ in, or, where
+    there are none, by rounding and how far it went at the steps before.
+    """
+    largest = 0.0
+    allowed = 0.0
+    for step, distance in distances:
+        derived = max(rounding, GROWTH * largest)
+        allowed = MARGIN * floor[step] + UNITS * _UNIT_OF_FP32 if floor else derived
+        if distance > allowed:
+            return step, allowed
+        largest = max(largest, distance)
+    return None, allowed
 
 
 def _curves(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -55,10 +55,9 @@ _SETTINGS = Rule(
     fix="compare the two lines",
     follows=_FOLLOWS,
 )
-_OPERATORS = Rule(
-    group=FLOW,
+_OPERATORS = replace(
+    _SETTINGS,
     name="operators of a step",
-    why="the programs compute something else in each step",
     fix="compare the two lines; roundoff compare shows all operators",
     follows=(*_FOLLOWS, "modules"),
 )

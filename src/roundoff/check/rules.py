@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundoff.check.findings import CHANGES, NOTE, ROUNDING
 
@@ -27,8 +27,6 @@ GROUPS = (
     SCALING,
     ENVIRONMENT,
 )
-
-
 #: In place of the name of a cause: any other difference that changes the training.
 ANY = "*"
 
@@ -67,6 +65,10 @@ _ENVIRONMENT = Rule(
     why="another version or setting may choose other kernels, which round otherwise",
     fix="run both in the same environment",
 )
+#: Why, and what to do, where another network is trained.
+OTHER_MODEL = "the models compute something else"
+SAME_MODEL = "build the same model in both programs"
+_DRAWN = "initial weights, orders of data and dropout are drawn from it"
 _FLAG = "set the same flag in both programs"
 
 
@@ -74,25 +76,14 @@ def _environment(name: str, why: str, *, severity: str = ROUNDING) -> Rule:
     return Rule(group=ENVIRONMENT, name=name, severity=severity, why=why, fix=_FLAG)
 
 
-def _optimizer(name: str, why: str) -> Rule:
-    return Rule(
-        group=HYPER_PARAMETERS,
-        name=name,
-        why=why,
-        fix="give both optimizers the same " + name,
-        follows=_OPTIMIZER.follows,
-    )
+def _optimizer(name: str, why: str, *, severity: str = CHANGES) -> Rule:
+    fix = "give both optimizers the same " + name
+    return replace(_OPTIMIZER, name=name, severity=severity, why=why, fix=fix)
 
 
 def _computing(name: str) -> Rule:
-    return Rule(
-        group=HYPER_PARAMETERS,
-        name=name,
-        severity=ROUNDING,
-        why="the same update is computed by another kernel, which rounds otherwise",
-        fix="give both optimizers the same " + name,
-        follows=_OPTIMIZER.follows,
-    )
+    why = "the same update is computed by another kernel, which rounds otherwise"
+    return _optimizer(name, why, severity=ROUNDING)
 
 
 def _data(
@@ -116,13 +107,13 @@ RULES: dict[tuple[str, str], Rule] = {
     ("seed", "seed"): Rule(
         group=SEEDS,
         name="seed",
-        why="initial weights, orders of data and dropout are drawn from it",
+        why=_DRAWN,
         fix="give both programs the same seed",
     ),
     ("seed", "initial seed"): Rule(
         group=SEEDS,
         name="initial seed",
-        why="initial weights, orders of data and dropout are drawn from it",
+        why=_DRAWN,
         fix="call torch.manual_seed with the same number in both programs",
         follows=("seed",),
     ),
@@ -242,7 +233,7 @@ RULES: dict[tuple[str, str], Rule] = {
         group=FLOW,
         name="number of weights",
         why="the models are not the same",
-        fix="build the same model in both programs",
+        fix=SAME_MODEL,
         follows=(
             "modules",
             "names of parameters",

@@ -152,11 +152,17 @@ def _may_explain(other: Difference, each: Difference) -> bool:
     it: named, or by its group, or any that changes the training."""
     if other.name == each.name:
         return False
-    wanted = each.may_follow
-    if other.name in wanted or (other.group in wanted and other.group != each.group):
+    if _is_named_cause(other, each):
         return other.severity == CHANGES or each.severity != CHANGES
     is_cause = other.severity == CHANGES and ANY not in other.may_follow
-    return ANY in wanted and is_cause and (other.step or 0) <= (each.step or 0)
+    is_before = (other.step or 0) <= (each.step or 0)
+    return ANY in each.may_follow and is_cause and is_before
+
+
+def _is_named_cause(other: Difference, each: Difference) -> bool:
+    """Return True where a difference names another, or its group, as what it may follow."""
+    is_of_group = other.group in each.may_follow and other.group != each.group
+    return other.name in each.may_follow or is_of_group
 
 
 def _missing(pair: Pair) -> Iterator[NotRecorded]:
@@ -168,8 +174,13 @@ def _missing(pair: Pair) -> Iterator[NotRecorded]:
             text=f"seeds, data, weights, hyper-parameters and environment: "
             f"{side.why_not_recorded}",
         )
-    if without:
-        return
+    if not without:
+        yield from _stopped(pair)
+        yield from _missing_parts(pair)
+
+
+def _stopped(pair: Pair) -> Iterator[NotRecorded]:
+    """Yield the set-ups that were not noted to their end, and why."""
     for side in pair.sides:
         set_up = side.set_up
         if set_up is not None and set_up.stopped is not None:
@@ -177,6 +188,10 @@ def _missing(pair: Pair) -> Iterator[NotRecorded]:
                 f"the set-up of {side.name} was not noted to its end: {set_up.stopped}"
             )
             yield NotRecorded(group="set-up", text=text)
+
+
+def _missing_parts(pair: Pair) -> Iterator[NotRecorded]:
+    """Yield the parts of set-ups that are not there, and why they may not be."""
     for group, is_there, why in _PARTS:
         lacking = [side.name for side in pair.sides if not is_there(side)]
         if lacking:
@@ -303,15 +318,26 @@ _WORDS: Mapping[str, Callable[[Side], str]] = {
 
 def _remarks(pair: Pair) -> Iterator[str]:
     """Yield what is worth knowing of the scripts and of how they were recorded."""
-    ours, theirs = (side.run.about for side in pair.sides)
-    if ours.sources and theirs.sources:
-        names = sorted({*ours.sources} | {*theirs.sources})
-        edited = [n for n in names if ours.sources.get(n) != theirs.sources.get(n)]
-        if edited:
-            yield f"other text in {', '.join(edited[:5])}"
-    words = [" ".join((each.command or [])[1:]) or "none" for each in (ours, theirs)]
-    if ours.command and theirs.command and words[0] != words[1]:
-        yield f"other arguments: {words[0]} in {pair.reference.name}, {words[1]} in {pair.candidate.name}"
-    for about, side in zip((ours, theirs), pair.sides, strict=True):
-        if about.complete is not True:
+    yield from _other_text(pair)
+    yield from _other_arguments(pair)
+    for side in pair.sides:
+        if side.run.about.complete is not True:
             yield f"the program of {side.name} did not come to its end"
+
+
+def _other_text(pair: Pair) -> Iterator[str]:
+    ours, theirs = (side.run.about.sources for side in pair.sides)
+    if not ours or not theirs:
+        return
+    names = sorted({*ours} | {*theirs})
+    edited = [name for name in names if ours.get(name) != theirs.get(name)]
+    if edited:
+        yield f"other text in {', '.join(edited[:5])}"
+
+
+def _other_arguments(pair: Pair) -> Iterator[str]:
+    commands = [side.run.about.command for side in pair.sides]
+    words = [" ".join((command or [])[1:]) or "none" for command in commands]
+    if all(commands) and words[0] != words[1]:
+        ours, theirs = (side.name for side in pair.sides)
+        yield f"other arguments: {words[0]} in {ours}, {words[1]} in {theirs}"

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from roundoff.check.findings import CHANGES, ROUNDING, Difference
 from roundoff.check.pair import Pair, shorten
-from roundoff.check.rules import ENVIRONMENT, FLOW, WEIGHTS, Rule
+from roundoff.check.rules import (
+    ENVIRONMENT,
+    FLOW,
+    OTHER_MODEL,
+    SAME_MODEL,
+    WEIGHTS,
+    Rule,
+)
 from roundoff.check.side import Side
 from roundoff.record import TensorContent
 
@@ -33,15 +40,15 @@ _RULE = Rule(
 _SHAPES = Rule(
     group=FLOW,
     name="shapes of parameters",
-    why="the models compute something else",
-    fix="build the same model in both programs",
+    why=OTHER_MODEL,
+    fix=SAME_MODEL,
     follows=("modules",),
 )
 _NAMES = Rule(
     group=WEIGHTS,
     name="names of parameters",
     why="what is called otherwise is not compared",
-    fix="build the same model in both programs",
+    fix=SAME_MODEL,
     follows=("modules", "parameters that modules share"),
 )
 
@@ -51,15 +58,20 @@ def differing_weights(pair: Pair) -> Iterator[Difference]:
     ours, theirs = (_parameters(side) for side in pair.sides)
     if not ours or not theirs:
         return
-    common = [name for name in ours if name in theirs]
-    reshaped = [name for name in common if ours[name].shape != theirs[name].shape]
-    if reshaped:
-        yield _shapes(pair, reshaped, ours, theirs)
-    comparable = [name for name in common if name not in reshaped]
-    differing = [n for n in comparable if differs(ours[n], theirs[n])]
-    if differing:
-        yield _values(pair, differing, ours, theirs)
+    differing = _differing_names(ours, theirs)
+    reshaped = [name for name in differing if ours[name].shape != theirs[name].shape]
+    others = [name for name in differing if name not in reshaped]
+    yield from _shapes(pair, reshaped, ours, theirs)
+    yield from _values(pair, others, ours, theirs)
     yield from _names(pair, ours, theirs)
+
+
+def _differing_names(
+    ours: Mapping[str, TensorContent], theirs: Mapping[str, TensorContent]
+) -> list[str]:
+    """Return the parameters that both have and that differ."""
+    common = [name for name in ours if name in theirs]
+    return [name for name in common if differs(ours[name], theirs[name])]
 
 
 def _names(
@@ -79,12 +91,14 @@ def _shapes(
     names: Sequence[str],
     ours: Mapping[str, TensorContent],
     theirs: Mapping[str, TensorContent],
-) -> Difference:
+) -> Iterator[Difference]:
+    if not names:
+        return
     first = names[0]
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     values = [str(list(each[first].shape)) for each in (ours, theirs)]
     subject = f"the shape of parameter {first}{more}"
-    return pair.difference(_SHAPES, values, subject=subject)
+    yield pair.difference(_SHAPES, values, subject=subject)
 
 
 def _parameters(side: Side) -> dict[str, TensorContent]:
@@ -97,7 +111,9 @@ def _values(
     names: Sequence[str],
     ours: Mapping[str, TensorContent],
     theirs: Mapping[str, TensorContent],
-) -> Difference:
+) -> Iterator[Difference]:
+    if not names:
+        return
     first = names[0]
     common = sum(name in theirs for name in ours)
     shown = ", ".join(names[:3])
@@ -115,7 +131,7 @@ def _values(
     elif all(_alike_in_spread(ours[name], theirs[name]) for name in names):
         why = f"{why}; they have the same spread: drawn with other random numbers"
     severity = ROUNDING if is_rounded else CHANGES
-    return pair.difference(_RULE, values, text=text, why=why, severity=severity)
+    yield pair.difference(_RULE, values, text=text, why=why, severity=severity)
 
 
 def differs(ours: TensorContent, theirs: TensorContent) -> bool:

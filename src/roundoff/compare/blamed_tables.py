@@ -68,16 +68,11 @@ def _lost_tables(flow: Flow, region: frozenset[int], agreeing: object) -> list[V
 def _constants(flow: Flow) -> set[int]:
     """Return the values made of no parameter and no data; buffers are constants."""
     constant: set[int] = set()
-    trained = {
-        name.removesuffix(".grad")
-        for name in (value.row.name or "" for value in flow.values.values())
-        if name.endswith(".grad")
-    }
     for value in flow.in_order():
         if value.is_call or value.row.inputs:
             is_constant = all(k in constant for k in value.inputs)
         else:
-            is_constant = bool(value.row.name) and value.row.name not in trained
+            is_constant = bool(value.row.name) and value.row.name not in flow.trained
         if is_constant:
             constant.add(value.key)
     return constant

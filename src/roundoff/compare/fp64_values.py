@@ -65,8 +65,8 @@ def in_fp64(sides: Sides) -> Sides | None:
     if not _is_faithful(sides, sides.candidate, theirs):
         return None
     limit = ROUNDINGS * unit("float32")
-    reference = flow_of(_wide_step(sides.reference, ours))
-    candidate = flow_of(_wide_step(sides.candidate, theirs))
+    reference = flow_of(_wide_step(sides.reference, ours), sides.reference.trained)
+    candidate = flow_of(_wide_step(sides.candidate, theirs), sides.candidate.trained)
     return Sides(reference, candidate, limit)
 
 

@@ -224,11 +224,13 @@ def _lstm_layer(
     reverse: bool,
     batch_sizes: Sequence[int],
     mode: int,
-    *others: Any,
+    *_others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An LSTM layer over time, gates i, f, g, o (as torch.nn.LSTM documents them)."""
-    bidirectional = others[3]
-    if mode != 2 or bidirectional or batch_sizes:
+    """An LSTM layer over time, gates i, f, g, o (as torch.nn.LSTM documents them).
+
+    One direction of it: of a network of two directions each has a call of its own.
+    """
+    if mode != 2 or batch_sizes:
         raise ValueError("not a single LSTM layer")
     steps = list(x.unbind(0))
     outputs: list[Tensor] = []

@@ -119,10 +119,10 @@ def on_made_up_values(sides: Sides) -> Sides | None:
         theirs.run_all()
     except CannotRun:
         return None
-    reference = flow_of(_with_tensors(sides.reference, ours.tensors))
-    candidate = flow_of(
-        _with_tensors(sides.candidate, theirs.tensors, theirs.corrected)
-    )
+    step = _with_tensors(sides.reference, ours.tensors)
+    reference = flow_of(step, sides.reference.trained)
+    step = _with_tensors(sides.candidate, theirs.tensors, theirs.corrected)
+    candidate = flow_of(step, sides.candidate.trained)
     return Sides(reference, candidate, limit_of([reference, candidate]))
 
 

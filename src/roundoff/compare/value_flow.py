@@ -77,11 +77,13 @@ class Flow:
         step: the recorded step.
         values: by key.
         first: the first row of each call, which has its arguments.
+        trained: names of the parameters that get a gradient.
     """
 
     step: RecordedStep
     values: dict[int, Value] = field(default_factory=dict)
     first: Mapping[int, RecordedRow] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
     _readers: dict[int, list[int]] | None = None
 
     @property
@@ -128,9 +130,14 @@ class Flow:
         yield from sorted(self.values.values(), key=lambda value: value.order)
 
 
-def flow_of(step: RecordedStep) -> Flow:
-    """Return the values of a recorded step."""
-    flow = Flow(step, first=first_rows(step.rows))
+def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
+    """Return the values of a recorded step.
+
+    ``trained``: see ``Flow``; None where the step has the backward pass, which says it.
+    """
+    if trained is None:
+        trained = _trained(step)
+    flow = Flow(step, first=first_rows(step.rows), trained=trained)
     by_blob: dict[object, Sketch | None] = {}
     for record, row in step.rows.items():
         sketch = _sketch(step, row, by_blob)
@@ -139,6 +146,11 @@ def flow_of(step: RecordedStep) -> Flow:
             record, row, row.base_operator, inputs, sketch, (record, 0)
         )
     return flow
+
+
+def _trained(step: RecordedStep) -> frozenset[str]:
+    names = (row.name or "" for row in step.rows.values())
+    return frozenset(n.removesuffix(".grad") for n in names if n.endswith(".grad"))
 
 
 def _sketch(

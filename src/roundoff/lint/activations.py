@@ -90,20 +90,23 @@ def _output(
         return _output(script, part, None, depth + 1)
     if isinstance(node, ast.Subscript):
         return _of_subscript(script, node, element, depth)
-    if element is not None:
-        part = part_of(script, node, element)
-        if part is not None:
-            return _output(script, part, None, depth + 1)
+    part = None if element is None else part_of(script, node, element)
+    if part is not None:
+        return _output(script, part, None, depth + 1)
+    return _of_whole(script, node, element, depth)
+
+
+def _of_whole(
+    script: Script, node: ast.expr, element: _Place, depth: int
+) -> Output | None:
+    """Return the output of an expression of which no part can be taken."""
     if isinstance(node, ast.Attribute) and not is_self(node.value):
         return _of_field(script, node, depth)
     if isinstance(node, ast.Name | ast.Attribute):
         return _of_name(script, node, element, depth)
     if isinstance(node, ast.IfExp):
-        branches: list[tuple[ast.expr, _Place]] = [
-            (node.body, element),
-            (node.orelse, element),
-        ]
-        return _common(script, branches, depth)
+        branches = (node.body, node.orelse)
+        return _common(script, [(branch, element) for branch in branches], depth)
     if isinstance(node, ast.Call):
         return _of_call(script, node, element, depth)
     if isinstance(node, ast.BinOp):
@@ -220,8 +223,15 @@ def _of_layer_call(
     several = _layers(script, function)
     if not several and script.things.kind(function) is Kind.MODEL:
         return _of_class(script, _only_model(script), element, depth)
-    layers = {_of_layer(script, maker, element, depth + 1) for maker in several}
-    return layers.pop() if len(layers) == 1 else None
+    return _of_layers(script, several, element, depth)
+
+
+def _of_layers(
+    script: Script, several: Iterable[ast.Call], element: _Place, depth: int
+) -> Output | None:
+    """Return what all of several layers return; None where they differ."""
+    outputs = {_of_layer(script, maker, element, depth + 1) for maker in several}
+    return outputs.pop() if len(outputs) == 1 else None
 
 
 def _layers(script: Script, function: ast.expr) -> list[ast.Call]:
@@ -261,13 +271,10 @@ def _of_layer(
     if name in _LAYERS:
         return _LAYERS[name]
     if name == "torch.nn.Sequential":
-        return _of_last(script, last_layer(script, maker), depth)
+        last = makers(script, last_layer(script, maker))
+        return _of_layers(script, last, None, depth)
     if name in _WRAPPERS and maker.args:
-        inner = {
-            _of_layer(script, each, element, depth + 1)
-            for each in makers(script, maker.args[0])
-        }
-        return inner.pop() if len(inner) == 1 else None
+        return _of_layers(script, makers(script, maker.args[0]), element, depth)
     if name is not None and _is_published(script, maker):
         return Output.LOGITS if _ends_in_logits(name, maker) else None
     return _of_class(script, script.things.script_class(maker), element, depth)
@@ -284,14 +291,6 @@ def _is_published(script: Script, maker: ast.Call) -> bool:
     """Return True for a network of a library, which ends in a layer that is replaced."""
     name = script.called(maker) or ""
     return name.startswith(("torchvision.models.", "timm.create_model"))
-
-
-def _of_last(script: Script, layer: ast.expr | None, depth: int) -> Output | None:
-    """Return what the last layer of a Sequential returns."""
-    layers = {
-        _of_layer(script, maker, None, depth + 1) for maker in makers(script, layer)
-    }
-    return layers.pop() if len(layers) == 1 else None
 
 
 def _of_class(
@@ -313,7 +312,8 @@ def _of_inherited(
     for call in script.method_calls("__init__"):
         inside = script.class_of(call) is holder and call.args
         if inside and ast.unparse(call.func) == "super().__init__":
-            return _of_last(script, last_layer(script, call), depth + 1)
+            last = makers(script, last_layer(script, call))
+            return _of_layers(script, last, None, depth + 1)
     return None
 
 

@@ -14,17 +14,8 @@ _Table = dict[ast.AST, dict[str, list[Binding]]]
 def all_bindings(script: Script) -> _Table:
     """Return the bindings of every scope, in the order of the text."""
     table: _Table = defaultdict(lambda: defaultdict(list))
-    for function in script.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda):
-        for parameter in _parameters(function.args):
-            table[function][parameter.arg].append(Binding(parameter, None))
-    for definition in script.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
-        table[script.scope(definition)][definition.name].append(
-            Binding(definition, None)
-        )
-    for statement in script.nodes(ast.Import, ast.ImportFrom):
-        for alias in statement.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            table[script.scope(statement)][name].append(Binding(statement, None))
+    for scope, name, statement in _declared(script):
+        table[scope][name].append(Binding(statement, None))
     for target, binding in _assigned(script):
         _bind(script, table, target, binding)
     _follow_declarations(script, table)
@@ -32,6 +23,19 @@ def all_bindings(script: Script) -> _Table:
         for bindings in names.values():
             bindings.sort(key=lambda each: _position(each.statement))
     return {scope: dict(names) for scope, names in table.items()}
+
+
+def _declared(script: Script) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """Yield the scope, name and node of each parameter, function, class and import."""
+    for function in script.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda):
+        for parameter in _parameters(function.args):
+            yield function, parameter.arg, parameter
+    for definition in script.nodes(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
+        yield script.scope(definition), definition.name, definition
+    for statement in script.nodes(ast.Import, ast.ImportFrom):
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            yield script.scope(statement), name, statement
 
 
 def _parameters(arguments: ast.arguments) -> list[ast.arg]:
@@ -134,6 +138,19 @@ def _only(bindings: list[Binding]) -> ast.expr | None:
 
 def _reaching(script: Script, use: ast.AST, bindings: list[Binding]) -> ast.expr | None:
     """Return the value of the nearest binding above that is on every path to a use."""
+    nearest = _nearest_above(script, use, bindings)
+    if nearest is None or nearest.element is not None or nearest.is_loop:
+        return None
+    is_certain = _runs_before(script, nearest.statement, use)
+    if not is_certain or _comes_round(script, use, nearest, bindings):
+        return None
+    return nearest.value
+
+
+def _nearest_above(
+    script: Script, use: ast.AST, bindings: list[Binding]
+) -> Binding | None:
+    """Return the last of some bindings that stands above the statement of a use."""
     place = _position(use)
     statement = script.statement(use)
     above = [
@@ -141,19 +158,15 @@ def _reaching(script: Script, use: ast.AST, bindings: list[Binding]) -> ast.expr
         for each in bindings
         if _position(each.statement) < place and each.statement is not statement
     ]
-    if not above:
-        return None
-    nearest = above[-1]
+    return above[-1] if above else None
+
+
+def _runs_before(script: Script, statement: ast.AST, use: ast.AST) -> bool:
+    """Return True for a statement above a use that is on every path to it."""
     blocks = {id(parent) for parent in script.ancestors(use)}
-    outermost = _outside_contexts(script, nearest.statement, blocks)
-    holder = script.parent(outermost)
-    if id(holder) not in blocks or _in_other_branch(script, outermost, use):
-        return None
-    if nearest.element is not None or nearest.is_loop:
-        return None
-    if _comes_round(script, use, nearest, bindings):
-        return None
-    return nearest.value
+    outermost = _outside_contexts(script, statement, blocks)
+    is_around = id(script.parent(outermost)) in blocks
+    return is_around and not _in_other_branch(script, outermost, use)
 
 
 def _outside_contexts(script: Script, node: ast.AST, blocks: set[int]) -> ast.AST:

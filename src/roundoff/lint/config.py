@@ -73,17 +73,22 @@ def check_codes(codes: Sequence[str], where: str | None = None) -> tuple[str, ..
         raise RoundoffError("no code is named", expected="such as RO1,RO402")
     upper = tuple(code.strip().upper() for code in codes if code.strip())
     for code in upper:
-        fits = any(rule.code.startswith(code) for rule in RULES)
-        if not fits or not _CODE.fullmatch(code):
-            codes_of_rules = [rule.code for rule in RULES]
-            raise RoundoffError(
-                f"no rule has the code {code!r}",
-                where=where,
-                expected="a code such as RO101, or its beginning",
-                do=did_you_mean(nearest(code, codes_of_rules))
-                or "see `roundoff lint --explain all`",
-            )
+        _check_code(code, where)
     return upper
+
+
+def _check_code(code: str, where: str | None) -> None:
+    """Raise ``RoundoffError`` for a code, or the beginning of one, that fits no rule."""
+    codes = [rule.code for rule in RULES]
+    fits = any(each.startswith(code) for each in codes)
+    if not fits or not _CODE.fullmatch(code):
+        raise RoundoffError(
+            f"no rule has the code {code!r}",
+            where=where,
+            expected="a code such as RO101, or its beginning",
+            do=did_you_mean(nearest(code, codes))
+            or "see `roundoff lint --explain all`",
+        )
 
 
 def nearest_config(paths: Sequence[Path]) -> LintConfig:

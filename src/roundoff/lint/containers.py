@@ -62,9 +62,13 @@ def _of_record(script: Script, call: ast.Call, element: str) -> ast.expr | None:
     value = keyword_of(call, element)
     if value is not None or definition is None:
         return value
-    fields = _fields(definition)
-    inside = element in fields and fields.index(element) < len(call.args)
-    return call.args[fields.index(element)] if inside else None
+    return _by_place(call, _fields(definition), element)
+
+
+def _by_place(call: ast.Call, fields: list[str], field: str) -> ast.expr | None:
+    """Return the argument of a call that stands at the place of a field."""
+    place = fields.index(field) if field in fields else len(call.args)
+    return call.args[place] if place < len(call.args) else None
 
 
 def _fields(definition: ast.ClassDef) -> list[str]:

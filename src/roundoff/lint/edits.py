@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from roundoff.lint.rule import Edit
 from roundoff.lint.script import Script
@@ -65,17 +65,21 @@ def moved_out(script: Script, statements: Sequence[ast.stmt]) -> tuple[Edit, ...
     inner = _indent(script, script.span(statements[0])[0])
     last = script.span(statements[-1])[1]
     rest = _REST_OF_LINE.match(script.source, last)
-    shared = outer is None or inner is None or rest is None
-    if outer is None or inner is None or shared or _has_long_text(statements):
+    if outer is None or inner is None or rest is None or _has_long_text(statements):
         return ()
     first_line = statements[0].lineno
     last_line = statements[-1].end_lineno or first_line
-    edits = []
-    for line in range(first_line, last_line + 1):
+    return tuple(_indented_anew(script, range(first_line, last_line + 1), inner, outer))
+
+
+def _indented_anew(
+    script: Script, lines: Iterable[int], before: str, after: str
+) -> Iterator[Edit]:
+    """Yield the edits that give other blanks to the lines that begin with some."""
+    for line in lines:
         start = script.offset(line, 0)
-        if script.source[start : start + len(inner)].decode() == inner:
-            edits.append(Edit(start, start + len(inner), outer))
-    return tuple(edits)
+        if script.source[start : start + len(before)].decode() == before:
+            yield Edit(start, start + len(before), after)
 
 
 def _has_long_text(statements: Sequence[ast.stmt]) -> bool:

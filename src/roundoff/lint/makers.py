@@ -9,6 +9,26 @@ from roundoff.lint.script import Script
 from roundoff.lint.tensors import sources, value_of
 
 _DEEPEST = 12
+#: Methods of accelerate and Fabric that return what they are given, made ready.
+_HAND_ON = ("prepare", "setup", "initialize")
+_SAME_OBJECT = frozenset(
+    {
+        "to",
+        "cuda",
+        "cpu",
+        "train",
+        "eval",
+        "half",
+        "float",
+        "bfloat16",
+        "double",
+        "npu",
+        "xpu",
+        "apply",
+        "share_memory",
+        "requires_grad_",
+    }
+)
 
 
 def makers(script: Script, node: ast.expr | None, depth: int = 0) -> list[ast.Call]:
@@ -96,30 +116,6 @@ def _part(
     hands_on = isinstance(function, ast.Attribute) and function.attr in _HAND_ON
     inside = hands_on and element < len(value.args)
     return value.args[element] if inside else None
-
-
-#: Methods of accelerate and Fabric that return what they are given, made ready.
-_HAND_ON = ("prepare", "setup", "initialize")
-
-
-_SAME_OBJECT = frozenset(
-    {
-        "to",
-        "cuda",
-        "cpu",
-        "train",
-        "eval",
-        "half",
-        "float",
-        "bfloat16",
-        "double",
-        "npu",
-        "xpu",
-        "apply",
-        "share_memory",
-        "requires_grad_",
-    }
-)
 
 
 def _element(script: Script, node: ast.Subscript) -> ast.expr | None:

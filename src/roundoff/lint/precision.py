@@ -35,6 +35,10 @@ _CASTS = {"half": Low.HALF, "bfloat16": Low.BFLOAT16}
 _WIDENS = frozenset({"float", "double", "long", "int"}) | {"bool", "argmax", "tolist"}
 _KEYWORDS = ("dtype", "torch_dtype")
 _DEEPEST = 10
+#: Ends of the names of what returns a number.
+_SIZES = (".size", ".item", ".dim", ".numel", "len", "int", "float")
+#: What is a number by its name.
+_SCALARS = ("decay", "self.decay", "momentum", "scale", "alpha", "beta")
 
 
 def dtype_of(script: Script, node: ast.expr | None) -> Low | None:
@@ -125,26 +129,21 @@ def _is_scalar(script: Script, node: ast.expr, depth: int = 0) -> bool:
         sides = (value.left, value.right)
         return all(_is_scalar(script, side, depth + 1) for side in sides)
     if isinstance(value, ast.Call):
-        name = script.called(value) or ast.unparse(value.func)
-        return name.startswith(("math.", "numpy.")) or name.endswith(_SIZES)
+        return _gives_scalar(script, value)
     if isinstance(value, ast.Subscript):
         return isinstance(value.value, ast.Attribute) and value.value.attr == "shape"
     return _is_scalar_name(script, node, depth)
 
 
-_SIZES = (".size", ".item", ".dim", ".numel", "len", "int", "float")
+def _gives_scalar(script: Script, call: ast.Call) -> bool:
+    """Return True for a call that returns a number or a size."""
+    name = script.called(call) or ast.unparse(call.func)
+    return name.startswith(("math.", "numpy.")) or name.endswith(_SIZES)
 
 
 def _is_scalar_name(script: Script, node: ast.expr, depth: int) -> bool:
     """Return True for a name that holds numbers by all that the script says of it."""
-    if ast.unparse(node) in (
-        "decay",
-        "self.decay",
-        "momentum",
-        "scale",
-        "alpha",
-        "beta",
-    ):
+    if ast.unparse(node) in _SCALARS:
         return True
     if not isinstance(node, ast.Name | ast.Attribute):
         return False

@@ -588,16 +588,23 @@ def argument_for(function: ast.AST, parameter: str, call: ast.Call) -> ast.expr 
     for keyword in call.keywords:
         if keyword.arg == parameter:
             return keyword.value
-    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-    if names and names[0] in ("self", "cls"):
-        names = names[1:]
+    names = _passed_by_place(function.args)
     if parameter not in names:
         return None
-    place = names.index(parameter)
-    before = call.args[: place + 1]
-    if place >= len(call.args) or any(isinstance(a, ast.Starred) for a in before):
-        return None
-    return call.args[place]
+    return _at_place(call, names.index(parameter))
+
+
+def _passed_by_place(arguments: ast.arguments) -> list[str]:
+    """Return the parameters that a call may pass without a name, ``self`` left out."""
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    return names[1:] if names and names[0] in ("self", "cls") else names
+
+
+def _at_place(call: ast.Call, place: int) -> ast.expr | None:
+    """Return an argument by its place; None behind ``*args``."""
+    upto = call.args[: place + 1]
+    is_certain = not any(isinstance(each, ast.Starred) for each in upto)
+    return upto[place] if is_certain and place < len(upto) else None
 
 
 def _kind_of_class(name: str) -> Kind | None:

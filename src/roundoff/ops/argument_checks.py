@@ -349,13 +349,17 @@ _GATES = {2: 4, 3: 3}
 
 
 def _mkldnn_rnn(values: Values) -> str | None:
-    """One layer in one direction: gates of weights in rows, ``(sequence, batch, features)``."""
+    """One layer in one direction: gates of weights in rows.
+
+    Its input is ``(sequence, batch, features)``, whatever ``batch_first`` says: the network
+    has turned it before.
+    """
     read = values["input"]
     hidden = values["hidden_size"]
     gates = _GATES.get(values["mode"], 1)
     if read.dim() != 3 or hidden < 1 or values["num_layers"] != 1:
         return "an input that has not three axes"
-    samples = read.shape[0 if values["batch_first"] else 1]
+    samples = read.shape[1]
     shapes = {
         "weight0": (gates * hidden, read.shape[2]),
         "weight1": (gates * hidden, hidden),

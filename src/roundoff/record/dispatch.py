@@ -27,6 +27,7 @@ from roundoff.record.graph_capture import WARNING, in_graph_capture
 from roundoff.record.module_paths import Paths
 from roundoff.record.other_threads import ThreadPart, Turn, kind_of
 from roundoff.record.recorder import Recorder, Source
+from roundoff.record.skipped_frames import CAN_SKIP, skipped_by_compiler
 from roundoff.record.source_lines import (
     COMPILED,
     defined_at,
@@ -43,13 +44,6 @@ _COLLECTIVE = (
 )
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
 _WRITES_STATISTICS = operators_that("write running statistics")
-try:
-    _frames: Any = torch._C._dynamo.eval_frame
-    _SKIP = _frames._FrameExecStrategy(
-        _frames._FrameAction.SKIP, _frames._FrameAction.SKIP
-    )
-except AttributeError:  # torch before 2.7
-    _SKIP = None
 
 #: Takes what a call has made, their records, and the dictionary of own errors.
 Compare = Callable[[Sequence[Tensor], Sequence[int], dict[int, Any]], None]
@@ -233,8 +227,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return True if torch has to wrap every call, so that its compiler does not
-        trace into it; ``_SKIP`` costs less."""
-        return _SKIP is None
+        trace into it; skipped frames cost less."""
+        return not CAN_SKIP
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -534,7 +528,7 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return _SKIP is None
+        return not CAN_SKIP
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -566,9 +560,8 @@ class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
 
 
-if _SKIP is not None:  # the compiler leaves these, and what they call, alone
-    for _mode in (OpMode, ThreadMode):
-        _frames.set_code_exec_strategy(_mode.__torch_dispatch__.__code__, _SKIP)
+for _mode in (OpMode, ThreadMode):
+    skipped_by_compiler(_mode.__torch_dispatch__)
 
 
 #: Nodes that compute their forward pass again, with gradients on as only there.

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundoff.errors import RunError
+from roundoff.record.skipped_frames import skipped_by_compiler
 from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
 from roundoff.unforeseen import OurPart
@@ -183,9 +184,11 @@ class LoopLog:
             self._told(what, args, kwargs, result)
         return result
 
+    @skipped_by_compiler
     def _add_with(self, what: str, thing: Any, settings: Mapping[str, Any]) -> None:
         self.add(what, of=thing, numbers=_numbers(settings))
 
+    @skipped_by_compiler
     def _optimizer_steps(self, optimizer: Any, *_: Any) -> None:
         self._ours(self._add_step, optimizer)
 

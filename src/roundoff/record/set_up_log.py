@@ -34,6 +34,7 @@ from roundoff.record.module_paths import Paths
 from roundoff.record.optimizer_facts import optimizer_facts, without_optimizer
 from roundoff.record.set_up import Batch, Fact, SetUp, TensorContent
 from roundoff.record.set_up_environment import environment_facts
+from roundoff.record.skipped_frames import skipped_by_compiler
 from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
 from roundoff.record.step_log import StepLog
@@ -117,6 +118,7 @@ class SetUpLog:
         """Note what only the end can tell."""
         self._guarded(self._note_once)
 
+    @skipped_by_compiler
     def told(self, what: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note what a call of the training loop says; see ``LoopLog``."""
         note = self._NOTES.get(what)
@@ -431,6 +433,7 @@ class SetUpLog:
             self._optimizers[id(optimizer)] = optimizer
         return list(self._optimizers).index(id(optimizer))
 
+    @skipped_by_compiler
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do what must never stop the program; after a fault nothing more is noted."""
         if not torch._C._is_tracing() and not in_graph_capture():

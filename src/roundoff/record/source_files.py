@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: Digits of a hash that are kept: 64 bits, to tell versions of one file apart.
@@ -33,22 +35,34 @@ def imported_sources(command: Sequence[str]) -> dict[str, str]:
     if not command:
         return {}
     script = Path(command[0])
-    folder = (script.parent if script.is_file() else Path()).resolve()
+    top = (script.parent if script.is_file() else Path()).resolve()
     installed = [Path(place).resolve() for place in _places_of_packages()]
+
+    @functools.cache  # thousands of modules stand in few folders
+    def below(folder: str) -> Path | None:
+        """Return a folder relative to the top one; None for another's."""
+        path = Path(folder).resolve()
+        if any(path.is_relative_to(place) for place in installed):
+            return None
+        return path.relative_to(top) if path.is_relative_to(top) else None
+
     sources = {}
+    for folder, name in _imported_files():
+        place = below(folder)
+        digest = None if place is None else _digest(Path(folder, name))
+        if place is not None and digest is not None:
+            sources[(place / name).as_posix()] = digest
+    return sources
+
+
+def _imported_files() -> Iterator[tuple[str, str]]:
+    """Yield folder and name of the files of Python of all modules."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py"):
-            continue
-        path = Path(file).resolve()
-        if not path.is_relative_to(folder):
-            continue
-        if any(path.is_relative_to(place) for place in installed):
-            continue
-        digest = _digest(path)
-        if digest is not None:
-            sources[path.relative_to(folder).as_posix()] = digest
-    return sources
+        if file and file.endswith(".py"):
+            yield os.path.split(
+                os.path.realpath(file) if os.path.islink(file) else file
+            )
 
 
 def _places_of_packages() -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from roundoff.record.skipped_frames import skipped_by_compiler
 from roundoff.unforeseen import OurPart
 
 
@@ -67,6 +68,7 @@ class StepBoundaries:
         self._has_repeated = False
         self._rate = math.nan
 
+    @skipped_by_compiler
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped, or its scaler has skipped it."""
         self._has_repeated = self._has_repeated or optimizer in self.stepped
@@ -76,6 +78,7 @@ class StepBoundaries:
         if not self.waiting:
             self.end_if_over()
 
+    @skipped_by_compiler
     def end_if_over(self, **scalars: float) -> None:
         """End the step if it is over."""
         idle = [o for o in self.optimizers if o not in self.stepped]
@@ -90,6 +93,7 @@ class StepBoundaries:
             rate = {} if math.isnan(self._rate) else {"lr": self._rate}
             self.end(**rate, **scalars)
 
+    @skipped_by_compiler
     def end_whole_step(
         self, optimizers: Iterable[torch.optim.Optimizer], scale: Callable[[], float]
     ) -> None:
@@ -187,9 +191,12 @@ def watch_steps(boundaries: StepBoundaries, *, whole: bool = True) -> Iterator[N
         boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
 
     scaler = torch.amp.GradScaler
-    hook = register_optimizer_step_post_hook(
-        lambda optimizer, *_: ours(boundaries.step, optimizer)
-    )
+
+    @skipped_by_compiler
+    def stepped(optimizer: Any, *_: Any) -> None:
+        ours(boundaries.step, optimizer)
+
+    hook = register_optimizer_step_post_hook(stepped)
     if whole:
         _LISTENING.append(boundaries)
     try:

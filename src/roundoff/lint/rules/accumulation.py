@@ -83,21 +83,27 @@ def _is_divided(script: Script, loss: ast.expr | None, depth: int) -> bool:
 
 
 def _is_divided_call(script: Script, call: ast.Call, depth: int) -> bool:
-    function = call.func
     helper = script.function_of(call)
     if helper is not None:
-        values = [
-            each.value
-            for each in script.nodes(ast.Return)
-            if script.scope(each) is helper
-        ]
-        return any(_is_divided(script, value, depth + 1) for value in values)
-    if isinstance(function, ast.Attribute) and function.attr in ("div", "div_", "mul"):
+        return _returns_divided(script, helper, depth)
+    function = call.func
+    if not isinstance(function, ast.Attribute):
+        return False
+    if function.attr in ("div", "div_", "mul"):
         return True
-    if isinstance(function, ast.Attribute) and function.attr in ("scale", "mean"):
+    if function.attr in ("scale", "mean"):
         inner = call.args[0] if function.attr == "scale" and call.args else None
         return _is_divided(script, inner or function.value, depth + 1)
     return False
+
+
+def _returns_divided(script: Script, function: ast.AST, depth: int) -> bool:
+    """Return True where a function of the script returns a loss that is divided."""
+    return any(
+        _is_divided(script, each.value, depth + 1)
+        for each in script.nodes(ast.Return)
+        if script.scope(each) is function
+    )
 
 
 def _is_divided_name(script: Script, name: ast.Name, depth: int) -> bool:

@@ -399,16 +399,22 @@ def other_evaluation(script: Script) -> Iterator[Hit]:
         if not without_gradients(script, event.contexts)
     }
     shown: set[ast.AST] = set()
+    for event in _evaluations(script):
+        if event.node in shown:
+            continue
+        low = autocasts(script, event.contexts) is not None
+        is_alike = (event.subject, low) in trained
+        if not is_alike and (event.subject, not low) in trained:
+            shown.add(event.node)
+            yield Hit(event.node, _OTHER_LOW if low else "")
+
+
+def _evaluations(script: Script) -> Iterator[Event]:
+    """Yield the forward passes of models that are evaluated."""
     for program in script.programs:
         for event in program.of(Act.FORWARD):
-            if event.node in shown or not _evaluates(script, program, event):
-                continue
-            low = autocasts(script, event.contexts) is not None
-            if (event.subject, not low) in trained and (
-                (event.subject, low) not in trained
-            ):
-                shown.add(event.node)
-                yield Hit(event.node, _OTHER_LOW if low else "")
+            if _evaluates(script, program, event):
+                yield event
 
 
 def _evaluates(script: Script, program: Loop, event: Event) -> bool:

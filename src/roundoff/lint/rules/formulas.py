@@ -418,11 +418,7 @@ def _softmax_by_hand(script: Script) -> Iterator[Hit]:
         if exp is None or exp.name != "exp" or _is_shifted(script, exp.first):
             continue
         summed = operation(script, without_views(script, total.first))
-        if (
-            summed is not None
-            and summed.name == "exp"
-            and ast.dump(summed.call) == ast.dump(exp.call)
-        ):
+        if summed is not None and ast.dump(summed.call) == ast.dump(exp.call):
             yield Hit(node)
 
 

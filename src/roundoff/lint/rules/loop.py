@@ -206,18 +206,24 @@ def _builds_graph(script: Script, program: Loop, forward: Event) -> bool:
     loop = script.in_loop(forward.node)
     if loop is None or is_without_gradients(script, forward.node):
         return False
+    if not _is_behind_eval(script, program, forward):
+        return False
+    if any(turns_off_gradients(script, each) for each in forward.contexts):
+        return False
+    scope = script.scope(forward.node)
+    function = loop if isinstance(scope, ast.Module) else scope
+    return not _TAKES_GRADIENTS.search(ast.unparse(function))
+
+
+def _is_behind_eval(script: Script, program: Loop, forward: Event) -> bool:
+    """Return True where the last mode that a function sets before a call is eval()."""
     scope = script.scope(forward.node)
     modes = [
         event
         for event in program.before(forward, Act.EVAL, Act.TRAIN)
         if script.scope(event.node) is scope and _is_alike(event, forward)
     ]
-    if not modes or modes[-1].act is not Act.EVAL:
-        return False
-    if any(turns_off_gradients(script, each) for each in forward.contexts):
-        return False
-    function = loop if isinstance(scope, ast.Module) else scope
-    return not _TAKES_GRADIENTS.search(ast.unparse(function))
+    return bool(modes) and modes[-1].act is Act.EVAL
 
 
 def _is_alike(mode: Event, forward: Event) -> bool:

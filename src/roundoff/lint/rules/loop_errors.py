@@ -118,11 +118,8 @@ def _is_of_training(script: Script, node: ast.expr | None, call: ast.Call) -> bo
     if isinstance(node, ast.Attribute) and node.attr == "grad":
         return True
     value = value_of(script, node)
-    if isinstance(value, ast.Call):
-        if script.things.kind(value.func) is Kind.LOSS:
-            return True
-        if (script.called(value) or "").endswith(("_loss", "cross_entropy")):
-            return True
+    if isinstance(value, ast.Call) and _computes_loss(script, value):
+        return True
     above = script.parent(call)
     targets = above.targets if isinstance(above, ast.Assign) else []
     backwards = {
@@ -131,6 +128,12 @@ def _is_of_training(script: Script, node: ast.expr | None, call: ast.Call) -> bo
         if isinstance(each.func, ast.Attribute)
     }
     return bool(backwards.intersection(map(ast.unparse, targets)))
+
+
+def _computes_loss(script: Script, call: ast.Call) -> bool:
+    if script.things.kind(call.func) is Kind.LOSS:
+        return True
+    return (script.called(call) or "").endswith(("_loss", "cross_entropy"))
 
 
 def _anomaly_on(script: Script) -> Iterator[Hit]:

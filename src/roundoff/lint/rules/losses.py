@@ -54,16 +54,19 @@ def _losses_of(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.Call]]
     if called is not None:
         if called.startswith("torch.nn.functional.") and called in _NAMES:
             yield _NAMES[called], call
-        return
-    if script.function_of(call) is not None:
-        return
+    elif script.function_of(call) is None and (call.args or call.keywords):
+        yield from _module_called(script, call)
+
+
+def _module_called(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the loss of a module that is called, and the call that made it."""
     several = {
         (_NAMES.get(script.called(maker) or ""), maker)
         for maker in makers(script, call.func)
     }
     if len({name for name, _ in several}) == 1:
         name, maker = several.pop()
-        if name is not None and (call.args or call.keywords):
+        if name is not None:
             yield name, maker
 
 

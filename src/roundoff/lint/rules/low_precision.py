@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from roundoff.lint.events import Act
 from roundoff.lint.precision import Low, cast_of, constant_of, low_of
 from roundoff.lint.rule import Edit, Hit, Rule
-from roundoff.lint.script import Script
+from roundoff.lint.script import Binding, Script
 from roundoff.lint.tensors import (
     keyword_of,
     number,
@@ -173,21 +173,30 @@ def _low_positions(script: Script) -> Iterator[Hit]:
 
 
 def _unfit_constant(script: Script) -> Iterator[Hit]:
+    yield from _unfit_fills(script)
+    yield from _unfit_clamps(script)
+    yield from _unfit_sums(script)
+    for node in script.nodes(ast.BinOp):
+        yield from _unfit_mask(script, node)
+
+
+def _unfit_fills(script: Script) -> Iterator[Hit]:
+    """``scores.masked_fill(mask, -1e9)`` in float16."""
     for fill in operations(script, "masked_fill", "masked_fill_"):
         value = fill.operands[-1] if len(fill.operands) > 2 else fill.keyword("value")
         if _is_too_large(script, value) and low_of(script, fill.first) is Low.HALF:
             edits = _finfo_edit(script, fill.first, value)
             yield Hit(fill.call, _TOO_LARGE, edits)
+
+
+def _unfit_clamps(script: Script) -> Iterator[Hit]:
+    """``x.clamp(min=1e-12)`` in float16."""
     for clamp in operations(script, "clamp", "clamp_", "clamp_min", "clamp_min_"):
         least = clamp.keyword("min")
         if least is None and len(clamp.operands) > 1:
             least = clamp.operands[1]
         if _is_too_small(script, least) and low_of(script, clamp.first) is Low.HALF:
             yield Hit(clamp.call, _TOO_SMALL)
-    yield from _unfit_sums(script)
-
-    for node in script.nodes(ast.BinOp):
-        yield from _unfit_mask(script, node)
 
 
 def _unfit_mask(script: Script, node: ast.BinOp) -> Iterator[Hit]:
@@ -224,6 +233,7 @@ def _finfo_edit(
 
 
 def _unfit_sums(script: Script) -> Iterator[Hit]:
+    """``x + 1e-12`` in float16."""
     for node in script.nodes(ast.BinOp):
         if not isinstance(node.op, ast.Add | ast.Sub):
             continue
@@ -244,10 +254,7 @@ def _is_too_small(script: Script, node: ast.expr | None) -> bool:
 
 def _low_sums(script: Script) -> Iterator[Hit]:
     for add in script.nodes(ast.AugAssign):
-        is_kept = isinstance(add.target, ast.Attribute)
-        is_repeated = is_kept or script.in_loop(add) is not None
-        is_sum = isinstance(add.op, ast.Add) and is_repeated
-        if is_sum and _is_low_buffer(script, add.target):
+        if _is_running_sum(script, add) and _is_low_buffer(script, add.target):
             yield Hit(add)
     for add_ in script.method_calls("add_", "lerp_"):
         if _is_low_average(script, add_):
@@ -255,6 +262,13 @@ def _low_sums(script: Script) -> Iterator[Hit]:
     for assign in script.nodes(ast.Assign):
         if _is_average(assign.value) and _holds_cast(script, assign.value):
             yield Hit(assign)
+
+
+def _is_running_sum(script: Script, add: ast.AugAssign) -> bool:
+    """Return True for ``total += x`` in a loop, and for ``self.total += x``."""
+    is_kept = isinstance(add.target, ast.Attribute)
+    is_repeated = is_kept or script.in_loop(add) is not None
+    return isinstance(add.op, ast.Add) and is_repeated
 
 
 def _is_low_buffer(script: Script, target: ast.expr) -> bool:
@@ -265,20 +279,21 @@ def _is_low_buffer(script: Script, target: ast.expr) -> bool:
 
 def _made(script: Script, target: ast.expr) -> list[ast.Call]:
     """Return the calls that a name or ``self.name`` is made by, sums onto it left out."""
+    bindings = _bindings_of(script, target)
+    values = [each.value for each in bindings if each.value is not None]
+    calls = [value for value in values if isinstance(value, ast.Call)]
+    return calls if len(calls) == len(values) else []
+
+
+def _bindings_of(script: Script, target: ast.expr) -> Sequence[Binding]:
+    """Return all that is bound to a name or to ``self.name``."""
     if isinstance(target, ast.Name):
         home = script.home(target)
-        bindings = [] if home is None else script.bindings(home)[target.id]
-    elif isinstance(target, ast.Attribute) and script.class_of(target) is not None:
+        return () if home is None else script.bindings(home)[target.id]
+    if isinstance(target, ast.Attribute):
         holder = script.class_of(target)
-        bindings = (
-            [] if holder is None else script.bindings(holder).get(target.attr, [])
-        )
-    else:
-        return []
-    values = [each.value for each in bindings if each.value is not None]
-    if not all(isinstance(value, ast.Call) for value in values):
-        return []
-    return [value for value in values if isinstance(value, ast.Call)]
+        return () if holder is None else script.bindings(holder).get(target.attr, ())
+    return ()
 
 
 def _is_low_average(script: Script, call: ast.Call) -> bool:

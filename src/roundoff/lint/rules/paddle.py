@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from roundoff.lint.contexts import Autocast, autocasts, text_of
 from roundoff.lint.edits import line_after, replaced
-from roundoff.lint.events import Act
+from roundoff.lint.events import Act, Event, Loop
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.rules.autocast import backward_inside
 from roundoff.lint.rules.scaler_order import (
@@ -106,11 +106,16 @@ def _without_scaler(script: Script) -> Iterator[Hit]:
         if not loop.of(Act.STEP):
             continue
         for event in loop.of(Act.BACKWARD):
-            forwards = loop.before(event, Act.FORWARD)
-            regions = [autocasts(script, each.contexts) for each in forwards]
-            entered = [each for each in regions if each is not None]
-            if entered and all(map(_is_fp16, entered)):
+            if _is_behind_fp16(script, loop, event):
                 yield Hit(event.node)
+
+
+def _is_behind_fp16(script: Script, loop: Loop, backward: Event) -> bool:
+    """Return True where all that is cast before a backward pass is cast to fp16."""
+    forwards = loop.before(backward, Act.FORWARD)
+    regions = [autocasts(script, each.contexts) for each in forwards]
+    entered = [each for each in regions if each is not None]
+    return bool(entered) and all(map(_is_fp16, entered))
 
 
 def _is_fp16(region: Autocast) -> bool:

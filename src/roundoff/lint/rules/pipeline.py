@@ -25,6 +25,7 @@ _RANDOM = tuple(
     if name.startswith("rand") and "_" not in name
 )
 _READS = ("item", "tolist", "numpy")
+_READERS = ("PIL.Image.open", "cv2.imread", "imageio.imread", "skimage.io.imread")
 _WAITS = (*_READS, "cpu")
 #: More than this many values that are waited for in each step are said.
 _FEW_WAITS = 1
@@ -174,7 +175,11 @@ def _device_of(script: Script, attribute: ast.Attribute, move: ast.Call) -> str 
         return '"cuda"'
     if attribute.attr != "to" or len(move.args) != 1 or move.keywords:
         return None
-    argument = move.args[0]
+    return _device_text(script, move.args[0])
+
+
+def _device_text(script: Script, argument: ast.expr) -> str | None:
+    """Return the text of an argument that is a device by its look."""
     is_text = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     text = script.segment(argument)
     return text if is_text or "device" in text or text == "rank" else None
@@ -267,18 +272,23 @@ def _resized_each_time(script: Script) -> Iterator[Hit]:
     for function in script.nodes(ast.FunctionDef):
         if function.name != "__getitem__" or _keeps_results(function):
             continue
-        calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-        reads = any(script.called(call) in _READERS for call in calls)
-        for call in calls:
-            is_resize = script.called(call) == "cv2.resize" or (
-                last_part(call) == "resize" and script.called(call) is None
-            )
-            if reads and is_resize:
-                yield Hit(call)
-                break
+        resize = _resize_of_read(script, function)
+        if resize is not None:
+            yield Hit(resize)
 
 
-_READERS = ("PIL.Image.open", "cv2.imread", "imageio.imread", "skimage.io.imread")
+def _resize_of_read(script: Script, function: ast.FunctionDef) -> ast.Call | None:
+    """Return the first call that resizes, in a function that reads an image file."""
+    calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+    if not any(script.called(call) in _READERS for call in calls):
+        return None
+    return next((call for call in calls if _resizes(script, call)), None)
+
+
+def _resizes(script: Script, call: ast.Call) -> bool:
+    """Return True for ``cv2.resize(image)`` and ``image.resize()``."""
+    name = script.called(call)
+    return name == "cv2.resize" or (name is None and last_part(call) == "resize")
 
 
 def _keeps_results(function: ast.FunctionDef) -> bool:

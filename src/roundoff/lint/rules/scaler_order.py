@@ -16,16 +16,29 @@ from roundoff.lint.things import Kind
 def made_in_loop(script: Script) -> Iterator[Hit]:
     """A scaler that is made inside a loop that trains, where the optimizer is not."""
     for program in script.programs:
-        training = {loop for each in program.of(Act.BACKWARD) for loop in each.loops}
         created = program.of(Act.CREATE)
-        whole = {loop for each in created if _is_optimizer(each) for loop in each.loops}
+        optimizers = [each for each in created if _is_of(each, Kind.OPTIMIZER)]
+        # a loop around an optimizer that is made runs whole trainings
+        steps = _loops_around(program.of(Act.BACKWARD)) - _loops_around(optimizers)
         for event in created:
-            is_scaler = event.subject is not None and event.subject.kind is Kind.SCALER
-            again = training.intersection(event.loops) - whole
-            if is_scaler and _binds_optimizer(script, event.node):
-                again.intersection_update(script.ancestors(event.node))
-            if is_scaler and again:
+            if _is_of(event, Kind.SCALER) and _is_again(script, event, steps):
                 yield Hit(event.node)
+
+
+def _loops_around(events: list[Event]) -> set[ast.AST]:
+    return {loop for each in events for loop in each.loops}
+
+
+def _is_of(event: Event, kind: Kind) -> bool:
+    return event.subject is not None and event.subject.kind is kind
+
+
+def _is_again(script: Script, event: Event, loops: set[ast.AST]) -> bool:
+    """Return True where one of these loops makes a scaler again and again."""
+    around = loops.intersection(event.loops)
+    if _binds_optimizer(script, event.node):
+        around.intersection_update(script.ancestors(event.node))
+    return bool(around)
 
 
 def _binds_optimizer(script: Script, node: ast.AST) -> bool:
@@ -53,19 +66,14 @@ def _target(assign: ast.Assign, name: str) -> ast.expr | None:
     return None
 
 
-def _is_optimizer(event: Event) -> bool:
-    """Return True where an optimizer is made: a loop around it runs whole trainings."""
-    return event.subject is not None and event.subject.kind is Kind.OPTIMIZER
-
-
 def bare_steps(script: Script) -> Iterator[Hit]:
     """A scaled backward pass, and then a step that the scaler does not take."""
     for loop in script.loops:
         for step in loop.of(Act.STEP):
             backward = _last(loop.before(step, Act.BACKWARD))
-            if backward is None or backward.scaler is None or step.is_managed:
+            if backward is None or backward.scaler is None:
                 continue
-            if _is_taken_by_scaler(loop, step) or _unscaled_by_hand(loop, step):
+            if _is_taken_care_of(loop, step):
                 continue
             unscaled = bool(loop.before(step, Act.UNSCALE))
             if unscaled and _looks_for_inf(script, loop):
@@ -94,6 +102,13 @@ def _looks_for_inf(script: Script, loop: Loop) -> bool:
 
 def _last(events: list[Event]) -> Event | None:
     return events[-1] if events else None
+
+
+def _is_taken_care_of(loop: Loop, step: Event) -> bool:
+    """Return True where a library, the scaler or the script itself unscales for a step."""
+    if step.is_managed or _is_taken_by_scaler(loop, step):
+        return True
+    return _unscaled_by_hand(loop, step)
 
 
 def _is_taken_by_scaler(loop: Loop, step: Event) -> bool:

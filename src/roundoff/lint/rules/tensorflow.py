@@ -9,6 +9,7 @@ from roundoff.lint.contexts import text_of
 from roundoff.lint.edits import replaced
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
+from roundoff.lint.tensors import keyword_of
 
 _FRAMEWORKS = ("tensorflow", "keras", "npu_bridge", "tf_keras")
 #: What makes a loss scale optimizer of another one, by the last part of its name.
@@ -206,21 +207,21 @@ def _low_output(script: Script) -> Iterator[Hit]:
     if not _policy_calls(script, "mixed_float16"):
         return
     for call in script.nodes(ast.Call):
-        name = (script.called(call) or "").removeprefix("tensorflow.")
-        settings = {each.arg: each.value for each in call.keywords}
-        if "dtype" in settings:
-            continue
-        activation = text_of(script, settings.get("activation"))
-        is_dense = name == "keras.layers.Dense" and activation == "softmax"
-        is_named = name == "keras.layers.Activation" and "softmax" in _texts(
-            script, call
-        )
-        if is_dense or is_named or name == "keras.layers.Softmax":
+        if _is_softmax(script, call) and keyword_of(call, "dtype") is None:
             yield Hit(call)
 
 
-def _texts(script: Script, call: ast.Call) -> list[str | None]:
-    return [text_of(script, each) for each in call.args]
+def _is_softmax(script: Script, call: ast.Call) -> bool:
+    """Return True for a layer of Keras that ends in a softmax."""
+    match (script.called(call) or "").removeprefix("tensorflow."):
+        case "keras.layers.Softmax":
+            return True
+        case "keras.layers.Dense":
+            return text_of(script, keyword_of(call, "activation")) == "softmax"
+        case "keras.layers.Activation":
+            return "softmax" in [text_of(script, each) for each in call.args]
+        case _:
+            return False
 
 
 _OLD = {
@@ -289,10 +290,16 @@ def _scaled_by_hand(script: Script) -> Iterator[Hit]:
     keras = _keras_wrappers(script)
     if keras or _policy_calls(script, "mixed_float16"):
         yield from _own_steps(script)
-    if not keras or script.method_calls("compile"):
-        return
+    if not script.method_calls("compile"):
+        yield from _wrapped_steps(script, keras)
+
+
+def _wrapped_steps(script: Script, wrappers: list[ast.Call]) -> Iterator[Hit]:
+    """``apply_gradients`` of the optimizers that some calls wrap."""
     wrapped = {
-        script.things.key(target) for call in keras for target in _targets(script, call)
+        script.things.key(target)
+        for call in wrappers
+        for target in _targets(script, call)
     }
     for call in script.method_calls("apply_gradients"):
         holder = call.func.value if isinstance(call.func, ast.Attribute) else None

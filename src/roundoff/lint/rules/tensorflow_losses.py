@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from roundoff.lint.contexts import text_of
 from roundoff.lint.rule import Hit, Rule
 from roundoff.lint.script import Script
-from roundoff.lint.tensors import sources
+from roundoff.lint.tensors import keyword_of, sources
 
 _FRAMEWORKS = ("tensorflow", "keras", "tf_keras")
 _SOFTMAX = {"tensorflow.nn.softmax", "keras.activations.softmax"}
@@ -29,6 +29,17 @@ _KERAS_LOSSES = {
     "CategoricalCrossentropy": "softmax",
     "BinaryCrossentropy": "sigmoid",
 }
+_SAME_VALUES = {
+    f"tensorflow.{name}"
+    for name in ("identity", "reshape", "squeeze", "cast", "expand_dims", "transpose")
+}
+#: Which of several values, by its place; None for the only one.
+_Place = int | None
+_DEEPEST = 8
+_MISSING = (
+    "the network ends in logits and the loss takes them for probabilities: pass "
+    "`from_logits=True`"
+)
 
 
 def _name(script: Script, call: ast.AST) -> str:
@@ -43,51 +54,55 @@ def _activation_first(script: Script) -> Iterator[Hit]:
         activations = _LOGIT_LOSSES.get(_name(script, call))
         if activations is None:
             continue
-        logits = next(
-            (each.value for each in call.keywords if each.arg == "logits"),
-            call.args[1] if len(call.args) > 1 else None,
-        )
+        logits = _second_or(call, "logits")
         if logits is not None and _ends_with(script, logits, None, activations):
             yield Hit(call)
 
 
-_SAME_VALUES = {
-    f"tensorflow.{name}"
-    for name in ("identity", "reshape", "squeeze", "cast", "expand_dims", "transpose")
-}
-_DEEPEST = 8
+def _second_or(call: ast.Call, name: str) -> ast.expr | None:
+    """Return an argument that stands at the second place, or has a name."""
+    value = keyword_of(call, name)
+    if value is not None:
+        return value
+    return call.args[1] if len(call.args) > 1 else None
 
 
 def _ends_with(
     script: Script,
     node: ast.expr | None,
-    element: int | None,
+    element: _Place,
     activations: set[str],
     depth: int = 0,
 ) -> bool:
     """Return True where every value that an expression may be comes from an activation."""
     if depth > _DEEPEST:
         return False
-    match node:
-        case ast.Name() | ast.Attribute():
-            several = [
-                (value, element if place is None else place)
-                for value, place in sources(script, node)
-                if value is not node
-            ]
-        case ast.Tuple() | ast.List():
-            inside = element is not None and element < len(node.elts)
-            several = [(node.elts[element or 0], None)] if inside else []
-        case ast.Call():
-            if _is_activation(script, node, activations):
-                return True
-            several = [(value, element) for value in _handed_on(script, node)]
-        case _:
-            several = []
+    if isinstance(node, ast.Call) and _is_activation(script, node, activations):
+        return True
+    several = _origins(script, node, element)
     return bool(several) and all(
         _ends_with(script, value, place, activations, depth + 1)
         for value, place in several
     )
+
+
+def _origins(
+    script: Script, node: ast.expr | None, element: _Place
+) -> list[tuple[ast.expr, _Place]]:
+    """Return the expressions that hand their values, or one of them, to this one."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            return [
+                (value, element if place is None else place)
+                for value, place in sources(script, node)
+                if value is not node
+            ]
+        case ast.Tuple() | ast.List() if element is not None:
+            return [(part, None) for part in node.elts[element : element + 1]]
+        case ast.Call():
+            return [(value, element) for value in _handed_on(script, node)]
+        case _:
+            return []
 
 
 def _is_activation(script: Script, call: ast.Call, activations: set[str]) -> bool:
@@ -120,20 +135,12 @@ def _from_logits(script: Script) -> Iterator[Hit]:
         activation = _KERAS_LOSSES.get(name.rpartition(".")[2])
         if activation is None or not name.startswith("keras.losses."):
             continue
-        expects = next(
-            (each.value for each in call.keywords if each.arg == "from_logits"), None
-        )
+        expects = keyword_of(call, "from_logits")
         takes_logits = isinstance(expects, ast.Constant) and expects.value is True
         if takes_logits and _ends_in(script, activation):
             yield Hit(call)
         elif expects is None and _ends_in(script, None):
             yield Hit(call, _MISSING)
-
-
-_MISSING = (
-    "the network ends in logits and the loss takes them for probabilities: pass "
-    "`from_logits=True`"
-)
 
 
 def _ends_in(script: Script, activation: str | None) -> bool:
@@ -175,14 +182,14 @@ def _activation(script: Script, layer: ast.Call) -> str | None:
         return text_of(script, layer.args[0])
     if name != "keras.layers.Dense":
         return "unknown"
-    value = next(
-        (each.value for each in layer.keywords if each.arg == "activation"),
-        layer.args[1] if len(layer.args) > 1 else None,
-    )
-    if value is None:
-        return None
-    named = (script.qualified(value) or "").rpartition(".")[2]
-    return text_of(script, value) or named or "unknown"
+    value = _second_or(layer, "activation")
+    return None if value is None else _named_activation(script, value)
+
+
+def _named_activation(script: Script, value: ast.expr) -> str:
+    """Return ``softmax`` of ``"softmax"`` and of ``tf.nn.softmax``."""
+    last_name = (script.qualified(value) or "").rpartition(".")[2]
+    return text_of(script, value) or last_name or "unknown"
 
 
 RULES = (

@@ -32,6 +32,9 @@ def options(description: str | None) -> argparse.Namespace:
         "--quick", action="store_true", help="one batch and fewer cases: does it run?"
     )
     parser.add_argument(
+        "--first-batch", action="store_true", help="all cases, on the first batch alone"
+    )
+    parser.add_argument(
         "--only", metavar="NAME", nargs="+", help="these examples alone"
     )
     parser.add_argument(
@@ -62,7 +65,7 @@ def workloads(
             print(f"\n{name} is left out: {str(error).splitlines()[0]}")
             continue
         workload.model.eval()
-        if args.quick:
+        if args.quick or args.first_batch:
             workload = first_batch(workload)
         yield name, workload
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ArgumentError",
     "FormatError",
     "GradientPathError",
     "InfeasibleError",
@@ -86,6 +87,32 @@ def _rebuild(
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+class ArgumentError(RoundoffError, TypeError):
+    """An argument of a function is of a type that it does not take."""
+
+
+def wrong_type(
+    name: str, value: object, expected: str, do: str | None = None
+) -> ArgumentError:
+    """Return the error for an argument of a wrong type, to be raised by the caller.
+
+    >>> print(wrong_type("run", None, "a folder"))
+    run: an argument of the wrong type
+      expected: a folder
+      got: None
+    """
+    got = f"a {type(value).__name__}"
+    if isinstance(value, type):
+        got = f"the class {value.__name__}"
+    return ArgumentError(
+        "an argument of the wrong type",
+        where=name,
+        expected=expected,
+        got="None" if value is None else got,
+        do=do,
+    )
 
 
 class WorkloadError(RoundoffError):
@@ -214,7 +241,7 @@ def nearest(
     for each in names:
         spellings.setdefault(each.casefold(), []).append(each)
     near = difflib.get_close_matches(
-        name.casefold(), spellings, n=at_most, cutoff=likeness
+        str(name).casefold(), spellings, n=at_most, cutoff=likeness
     )
     return [each for folded in near for each in spellings[folded]][:at_most]
 

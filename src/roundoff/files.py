@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import OutputError
+from roundoff.errors import OutputError, wrong_type
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::[^/]+)?://")
 
@@ -123,13 +123,23 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return match is not None and match[1] not in ("file", "local")
 
 
+def as_path(place: object, name: str, expected: str = "a path") -> Path:
+    """Return the path that an argument of this name is.
+
+    Raises ``ArgumentError`` for anything but a text or a path.
+    """
+    if isinstance(place, str | os.PathLike):
+        return Path(place)
+    raise wrong_type(name, place, expected)
+
+
 def local_path(place: str | os.PathLike[str]) -> Path:
     """Return the path that a local URL or a path means.
 
     >>> local_path("file:///runs/a"), local_path("runs/a") == Path("runs/a")
     (...Path('/runs/a'), True)
     """
-    text = os.fspath(place)
+    text = os.fspath(as_path(place, "path")) if not isinstance(place, str) else place
     return Path(text[text.index("//") + 2 :] if _URL.match(text) else text)
 
 

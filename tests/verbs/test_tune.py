@@ -369,7 +369,8 @@ def test_command(tmp_path, monkeypatch, capsys):
         "Written to out.toml",
     ):
         assert word in shown
-    assert main([*arguments.split(), "--json"]) == 0
+    fewer = arguments.replace("--steps 2 --probes 8", "--steps 1 --probes 4")
+    assert main([*fewer.split(), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["met"]
     assert data["output"] == "out.toml"

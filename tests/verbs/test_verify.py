@@ -196,6 +196,23 @@ def test_coarse_formats_are_linearised_again(seed):
         assert "solved again" in entry.action
 
 
+@pytest.mark.parametrize(("seed", "target"), [(1, 26), (4, 22), (5, 26)])
+def test_the_last_plan_leaves_room_for_what_earlier_ones_fell_short(seed, target):
+    """A plan that just meets its target as predicted misses it as often as not."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(12, 12)).eval()
+    for parameter in model.parameters():
+        parameter.data *= 1.7
+    workload = Workload(model, [torch.randn(6, 12)])
+    measured = budget(workload, ["int4", "int8"], probes=8)
+    plan = measured.plan(float(target))
+    first = verify(workload, plan, budget=measured, native=False, rounds=1)
+    assert not first.met
+    second = verify(workload, plan, budget=measured, native=False, rounds=2)
+    assert second.met
+
+
 def test_the_plan_that_stands_is_the_best_tried(workload, measured):
     """A budget that makes light of every error by 30 dB, and a pin that rules the target out in truth."""
     light = pl.col("projections").list.eval(pl.element() * 0.03)

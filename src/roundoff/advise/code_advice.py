@@ -176,14 +176,15 @@ def _tried(
     """Time both, and compare what they compute where that is one tensor."""
     try:
         speed = measure_speed(unchanged, changed, seconds=seconds, device=facts.device)
-        results = [unchanged(), changed()]
+        before = unchanged()
+        after = changed()
     except TRIAL_ERRORS as error:
         return replace(row, reason=f"it failed: {first_line(error)}")
     pays = speed.median >= PAYS and speed.low > 1
     precision = None
-    if all(isinstance(each, torch.Tensor) for each in results):
-        ours, theirs = ([{"result": each}] for each in results)
-        precision = Precision(output_db=sqnr_of(ours, theirs), loss_db=None)  # type: ignore[arg-type]
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        output_db = sqnr_of([{"result": before}], [{"result": after}])
+        precision = Precision(output_db=output_db, loss_db=None)
     return replace(
         row,
         speed=speed,

@@ -19,12 +19,12 @@ from roundoff.budget.targets import metric_curve
 from roundoff.budget.trial_cost import USUAL_PROBES, TrialCost, adjoint_cost
 from roundoff.budget.trial_run import TrialRun
 from roundoff.budget.trials import Programs, Recording, record
-from roundoff.errors import FormatError, GradientPathError, WorkloadError
+from roundoff.errors import FormatError, GradientPathError, WorkloadError, wrong_type
 from roundoff.formats import Format, parse_format
 from roundoff.ops import CallMode, Handler, watch
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 #: Batches that are measured at least, so that they can be compared: those of a model
 #: whose sites keep samples apart, and of others, which show one number a batch.
@@ -87,6 +87,7 @@ def budget(
         NonFiniteError: the unrounded run holds NaN or Inf.
         FormatError: a format is unknown, or none is named.
     """
+    workload = as_workload(workload)
     chosen = parse_formats(formats)
     if not chosen:
         raise FormatError(
@@ -184,9 +185,14 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def parse_formats(names: Iterable[str]) -> list[Format]:
-    """Return formats by name, without repeats, in order.
+    """Return formats by name, without repeats, in order; a text has commas between them.
 
-    fp32, the reference, is left out.
+    fp32, the reference, is left out. Raises ``FormatError`` for a name of none, and
+    ``ArgumentError`` for what holds no names.
     """
+    if isinstance(names, str):
+        names = names.split(",")
+    if not isinstance(names, Iterable):
+        raise wrong_type("formats", names, "names of formats: ['bf16', 'int8']")
     formats = [parse_format(name) for name in names]
     return list({fmt.name: fmt for fmt in formats if fmt.name != "fp32"}.values())

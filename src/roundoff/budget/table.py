@@ -34,7 +34,7 @@ from roundoff.budget.noise_power import (
 )
 from roundoff.budget.outputs import each_output, worst_power
 from roundoff.errors import PlanError
-from roundoff.files import atomic_path
+from roundoff.files import as_path, atomic_path
 from roundoff.foreign import fault_of, parse_json, regular
 from roundoff.formats import parse_format
 from roundoff.notebook import decibels as shown_db
@@ -379,6 +379,7 @@ class Budget:
     @classmethod
     def load(cls, path: str | Path) -> Budget:
         """Read a budget. Raises ``PlanError`` when the file is no budget, or a newer one."""
+        path = as_path(path, "path", "the file of a budget")
         try:
             facts = parse_json(
                 pl.read_parquet_metadata(regular(Path(path)))["roundoff"]

@@ -7,6 +7,7 @@ decided, 130 interrupted. No two outcomes share one.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -35,6 +36,7 @@ from roundoff.cli import (
     verify,
     watch,
 )
+from roundoff.cli.plain_output import plainer_output
 from roundoff.errors import InfeasibleError, RoundoffError
 from roundoff.foreign import visible
 from roundoff.packages import installed_version
@@ -47,6 +49,9 @@ CRASHED = 3
 INTERRUPTED = 130
 #: likewise where nobody reads what it prints any more
 UNREAD = 141
+
+#: where nothing more can be written: a full disk, a quota, a limit of the process
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: the base of all usage errors; typer brings a click of its own from 0.26 on
 _CLICK_ERROR: Any = next(
@@ -124,8 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     talk.begin()
     try:
-        result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
-        sys.stdout.flush()
+        with plainer_output():
+            result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
+            sys.stdout.flush()
     except typer.Exit as done:
         result = done.exit_code
     except _CLICK_ERROR as error:
@@ -142,6 +148,14 @@ def main(arguments: list[str] | None = None) -> int:
         _close_output()
         return UNREAD
     except BaseException as error:
+        if _is_unread(error):
+            _close_output()
+            return UNREAD
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _show_traceback()
+            print(visible(f"roundoff: cannot write: {error}"), file=sys.stderr)
+            _close_output()
+            return BAD_INPUT
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         _show_traceback()
@@ -167,6 +181,15 @@ def _code_of(error: RoundoffError) -> int:
     if isinstance(error.__cause__, KeyboardInterrupt):
         return INTERRUPTED
     return MISSED if isinstance(error, InfeasibleError) else BAD_INPUT
+
+
+def _is_unread(error: BaseException) -> bool:
+    """Return True for the exit that click makes of output that nobody reads."""
+    return isinstance(error, SystemExit) and _is_broken_pipe(error.__context__)
+
+
+def _is_broken_pipe(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def _close_output() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from roundoff.cli import kinds
 from roundoff.cli import options as o
+from roundoff.cli.plain_output import output_of_script
 
 if TYPE_CHECKING:
     from roundoff.record import CaptureSummary
@@ -134,7 +134,7 @@ def command(
         "overwrite": overwrite,
     }
     further = Repeats(output, noise, repeats, overwrite=overwrite, level=level)
-    with o.script_aside() if json else nullcontext():
+    with o.script_aside() if json else output_of_script():
         run = capture_script(script, output, **options)
         further.record(script, run.identity, options)
     # one of several processes speaks, of its own part: the others may still be writing

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from roundoff.cli import options as o
+from roundoff.cli.plain_output import output_of_script
 from roundoff.cli.talk import talk
 
 if TYPE_CHECKING:
@@ -85,5 +86,5 @@ def _text(lines: int) -> Iterator[Callable[[WatchEvent], None]]:
     from roundoff.report import HarmlessConsole, print_events
 
     console = HarmlessConsole(stderr=True, highlight=False, quiet=talk().quiet)
-    with print_events(console, lines) as say:
+    with output_of_script(), print_events(console, lines) as say:
         yield say

@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import replace
 
-from roundoff.errors import FormatError, did_you_mean, nearest
+from roundoff.errors import FormatError, did_you_mean, nearest, wrong_type
 from roundoff.formats.types import BlockFormat, Execution, Format, Layout, RoundingMode
 
 __all__ = ["ALIASES", "FORMATS", "parse_format"]
@@ -373,6 +373,10 @@ def parse_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
+    if str(name).startswith("torch."):  # a dtype
+        name = str(name)
+    if not isinstance(name, str):
+        raise wrong_type("format", name, "the name of a format, such as 'bf16'")
     key = name.strip().lower().replace("-", "_").removeprefix("torch.")
     fmt = FORMATS.get(ALIASES.get(key, key)) or integer_named(key) or mixed(key)
     if fmt is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roundoff.errors import FormatError, PlanError, examples
-from roundoff.files import atomic_path, toml_string, toml_value
+from roundoff.files import as_path, atomic_path, toml_string, toml_value
 from roundoff.foreign import parse_json, parse_toml, read_text
 from roundoff.formats import parse_format
 from roundoff.notebook import decibels
@@ -200,7 +200,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan. Raises ``PlanError`` naming what is wrong and where."""
-        path = Path(path)
+        path = as_path(path, "path", "the file of a plan")
         try:
             text = read_text(path)
             data = parse_json(text) if path.suffix == ".json" else parse_toml(text)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundoff.budget import sqnr_db
-from roundoff.errors import QuantizationError
+from roundoff.errors import QuantizationError, wrong_type
 from roundoff.plan import worst_noise
 from roundoff.preserve import same_draws
 from roundoff.quantize.computed_weights import (
@@ -116,6 +116,8 @@ def calibration_workload(
     Raises ``QuantizationError`` without data. NaN and Inf in them (labels where there is
     nothing to label, say) are judged where they reach an operator.
     """
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable | None):
+        raise wrong_type("batches", batches, "a list of the model's inputs")
     collected = None if batches is None else list(batches)
     if isinstance(model, Workload):
         workload = model if collected is None else with_batches(model, collected)

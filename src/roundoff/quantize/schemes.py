@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roundoff.errors import FormatError, QuantizationError
+import torch
+
+from roundoff.errors import FormatError, QuantizationError, wrong_type
 from roundoff.formats import FORMATS, Format, parse_format
 from roundoff.ops import MATRIX_KINDS
 from roundoff.plan import Plan, Rule
@@ -170,6 +172,8 @@ def site_formats(
 
 def _single_format(plan: Plan | Mapping[str, str] | str | Path) -> Format | None:
     """Return the format that a plan names; None for anything else than a format's name."""
+    if isinstance(plan, torch.dtype):
+        return parse_format(str(plan))
     if not isinstance(plan, str):
         return None
     try:
@@ -185,6 +189,8 @@ def _read_plan(plan: Plan | Mapping[str, str] | str | Path) -> Plan:
         return plan
     if isinstance(plan, Mapping):
         return Plan(tuple(Rule(fmt, (pattern,)) for pattern, fmt in plan.items()))
+    if not isinstance(plan, str | Path):
+        raise wrong_type("plan", plan, "a Plan, its file, or the name of a format")
     return Plan.load(plan)
 
 

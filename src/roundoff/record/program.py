@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from roundoff.errors import RunError
+from roundoff.errors import RunError, wrong_type
 
 
 class ScriptError(RunError):
@@ -30,6 +30,10 @@ def words_of(command: Sequence[str], verb: str) -> list[str]:
     ``verb`` is what an error shows behind ``roundoff``. Raises ``RunError`` where it is
     no script, or a launcher of several processes.
     """
+    if isinstance(command, str) or not isinstance(command, Sequence):
+        raise wrong_type(
+            "command", command, 'a script and its arguments: ["train.py", "--lr", "3"]'
+        )
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         words = words[1:]

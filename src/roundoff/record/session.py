@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +20,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from roundoff.errors import RoundoffError, RunError, warn
+from roundoff.errors import RoundoffError, RunError, warn, wrong_type
+from roundoff.files import as_path
 from roundoff.foreign import without_secrets
 from roundoff.ops import describe
 from roundoff.record.disk.tensors import content_hash
@@ -119,8 +119,8 @@ class Capture:
             )
         if noise is not None:
             check_noise(noise, level)
-        self.path = Path(path)
-        self.model = model
+        self.path = as_path(path, "path", "the folder to write: capture(FOLDER, model)")
+        self.model = _module_or_none(model)
         self.level = level
         self.keep = keep
         self.steps = StepNumbers.parse(steps)
@@ -604,3 +604,9 @@ def _world_size() -> int:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _module_or_none(model: object) -> nn.Module | None:
+    if model is None or isinstance(model, nn.Module):
+        return model
+    raise wrong_type("model", model, "a torch.nn.Module: capture(FOLDER, model)")

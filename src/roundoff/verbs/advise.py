@@ -41,7 +41,7 @@ from roundoff.advise import (
 from roundoff.budget import Progress
 from roundoff.errors import WorkloadError
 from roundoff.preserve import preserve
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 #: Why torch.compile is not tried unless it is asked for.
 COMPILE_TAKES = "it takes seconds to minutes: --compile tries it"
@@ -99,7 +99,7 @@ class Advice:
 
 
 def advise(
-    workload: Workload,
+    workload: Workload | str | Path,
     train: bool = False,
     *,
     least_db: float = 40.0,
@@ -139,6 +139,7 @@ def advise(
     >>> answer.summary.counts.macs
     32.0
     """
+    workload = as_workload(workload)
     report = _reporter(progress)
     with preserve(workload.model):
         torch.set_grad_enabled(True)

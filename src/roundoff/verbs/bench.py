@@ -29,7 +29,7 @@ from roundoff.train import (
     parse_configs,
     summarize,
 )
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Bench:
 
 
 def bench(
-    workload: Workload,
+    workload: Workload | str | Path,
     configs: Sequence[str | TrainingStep],
     *,
     steps: int = 200,
@@ -121,6 +121,7 @@ def bench(
     [('fp32', None), ('fp64', 'no difference seen')]
     """
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(map(int, seeds))
+    workload = as_workload(workload)
     parsed = parse_configs(configs)
     _check(workload, steps, chosen)
     device = device_of(workload.model)

@@ -14,7 +14,7 @@ from roundoff.check import (
 )
 from roundoff.compare import recorded_beside
 from roundoff.errors import RunError
-from roundoff.files import is_url
+from roundoff.files import as_path, is_url
 from roundoff.record import Run, as_run
 
 Place = Run | str | os.PathLike[str]
@@ -73,5 +73,6 @@ def check(
 
 
 def _is_checkpoint(place: Place) -> bool:
-    is_path = not isinstance(place, Run) and not is_url(place)
-    return is_path and is_checkpoint(os.fspath(place))  # type: ignore[arg-type]
+    if isinstance(place, Run) or is_url(place):
+        return False
+    return is_checkpoint(as_path(place, "run", "a run, or the folder of one"))

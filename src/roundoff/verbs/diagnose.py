@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections import Counter, defaultdict
@@ -25,7 +26,13 @@ from roundoff.budget import (
     parse_drop,
     parse_target,
 )
-from roundoff.errors import InfeasibleError, RunError
+from roundoff.errors import (
+    ArgumentError,
+    InfeasibleError,
+    RunError,
+    did_you_mean,
+    nearest,
+)
 from roundoff.notebook import decibels, share
 from roundoff.notebook import table as html_table
 from roundoff.plan import Plan, PlanFigures, run_batches, worst_noise
@@ -43,7 +50,7 @@ from roundoff.report import (
     answer_diagnosis,
 )
 from roundoff.verbs.verify import Verification, verify
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 if TYPE_CHECKING:
     from roundoff.verbs.diagnose_candidate import CandidateDiagnosis
@@ -123,9 +130,13 @@ class Diagnosis:
         )
 
 
+#: Arguments that a candidate alone has.
+_RECORDING = ("output", "steps", "noise", "backend")
+
+
 @overload
 def diagnose(
-    workload: Workload,
+    workload: Workload | str | Path,
     formats: Iterable[str] = ...,
     *,
     candidate: None = None,
@@ -134,7 +145,7 @@ def diagnose(
 ) -> Diagnosis: ...
 @overload
 def diagnose(
-    workload: Workload,
+    workload: Workload | str | Path,
     formats: Iterable[str] = ...,
     *,
     candidate: str | Path,
@@ -146,7 +157,7 @@ def diagnose(
     **options: Any,
 ) -> CandidateDiagnosis: ...
 def diagnose(
-    workload: Workload,
+    workload: Workload | str | Path,
     formats: Iterable[str] = ("bf16", "fp16", "fp8_e4m3fn", "int8"),
     *,
     target: TargetText | None = None,
@@ -175,7 +186,7 @@ def diagnose(
     is a format the rest follows with it, and ``formats`` is not used.
 
     Args:
-        workload: model, batches and metric.
+        workload: model, batches and metric; or the Python file that defines them.
         formats: names of the number formats.
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); 40
             where neither it nor ``metric_drop`` is given.
@@ -200,6 +211,7 @@ def diagnose(
     Raises:
         RoundoffError: what ``budget``, ``plan`` and ``verify`` raise.
     """
+    workload = as_workload(workload)
     goal = Goal(
         target=target,
         metric_drop=metric_drop,
@@ -222,6 +234,14 @@ def diagnose(
 
         return diagnose_candidate(
             workload, candidate, goal, sampling, progress=progress, **recording
+        )
+    unknown = [name for name in recording if name not in _RECORDING]
+    if unknown:
+        names = [*inspect.signature(diagnose).parameters, *_RECORDING]
+        raise ArgumentError(
+            "no such argument",
+            where=unknown[0],
+            do=did_you_mean(nearest(unknown[0], names)),
         )
     if recording:
         raise RunError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from roundoff.errors import RoundoffError
+from roundoff.errors import RoundoffError, wrong_type
+from roundoff.files import as_path
 from roundoff.lint import (
     LintConfig,
     LintResult,
@@ -61,8 +61,10 @@ def lint(
         >>> "RO101" in [finding.code for finding in answer.findings]
         True
     """
+    if not isinstance(paths, str | os.PathLike | Iterable):
+        raise wrong_type("paths", paths, "scripts or folders")
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    places = [Path(path) for path in several]
+    places = [as_path(path, "paths", "a script or a folder") for path in several]
     for place in places:
         if not os.path.lexists(place):
             raise RoundoffError("no such file or folder", where=str(place))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from roundoff.errors import PlanError, RoundoffError, ScriptError
+from roundoff.files import as_path
 from roundoff.lint import read
 from roundoff.migrate import Migration, check_direction, migrate_script
 from roundoff.plan import read_lists
@@ -59,7 +60,7 @@ def migrate(
         +        loss = model(torch.ones(3, 4)).square().mean()
     """
     check_direction(to, source)
-    path = Path(script)
+    path = as_path(script, "script")
     try:
         text = read(path)
     except ValueError as error:

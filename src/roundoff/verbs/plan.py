@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from roundoff.budget import Budget
+from roundoff.files import as_path
 from roundoff.plan import Plan
 
 
@@ -50,7 +50,13 @@ def plan(
         PatternError: a pattern matches nothing.
         InfeasibleError: no plan reaches the target.
     """
-    measured = budget if isinstance(budget, Budget) else Budget.load(Path(budget))
+    measured = budget
+    if not isinstance(measured, Budget):
+        measured = Budget.load(
+            as_path(
+                budget, "budget", "a Budget, or the file of one: roundoff.budget(...)"
+            )
+        )
     return measured.plan(
         target,
         metric_drop=metric_drop,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,7 @@ from roundoff.train import (
     no_loss,
     trainable,
 )
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 Aim = Literal["equal", "more", "cheapest"]
 AIMS: Mapping[str, str] = {
@@ -60,7 +61,7 @@ COST_SLACK = 1 + 1e-6
 
 
 def tune(
-    workload: Workload,
+    workload: Workload | str | Path,
     formats: Iterable[str] = ("bf16",),
     *,
     loss: bool = True,
@@ -114,6 +115,7 @@ def tune(
             expected="such as bf16",
             got="fp32",
         )
+    workload = as_workload(workload)
     if workload.loss is None:
         raise no_loss(workload)
     halves = [name for name in offered if name in HALF] or ["bf16"]

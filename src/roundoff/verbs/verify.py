@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from roundoff.budget import (
     Budget,
@@ -27,11 +28,11 @@ from roundoff.budget import (
     rows_aside,
 )
 from roundoff.budget import budget as measure
-from roundoff.errors import InfeasibleError, PlanError
+from roundoff.errors import InfeasibleError, PlanError, wrong_type
 from roundoff.plan import Plan, Ran, Rounded, output_noises, run_batches
 from roundoff.report import VerificationSummary, VerifiedResult, VerifiedRound
 from roundoff.verbs.blame import blamed
-from roundoff.workload import Workload
+from roundoff.workload import Workload, as_workload
 
 #: Prediction and measurement that differ by more than this call for another round.
 AGREEMENT_DB = 1.0
@@ -100,8 +101,8 @@ class Verification:
 
 
 def verify(
-    workload: Workload,
-    plan: Plan,
+    workload: Workload | str | Path,
+    plan: Plan | str | Path,
     *,
     budget: Budget | None = None,
     target: TargetText | None = None,
@@ -121,11 +122,11 @@ def verify(
     again. Where that does not explain what was measured, as where decisions changed,
     the plan's noise is traced to its sites, by leaving them unrounded in turn. A plan
     that stands although its prediction was wrong has it corrected by the measurement.
-    Without a budget the plan is only measured.
+    The last plan tried leaves room for as much as earlier ones fell short. Without a budget the plan is only measured.
 
     Args:
         workload: model, batches and metric.
-        plan: the plan.
+        plan: the plan, or its file.
         budget: that the plan comes from.
         target: least SQNR in dB, of every output or of each by name (see ``Goal``); the
             plan's own by default. ``"0.5%"`` is a ``metric_drop``.
@@ -143,6 +144,8 @@ def verify(
             the workload has no metric that a drop could be measured of.
         WorkloadError: there is no such part.
     """
+    workload = as_workload(workload)
+    plan = _loaded(plan)
     asked, drop = _asked(plan, target, metric_drop)
     _check_metric(workload, drop)
     wanted = _target_of(plan) if asked is None else asked
@@ -159,7 +162,7 @@ def verify(
         is_last = budget is None or number == rounds
         if is_last or (trial.agrees and trial.good):
             break
-        candidate = verifier.mended(trial)
+        candidate = verifier.mended(trial, leave_room=number + 1 == rounds)
     best = verifier.best()
     verifier.correct(best)
     if not native:
@@ -352,8 +355,12 @@ class _Verifier:
             return False
         return metric < self.exact_metric - self.metric_drop
 
-    def mended(self, trial: _PlanTrial) -> _Candidate | None:
+    def mended(self, trial: _PlanTrial, *, leave_room: bool) -> _Candidate | None:
         """Return what to try next: linearised around the rounded model, solved again.
+
+        A plan just meets its target as predicted, so about every second one that is
+        run comes out below it. With ``leave_room`` the plan is to reach as much more as
+        earlier plans fell short of their predictions.
 
         None where there is nothing; the trial says why.
         """
@@ -386,8 +393,26 @@ class _Verifier:
             left = _shift(learned.predict(candidate.formats), trial.outputs)
             if abs(left[output]) <= abs(shift[output]):
                 self.budget = learned
-                return self._solved_again(trial, learned, self.target, left, TRACED)
-        return self._solved_again(trial, around, self.target, shift, way)
+                around = learned
+                shift = left
+                way = TRACED
+        room = self._fell_short() if leave_room else 0.0
+        solved = self._solved_again(trial, around, self.target, shift, way, room)
+        if solved is None and room:
+            solved = self._solved_again(trial, around, self.target, shift, way, 0.0)
+        return solved
+
+    def _fell_short(self) -> float:
+        """Return by how many dB a plan so far came out below its prediction, at most.
+
+        No more than AGREEMENT_DB: what differs by more has its prediction mended.
+        """
+        short = 0.0
+        for trial in self.trials:
+            for row in trial.outputs:
+                if row.predicted_db is not None and row.sqnr_db is not None:
+                    short = max(short, row.predicted_db - row.sqnr_db)
+        return min(short, AGREEMENT_DB)
 
     def _around(self, trial: _PlanTrial, known: Budget) -> Budget:
         """Return a budget like the known one, around a plan that ran."""
@@ -435,13 +460,14 @@ class _Verifier:
         target: SqnrTarget,
         shifts: Mapping[str, float],
         way: str,
+        room: float,
     ) -> _Candidate | None:
-        """Return the cheapest plan for the target.
+        """Return the cheapest plan that is predicted ``room`` dB above the target.
 
         Predictions of ``budget`` are ``shifts`` too high; ``way`` says how it was made.
         """
         shift = {name: db for name, db in shifts.items() if math.isfinite(db)}
-        extra = EXTRA_DB if all_met(trial.outputs) and not trial.good else 0.0
+        extra = EXTRA_DB if all_met(trial.outputs) and not trial.good else room
         problem = Problem(budget, self.goal)
         asked = target.of_each(output.name for output in budget.outputs)
         needed = {
@@ -543,6 +569,14 @@ def _asked(
     if target is None:
         return None, plan.figures.metric_drop if drop is None else drop
     return parse_target(target), drop
+
+
+def _loaded(plan: Plan | str | Path) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    raise wrong_type("plan", plan, "a roundoff.Plan, or the file of one")
 
 
 def _target_of(plan: Plan) -> SqnrTarget | None:

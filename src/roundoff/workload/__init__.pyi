@@ -7,4 +7,5 @@ from .outputs import all_named_tensors as all_named_tensors
 from .outputs import named_tensors as named_tensors
 from .outputs import target_tensors as target_tensors
 from .workload import Workload as Workload
+from .workload import as_workload as as_workload
 from .workload import describe as describe

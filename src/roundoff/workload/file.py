@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roundoff.errors import WorkloadError, did_you_mean, nearest
+from roundoff.files import as_path
 from roundoff.workload.code import user_code
 
 __all__ = ["UserModule", "check_defined", "execute_module"]
@@ -61,7 +62,9 @@ def execute_module(source: str | Path) -> Iterator[UserModule]:
 
 def _find_file(source: str | Path) -> Path | None:
     """The absolute path of a file (links are not resolved); None for a dotted name."""
-    path = Path(source).expanduser()
+    path = as_path(
+        source, "source", "a Python file, or the name of a module"
+    ).expanduser()
     if path.is_file() and path.suffix == ".py":
         return path.absolute()
     is_package = (path / "__init__.py").exists()

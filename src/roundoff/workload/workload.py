@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from roundoff.errors import WorkloadError
+from roundoff.errors import WorkloadError, wrong_type
 from roundoff.preserve import preserve
 from roundoff.workload.code import check_call, metric_arguments, name_of, user_code
 from roundoff.workload.file import check_defined, execute_module
@@ -330,6 +330,23 @@ class Workload:
             got=describe(batches) + _forgotten_return(batches),
             do=do,
         )
+
+
+def as_workload(workload: Workload | str | Path) -> Workload:
+    """Return a workload, or the one that a file defines.
+
+    Raises ``ArgumentError`` for anything else, and what ``Workload.load`` raises.
+    """
+    if isinstance(workload, Workload):
+        return workload
+    if isinstance(workload, str | Path):
+        return Workload.load(workload)
+    raise wrong_type(
+        "workload",
+        workload,
+        "a roundoff.Workload, or the Python file that defines one",
+        do="roundoff.Workload(model, batches): a model and a list of its inputs",
+    )
 
 
 def describe(value: object) -> str:

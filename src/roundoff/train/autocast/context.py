@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from roundoff.errors import PlanError
+from roundoff.errors import PlanError, wrong_type
 from roundoff.foreign import read_text
 from roundoff.formats import parse_format
 from roundoff.ops import AUTOCAST_KEYS, SLOW_FP16, CallMode, Place, slow_in_fp16, watch
@@ -242,8 +242,12 @@ def read_plan(
     """Return the plan that ``what`` stands for: itself, a format's name, or a file."""
     if isinstance(what, Plan):
         return what
+    if isinstance(what, torch.dtype):
+        return _plan_of_format(str(what))
     if isinstance(what, str) and not Path(what).suffix:
         return _plan_of_format(what)
+    if not isinstance(what, str | Path | Mapping):
+        raise wrong_type("plan", what, "a Plan, its file, or the name of a format")
     if not isinstance(what, Mapping) and _is_plan(Path(what)):
         path = Path(what)
         if path.is_file():
@@ -318,6 +322,8 @@ def _device_type(device: str | torch.device | None, model: nn.Module | None) -> 
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", model, "a torch.nn.Module")
     tensors = itertools.chain(model.parameters(), model.buffers())
     first = next(tensors, None)
     return torch.device("cpu") if first is None else first.device

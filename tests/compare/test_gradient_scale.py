@@ -60,8 +60,8 @@ def test_two_scales(tmp_path):
     assert found.agrees, found.answer
 
 
-def clipped(folder, factor, keep):
-    """Train with a clip that every gradient is above, so that it hides a factor."""
+def clipped(folder, factor, keep, clip):
+    """Train with a clip that gradients are above, so that it hides a factor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,15 +71,18 @@ def clipped(folder, factor, keep):
         if factor != 1:
             loss = loss * factor
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        clip(model.parameters(), 1e-3)
         optimizer.step()
         run.step()
 
 
 @pytest.mark.parametrize("keep", ["tensors", "stats"])
-def test_a_clip_divides_no_scale_out(keep, tmp_path):
-    clipped(tmp_path / "one", 1, keep)
-    clipped(tmp_path / "other", 64.0, keep)
+@pytest.mark.parametrize(
+    "clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=["norm", "value"]
+)
+def test_a_clip_divides_no_scale_out(keep, clip, tmp_path):
+    clipped(tmp_path / "one", 1, keep, clip)
+    clipped(tmp_path / "other", 64.0, keep, clip)
     found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
     assert not found.agrees
     assert found.culprits(1)[0].operator == "mul"

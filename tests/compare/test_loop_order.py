@@ -2,7 +2,7 @@
 
 import pytest
 
-from roundoff.compare.loop_order import loop_causes, optimizer_steps
+from roundoff.compare.loop_order import TURNS, loop_causes, optimizer_steps
 from roundoff.record import LoopEvent
 
 
@@ -100,3 +100,42 @@ def test_a_learning_rate_is_one_cause_for_all_steps():
 
 def test_another_tools_run_has_no_loop():
     assert loop_causes([], loop(*USUAL), rank=0) == []
+
+
+def turns(*optimizers):
+    """The events of loops whose optimizers step in this order, all in one step."""
+    events = []
+    for call, name in enumerate(optimizers):
+        events.append((0, event("backward", 2 * call)))
+        events.append((0, event("optimizer.step", 2 * call + 1, name, lr=0.1)))
+    return events
+
+
+def test_fewer_turns_of_an_inner_loop_are_told():
+    causes = loop_causes(turns(*"DDGDDG"), turns(*"DGDG"), rank=0)
+    (cause,) = [cause for cause in causes if cause.name == TURNS]
+    assert "1 step of D before another optimizer steps" in cause.evidence
+    assert cause.line == "train.py:2"
+    more = loop_causes(turns(*"DGDG"), turns(*"DDGDDG"), rank=0)
+    assert more[0].name == TURNS
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("ABAB", "BABA"), ("DDGDD", "DDGD"), ("AAA", "AA"), ("ABC", "CBA")],
+)
+def test_optimizers_in_another_order_or_cut_off_take_the_same_turns(ours, theirs):
+    causes = loop_causes(turns(*ours), turns(*theirs), rank=0)
+    assert [cause for cause in causes if cause.name == TURNS] == []
+
+
+def test_gradients_without_a_graph_of_their_own_are_told():
+    def penalty(**numbers):
+        return [(0, event("autograd.grad", 3, **numbers)), *loop(*USUAL)]
+
+    (cause,) = loop_causes(penalty(create_graph=1.0), penalty(), rank=0)
+    assert "without create_graph" in cause.evidence
+    assert cause.line == "train.py:4"
+    assert loop_causes(penalty(), penalty(), rank=0) == []
+    (more,) = loop_causes(penalty(), penalty(create_graph=1.0), rank=0)
+    assert "with create_graph, the reference without" in more.evidence

@@ -37,6 +37,9 @@ NETWORKS = (
     "convnext",
     "wavenet",
     "yolo",
+    "mamba",
+    "crf",
+    "diffusion",
 )
 #: Their results were not looked at while the rules were written.
 KEPT_APART = ("gru", "graph", "conformer", "gat", "segmenter")

@@ -31,6 +31,7 @@ from roundoff.compare.call_pairs import (
     match_calls,
     read_another_number,
 )
+from roundoff.compare.list_calls import element_by_element
 from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 
 MATCHED = "matched"
@@ -132,7 +133,9 @@ class _Alignment:
         """Pair the results of matching calls, place by place."""
         ours = calls_of(list(self._reference.values()), self._rename)
         theirs = calls_of(list(self._candidate.values()), lambda name: name)
-        self._calls = match_calls(ours, theirs)
+        by_element = element_by_element(ours, theirs, self._reference)
+        theirs = element_by_element(theirs, ours, self._candidate)
+        self._calls = match_calls(by_element, theirs)
         for calls in self._calls:
             for twin, row in self._results_of(calls):
                 self._add(twin, row, MATCHED, calls.reason)

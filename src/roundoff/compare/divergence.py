@@ -555,10 +555,16 @@ class Divergence:
             return True
         if not self.measures.can_replay:
             # equal statistics of what comes after may be those of other values
-            is_backward = self.candidate[record].phase == "backward"
-            return is_backward and finding.read is not None
+            row = self.candidate[record]
+            may_be_right = row.phase == "backward" or self._is_of_another_form(row)
+            return may_be_right and finding.read is not None
         other_shape = self.candidate[record].shape != self.twin(record).shape
         return record in self.guessed or other_shape or finding.read is not None
+
+    def _is_of_another_form(self, row: RecordedRow) -> bool:
+        """Return True for an element of a list beside a call on one tensor: the two forms
+        of an optimizer take the same steps in another order."""
+        return row.is_on_lists != self.twin(row.record).is_on_lists
 
     def _is_of_another_part(self, record: int) -> bool:
         """Return True for a sum over more or fewer terms than the reference's: the same

@@ -14,8 +14,9 @@ from roundoff.compare.findings import OWN
 from roundoff.compare.left_out_operators import operator_causes
 from roundoff.compare.left_out_updates import update_causes
 from roundoff.compare.loaded_values import loaded_causes, values_before
+from roundoff.compare.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS, TURNS
 from roundoff.compare.reproducibility import UnstableRow
-from roundoff.compare.step_causes import DATA, LOOP, Cause
+from roundoff.compare.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
 from roundoff.compare.table import ComparedRow
 from roundoff.record import LoopEvent
 
@@ -89,7 +90,29 @@ def _names(sides: Sides, rename: Callable[[str], str]) -> dict[str, str]:
 
 def in_order(causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes of the steps and of the loop, each once, as they act."""
-    return sorted(_once(causes), key=lambda cause: (cause.step, cause.at))
+    each = _once(causes)
+    of_loop = [cause for cause in each if cause.name in _OF_GRADIENTS]
+
+    def place(cause: Cause) -> tuple[int, bool, int]:
+        only_shows = any(_only_shows(cause, other) for other in of_loop)
+        return cause.step, only_shows, cause.at
+
+    return sorted(each, key=place)
+
+
+#: What the loop does otherwise so that updates, and operators of a pass, are there in
+#: one run alone: these come behind it.
+_OF_GRADIENTS = (BACKWARD_PASSES, CLEARING, GRAPHS, TURNS)
+
+
+def _only_shows(cause: Cause, of_loop: Cause) -> bool:
+    """Return True for what follows from another loop: updates, operators, later draws."""
+    if cause.step != of_loop.step:
+        return False
+    if cause.kind in (UPDATE, OPERATORS):
+        return True
+    is_drawn_later = cause.row is not None and cause.row.call > of_loop.at
+    return cause.kind == DATA and is_drawn_later
 
 
 #: Of these the first stands for all: data, and updates that follow each other.

@@ -150,10 +150,16 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
     if goes_backward and row.numel != 1:
         return before
     if row.base_operator not in _FACTORS:
-        return before if goes_backward or _is_gradient(row) else None
+        stays = goes_backward or _is_gradient(row) or _is_written_over(source, row)
+        return before if stays else None
     if row.numel != source.numel or _is_an_update(row, source, rows, before):
         return None
     return _rescaled(row, source, before)
+
+
+def _is_written_over(gradient: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for a call that changes a gradient in place, as a limit to its values."""
+    return bool(row.inplace) and row.inputs[0] == gradient.record
 
 
 def _is_an_update(

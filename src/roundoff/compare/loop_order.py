@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
 from roundoff.record import LoopEvent
 
 #: The name of the cause that there are more or fewer backward passes.
 BACKWARD_PASSES = "backward"
+#: The name of the cause that gradients are left out, or are those of other passes.
+CLEARING = "zero_grad"
+#: The name of the cause that optimizers take turns in another way.
+TURNS = "turns of the optimizers"
+#: The name of the cause that gradients are taken with a graph in one run alone.
+GRAPHS = "create_graph"
 #: Settings that choose how an optimizer computes, or are not used by it.
 _HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
 #: Settings that differ by this share differ by rounding: a number kept in fp32 is 2**-24
 #: off, and one that a schedule made of it in 16 steps 2**-20.
 _SAME_NUMBER = 1e-6
 _NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "max_norm": "limit"}
+_TAKES_GRADIENTS = ("backward", "autograd.grad")
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -159,6 +167,9 @@ def loop_causes(
     ours = optimizer_steps(reference)
     theirs = optimizer_steps(candidate)
     causes = [*_steps_left_out(ours, theirs, rank)]
+    if not causes:
+        causes += _other_turns(ours, theirs, rank)
+    causes += _other_graphs(reference, candidate, rank)
     blamed = {cause.name for cause in causes}
     for twin, step in _same_optimizers(ours, theirs):
         for compare in _COMPARED:
@@ -228,6 +239,111 @@ def _steps_left_out(
             line=step.event.line,
             decides=True,
         )
+
+
+def _other_turns(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
+) -> Iterator[Cause]:
+    """An optimizer that steps more or less often before another one has its turn.
+
+    Which of them begins is not compared: optimizers of other parameters may step in any
+    order.
+    """
+    for name, other in _optimizers(ours, theirs):
+        pairs = zip(_turns(ours, name), _turns(theirs, other), strict=False)
+        for twin, turn in pairs:
+            if not _is_other_turn(twin, turn):
+                continue
+            last = turn.steps[min(len(turn.steps), len(twin.steps)) - 1]
+            evidence = (
+                f"{_times('step', len(turn.steps))} of {other} before another "
+                f"optimizer steps ({last.event.line}), in the reference "
+                f"{len(twin.steps)}: another number of turns of an inner loop"
+            )
+            yield Cause(
+                kind=LOOP,
+                label="other loop",
+                evidence=evidence,
+                step=last.step,
+                rank=rank,
+                phase="optimizer",
+                name=TURNS,
+                at=last.event.call,
+                line=last.event.line,
+                reference_line=twin.steps[0].event.line,
+                decides=True,
+            )
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Steps of one optimizer with none of another between; ``is_over`` where one follows."""
+
+    steps: Sequence[OptimizerStep]
+    is_over: bool
+
+
+def _turns(steps: Sequence[OptimizerStep], optimizer: str) -> list[_Turn]:
+    runs = [list(run) for _, run in groupby(steps, lambda step: step.event.of)]
+    return [
+        _Turn(run, is_over=run is not runs[-1])
+        for run in runs
+        if run[0].event.of == optimizer
+    ]
+
+
+def _is_other_turn(twin: _Turn, turn: _Turn) -> bool:
+    """Return True where one of two turns ended, and the other has more steps than it."""
+    if len(twin.steps) > len(turn.steps):
+        return turn.is_over
+    return twin.is_over and len(turn.steps) > len(twin.steps)
+
+
+def _other_graphs(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+    rank: int,
+) -> Iterator[Cause]:
+    """The first gradient that is taken with a graph of its own in one run alone."""
+    ours = _gradients_taken(reference)
+    theirs = _gradients_taken(candidate)
+    if len(ours) != len(theirs):
+        return
+    for (_, twin), (step, event) in zip(ours, theirs, strict=True):
+        has_graph = bool(event.numbers.get(GRAPHS))
+        if has_graph == bool(twin.numbers.get(GRAPHS)):
+            continue
+        evidence = (
+            f"{_called(event)} takes gradients without create_graph, the reference "
+            "with it: what is computed from them here has no gradient, and a penalty on "
+            "them trains nothing"
+        )
+        if has_graph:
+            evidence = (
+                f"{_called(event)} takes gradients with create_graph, the reference "
+                "without it: gradients go through what is computed from them here alone"
+            )
+        yield Cause(
+            kind=LOOP,
+            label="other loop",
+            evidence=evidence,
+            step=step,
+            rank=rank,
+            phase="backward",
+            name=GRAPHS,
+            at=event.call,
+            line=event.line,
+            reference_line=twin.line,
+            decides=True,
+        )
+        return
+
+
+def _gradients_taken(
+    events: Sequence[tuple[int, LoopEvent]],
+) -> list[tuple[int, LoopEvent]]:
+    return [(step, event) for step, event in events if event.what in _TAKES_GRADIENTS]
 
 
 def _first_steps(
@@ -309,7 +425,7 @@ def _clearing(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[C
         twin,
         step,
         rank,
-        name="zero_grad",
+        name=CLEARING,
         evidence=evidence,
         phase="backward",
         shown=step.last_cleared or (step.backward[0] if step.backward else None),

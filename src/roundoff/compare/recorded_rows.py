@@ -10,6 +10,9 @@ import polars as pl
 from roundoff.ops import base, values_read
 from roundoff.record import Run, site_name
 
+#: What the name of an operator on lists begins with.
+_ON_LISTS = "_foreach_"
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
@@ -71,6 +74,16 @@ class RecordedRow:
     def base_operator(self) -> str:
         """The operator without what says that it works in place, or on lists."""
         return base(self.operator)
+
+    @property
+    def is_on_lists(self) -> bool:
+        """True for an element of what a call on lists of tensors returns."""
+        return self.operator.startswith(_ON_LISTS)
+
+    @property
+    def element_operator(self) -> str:
+        """The operator that computes each element of a call on lists; else the operator."""
+        return self.operator.removeprefix(_ON_LISTS)
 
     @property
     def nonfinite(self) -> int:

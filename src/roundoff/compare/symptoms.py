@@ -136,7 +136,7 @@ class Fault:
 
     @property
     def other_operator(self) -> bool:
-        return self.row.operator != self.twin.operator
+        return self.row.element_operator != self.twin.element_operator
 
     @property
     def replaced(self) -> bool:

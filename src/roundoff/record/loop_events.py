@@ -133,7 +133,8 @@ class LoopLog:
         optimizer = torch.optim.Optimizer
         yield optimizer, "zero_grad", self._noticing("zero_grad")
         yield nn.Module, "zero_grad", self._noticing("zero_grad", named=False)
-        yield torch.autograd, "backward", self._noticing("backward", named=False)
+        yield torch.autograd, "backward", self._going_backward("backward", 3)
+        yield torch.autograd, "grad", self._going_backward("autograd.grad", 4)
         for schedule in (LRScheduler, ReduceLROnPlateau):
             yield schedule, "step", self._noticing("scheduler.step")
         for place in (nn.utils, nn.utils.clip_grad):
@@ -150,6 +151,20 @@ class LoopLog:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
             thing = args[0] if named and args else None
             return self._noted(what, thing, {}, original, args, kwargs)
+
+        return around
+
+    def _going_backward(self, what: str, place: int) -> Callable[..., Any]:
+        """Return what runs in place of a call that takes gradients.
+
+        ``create_graph`` is its argument number ``place``; it is noted where it is asked
+        for.
+        """
+
+        def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            value = args[place] if len(args) > place else kwargs.get("create_graph")
+            settings = {"create_graph": True} if value else {}
+            return self._noted(what, None, settings, original, args, kwargs)
 
         return around
 

@@ -4,7 +4,7 @@ and give way to them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -60,15 +60,14 @@ def prepare_qat(
     """
     _check(model, "prepare_qat")
     patterns = only or {}
-    used: set[str] = set()
+    matches = {name: _first_match(name, patterns) for name, _ in model.named()}
+    _check_used(patterns, matches)
     kept = {}
     learners = {}
     for name, quantizer in model.named():
-        chosen = weights if quantizer.weight else activations
-        pattern = next((p for p in patterns if fnmatchcase(name, p)), None)
-        if pattern is not None:
-            used.add(pattern)
-            chosen = patterns[pattern]
+        pattern = matches[name]
+        usual = weights if quantizer.weight else activations
+        chosen = usual if pattern is None else patterns[pattern]
         if not chosen:
             kept[name] = "left as it is by `only`"
         elif quantizer.dynamic:
@@ -76,25 +75,37 @@ def prepare_qat(
         else:
             settings = (parameters or {}).get(chosen, {})
             learners[name] = _learner(model, name, quantizer, chosen, start, settings)
-    unused = set(patterns) - used
+    if not learners:
+        raise _nothing_to_learn(kept)
+    for name, learner in learners.items():
+        model.put_(name, learner)
+    model.train()
+    return kept
+
+
+def _nothing_to_learn(kept: Mapping[str, str]) -> QuantizationError:
+    return QuantizationError(
+        "there is nothing to learn",
+        where="prepare_qat",
+        expected="a quantizer with a scale",
+        got="; ".join(sorted(set(kept.values()))) or "a model without quantizers",
+    )
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    return next((each for each in patterns if fnmatchcase(name, each)), None)
+
+
+def _check_used(patterns: Iterable[str], matches: Mapping[str, str | None]) -> None:
+    """Raise ``PatternError`` where a pattern decides for none of the quantizers."""
+    unused = set(patterns).difference(matches.values())
     if unused:
         raise PatternError(
             "a pattern matches no quantizer",
             where="only",
             got=", ".join(sorted(unused)),
-            expected=f"names such as {next((n for n, _ in model.named()), 'conv.weight')}",
+            expected=f"names such as {next(iter(matches), 'conv.weight')}",
         )
-    if not learners:
-        raise QuantizationError(
-            "there is nothing to learn",
-            where="prepare_qat",
-            expected="a quantizer with a scale",
-            got="; ".join(sorted(set(kept.values()))) or "a model without quantizers",
-        )
-    for name, learner in learners.items():
-        model.put_(name, learner)
-    model.train()
-    return kept
 
 
 def _check(model: Any, where: str) -> None:

@@ -9,7 +9,7 @@ stay as they are, with a reason.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -116,19 +116,31 @@ def prune_channels_(
             depth=len(labels.spaces) + 1,
         )
         take_over_(model, work.model)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    rows = []
+    reached = {space.name for space in labels.spaces} | set(labels.whole)
+    return [*_rows_of_groups(groups, chosen), *_rows_of_unreached(model, reached)]
+
+
+def _rows_of_groups(
+    groups: Sequence[ChannelGroup], chosen: Mapping[int, Tensor]
+) -> Iterator[PrunedChannels]:
     for i, group in enumerate(groups):
-        removed = chosen.get(i, nothing)
+        removed = chosen.get(i, _no_channels())
         left = group.size - len(removed)
         reason = group.pinned or ""
-        rows.append(PrunedChannels(group.name, group.size, left, removed, reason))
-    reached = {space.name for space in labels.spaces} | set(labels.whole)
+        yield PrunedChannels(group.name, group.size, left, removed, reason)
+
+
+def _rows_of_unreached(
+    model: nn.Module, reached: Container[str]
+) -> Iterator[PrunedChannels]:
     reason = "no batch reached it, or its input has no channels"
     for name, parameter in model.named_parameters():
         if name not in reached and parameter.ndim > 1:
-            rows.append(PrunedChannels(name, 0, 0, nothing, reason))
-    return rows
+            yield PrunedChannels(name, 0, 0, _no_channels(), reason)
+
+
+def _no_channels() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
 
 
 def choose(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import zipfile
 
 import pytest
 import torch
@@ -132,6 +133,16 @@ def test_damaged_files_are_one_message(content, suffix, tmp_path):
     path.write_bytes(content)
     with pytest.raises(RoundoffError):
         roundoff.check(path, path)
+
+
+#: ``h`` reads what the memo, empty here, has at 146; ``s`` sets an item of nothing.
+@pytest.mark.parametrize("pickled", [b"\x80\x02h\x92.", b"\x80\x02s."])
+def test_a_damaged_pickle_is_one_message(pickled, tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", pickled)
+        archive.writestr("a/version", b"3\n")
+    with pytest.raises(RoundoffError, match="cannot be read"):
+        roundoff.check(tmp_path / "a.pt", tmp_path / "a.pt")
 
 
 def test_nothing_in_a_file_is_run(tmp_path, capsys):

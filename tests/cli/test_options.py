@@ -372,6 +372,31 @@ def test_json_of_capture_is_apart_from_what_the_script_prints(folder, capfd):
 
 
 @pytest.mark.parametrize(
+    "verb",
+    [
+        "budget train.py --formats bf16 --json",
+        "diagnose train.py --formats bf16 --checks 0 --no-pareto --json",
+        "diagnose train.py --candidate bf16 --json",
+        "tune train.py --formats bf16 --steps 1 --probes 2 --json",
+        "bench train.py --configs fp32 --steps 3 --seeds 1 --json",
+        "advise train.py --seconds 0.01 --json",
+    ],
+)
+def test_json_is_apart_from_what_a_workload_prints(verb, folder, capfd):
+    talkative = (
+        "import os, torch\nprint('of the file')\nos.system('echo of its child')\n"
+    )
+    model = "    print('of the model')\n    return"
+    text = WORKLOAD.replace("    return", model, 1)
+    (folder / "train.py").write_text(talkative + text)
+    assert main(verb.split()) in (0, 1)
+    captured = capfd.readouterr()
+    assert isinstance(json.loads(captured.out), dict)
+    for line in ("of the file", "of its child", "of the model"):
+        assert line in captured.err
+
+
+@pytest.mark.parametrize(
     "end",
     ["raise ValueError", "import sys; sys.exit(1)", "raise KeyboardInterrupt"],
 )

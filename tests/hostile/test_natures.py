@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roundoff import Budget, Plan
+from roundoff import Budget, Plan, autocast
 from roundoff.check import check_checkpoints
 from roundoff.errors import RoundoffError
 from roundoff.export import read_config, read_record
@@ -32,6 +32,13 @@ def test_a_pipe_is_no_file(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(RoundoffError, match="not a regular file"):
         READERS[name](tmp_path / name)
+
+
+def test_a_huge_file_is_no_list_of_operators(tmp_path: Path) -> None:
+    with (tmp_path / "lists.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(RoundoffError, match="less than"):
+        autocast(tmp_path / "lists.json")
 
 
 def test_a_file_without_end_is_no_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from roundoff.errors import PlanError
 from roundoff.plan.rounded_model import noise, run_batches
 from roundoff.plan.rules import Rule
 from roundoff.report import strict
-from roundoff.verbs.verify import AGREEMENT_DB
+from roundoff.verbs.verify import AGREEMENT_DB, LINEARISATIONS
 
 
 def network():
@@ -196,21 +196,41 @@ def test_coarse_formats_are_linearised_again(seed):
         assert "solved again" in entry.action
 
 
-@pytest.mark.parametrize(("seed", "target"), [(1, 26), (4, 22), (5, 26)])
-def test_the_last_plan_leaves_room_for_what_earlier_ones_fell_short(seed, target):
-    """A plan that just meets its target as predicted misses it as often as not."""
+def small_and_deep(seed: int) -> Workload:
+    """Seven layers of which each rounding is a large part of the output's noise."""
     torch.manual_seed(seed)
     layers = [layer for _ in range(6) for layer in (nn.Linear(12, 12), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(12, 12)).eval()
     for parameter in model.parameters():
         parameter.data *= 1.7
-    workload = Workload(model, [torch.randn(6, 12)])
+    return Workload(model, [torch.randn(6, 12)])
+
+
+@pytest.mark.parametrize(("seed", "target"), [(1, 26), (4, 22), (5, 26)])
+def test_the_last_plan_leaves_room_for_what_earlier_ones_fell_short(seed, target):
+    """A plan that just meets its target as predicted misses it as often as not."""
+    workload = small_and_deep(seed)
     measured = budget(workload, ["int4", "int8"], probes=8)
     plan = measured.plan(float(target))
     first = verify(workload, plan, budget=measured, native=False, rounds=1)
     assert not first.met
     second = verify(workload, plan, budget=measured, native=False, rounds=2)
     assert second.met
+
+
+@pytest.mark.parametrize(("seed", "targets"), [(0, (20, 30)), (2, (26, 30))])
+def test_a_target_that_a_plan_reaches_is_met(seed, targets):
+    """All in fp32 has no noise: every target can be reached, with few probes too."""
+    workload = small_and_deep(seed)
+    measured = budget(workload, ["int4", "int8"], probes=4)
+    proofs = [
+        verify(workload, measured.plan(float(db)), budget=measured, native=False)
+        for db in targets
+    ]
+    assert all(proof.met for proof in proofs)
+    assert any(len(proof.rounds) > LINEARISATIONS + 1 for proof in proofs)
+    # no more than what the last rounds' room allows is given away
+    assert all(proof.last.measured_db < proof.target_db + 10 for proof in proofs)
 
 
 def test_the_plan_that_stands_is_the_best_tried(workload, measured):

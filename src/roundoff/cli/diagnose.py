@@ -124,9 +124,9 @@ def command(
         pareto=pareto,
         checks=checks,
     )
-    loaded = roundoff.Workload.load(workload)
     if candidate is None:
         with o.progress(json) as progress:
+            loaded = roundoff.Workload.load(workload)
             on_point = None if progress is None else _show_point
             diagnosis = diagnose_workload(
                 loaded, formats, goal, sampling, progress, on_point
@@ -136,7 +136,7 @@ def command(
 
     with o.progress(json) as progress:
         compared = diagnose_candidate(
-            loaded,
+            roundoff.Workload.load(workload),
             candidate,
             goal,
             sampling,

@@ -289,8 +289,23 @@ LINE_SECONDS = 2.0
 
 
 @contextmanager
-def progress(quiet: bool) -> Iterator[Progress | None]:
+def progress(json: bool) -> Iterator[Progress | None]:
     """Yield what reports progress on standard error: a bar for each stage.
+
+    With ``json`` there is none, and what the user's own code prints goes to standard
+    error, so that standard output is the JSON object alone.
+    """
+    if json:
+        with script_aside(), _shown_progress(quiet=True) as shown:
+            yield shown
+    else:
+        with _shown_progress(quiet=False) as shown:
+            yield shown
+
+
+@contextmanager
+def _shown_progress(*, quiet: bool) -> Iterator[Progress | None]:
+    """Yield what reports progress.
 
     A spinner and a clock move while a stage says nothing. With ``--verbose`` lines take
     the place of bars. None when quiet, and where nobody watches.

@@ -129,7 +129,10 @@ def convert(
     from roundoff.plan import Lists, read_lists, write_lists
     from roundoff.workload import Workload
 
-    module = Workload.load(model).model if model is not None else None
+    module = None
+    if model is not None:
+        with o.progress(json):
+            module = Workload.load(model).model
     edits_library = base is not None and _is_ascend(source, tool)
     read = read_lists(
         source,
@@ -219,9 +222,10 @@ def explain(
     model = None
     called = None
     if workload is not None:
-        loaded = Workload.load(workload)
-        model = loaded.model
-        called = run_batches(loaded).handler.sites
+        with o.progress(json):
+            loaded = Workload.load(workload)
+            model = loaded.model
+            called = run_batches(loaded).handler.sites
     lists = read_lists(source, model=model)
     decisions = decide(
         lists, sites, model=model, called=called, device=device, file=source

@@ -91,11 +91,10 @@ def command(
     from roundoff.files import check_folder
     from roundoff.report import print_tuning
 
-    loaded = roundoff.Workload.load(workload)
     check_folder(output.parent)
     with o.progress(json) as progress:
         tuning = roundoff.tune(
-            loaded,
+            roundoff.Workload.load(workload),
             formats,
             loss=loss,
             aim=aim,  # type: ignore[arg-type]

@@ -424,6 +424,8 @@ def _outputs(sides: Sides) -> _Results:
     theirs = _last(sides.candidate)
     if ours is None or theirs is None:
         return [], [], _FORWARD
+    if _is_reduced_later(ours, theirs, sides.limit):
+        return [], [], _FORWARD
     if _ends_differ(sides, ours, theirs):
         return [ours.key], [theirs.key], _FORWARD
     # what a loss is made of may be another value of its formula
@@ -432,6 +434,20 @@ def _outputs(sides: Sides) -> _Results:
     if end.key not in sides.agreeing and other_end.key not in sides.twins:
         return [end.key], [other_end.key], _FORWARD
     return [], [], _FORWARD
+
+
+def _is_reduced_later(ours: Value, theirs: Value, limit: float) -> bool:
+    """Return True where one end is the mean, or the sum, of the other's elements.
+
+    One run ends in the losses of the samples, whose gradients it averages afterwards.
+    """
+    one, several = sorted((ours.row, theirs.row), key=lambda row: row.numel or 0)
+    if one.numel != 1 or not several.numel or several.numel == 1:
+        return False
+    if one.mean is None or several.mean is None:
+        return False
+    reduced = (several.mean, several.mean * several.numel)
+    return any(abs(one.mean - value) <= limit * abs(one.mean) for value in reduced)
 
 
 def _ends_differ(sides: Sides, end: Value, other_end: Value) -> bool:

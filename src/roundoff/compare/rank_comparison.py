@@ -29,6 +29,7 @@ from roundoff.compare.found_causes import (
     relabelled,
 )
 from roundoff.compare.gradient_scale import without_loss_scales
+from roundoff.compare.hand_updates import does_all_updates
 from roundoff.compare.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.port_comparison import by_different_hands
 from roundoff.compare.portions.comparison import (
@@ -229,6 +230,8 @@ class _RankComparison:
         self._first_step: int | None = None
         self._differs = False
         self._is_one_program = True
+        #: The candidate updates what the reference's optimizers do, in every step.
+        self._does_all_updates = True
         #: A step does all of the work in other portions.
         self._is_other_schedule = False
         self._portions = PortionsMemory()
@@ -251,6 +254,8 @@ class _RankComparison:
         return [cause for cause in self.causes if self._is_borne_out(cause)]
 
     def _is_borne_out(self, cause: Cause) -> bool:
+        if cause.label == "missing update" and cause.name.startswith("optimizer "):
+            return not self._does_all_updates
         if cause.label != "other loop":
             return True
         if not self._differs or not self._is_one_program:
@@ -288,6 +293,11 @@ class _RankComparison:
         sides = without_loss_scales(sides)
         by_hands = by_different_hands(
             sides.reference.rows, sides.candidate.rows, self._settings.modules
+        )
+        self._does_all_updates &= does_all_updates(
+            sides.reference.rows,
+            sides.candidate.rows,
+            renaming(self._settings.modules),
         )
         in_portions = not by_hands and in_other_portions(
             sides.reference, sides.candidate

@@ -37,13 +37,17 @@ from roundoff.workload import Workload, as_workload
 #: Prediction and measurement that differ by more than this call for another round.
 AGREEMENT_DB = 1.0
 #: Plans tried at most.
-ROUNDS = 3
+ROUNDS = 6
+#: Plans after which the model is linearised anew; later ones only leave more room.
+LINEARISATIONS = 2
 #: What is done after a round.
 LINEARISED = "linearised again around the rounded model"
 TRACED = "its noise traced to sites"
 #: Where a plan leaves NaN in places that no output reads, a mask's say, no derivative
 #: exists around it.
 AS_MEASURED = "corrected by this run"
+#: The linearisation stays, the plan is to reach more than the target.
+ROOMIER = "more room left above the target"
 #: dB asked for beyond the target, where the metric drops although the target is met.
 EXTRA_DB = 3.0
 
@@ -122,7 +126,7 @@ def verify(
     again. Where that does not explain what was measured, as where decisions changed,
     the plan's noise is traced to its sites, by leaving them unrounded in turn. A plan
     that stands although its prediction was wrong has it corrected by the measurement.
-    The last plan tried leaves room for as much as earlier ones fell short. Without a budget the plan is only measured.
+    From the third on plans leave room for as much as earlier ones fell short. Without a budget the plan is only measured.
 
     Args:
         workload: model, batches and metric.
@@ -160,9 +164,14 @@ def verify(
             break
         trial = verifier.trial(number, candidate)
         is_last = budget is None or number == rounds
-        if is_last or (trial.agrees and trial.good):
+        is_late = number > LINEARISATIONS
+        if is_last or (trial.good and (trial.agrees or is_late)):
             break
-        candidate = verifier.mended(trial, leave_room=number + 1 == rounds)
+        if is_late:
+            candidate = verifier.roomier(trial, AGREEMENT_DB * 2 ** (number - 3))
+            continue
+        leaves_room = number + 1 in (rounds, LINEARISATIONS + 1)
+        candidate = verifier.mended(trial, leaves_room=leaves_room)
     best = verifier.best()
     verifier.correct(best)
     if not native:
@@ -238,6 +247,18 @@ class _PlanTrial:
         return self.good, self.good and self.agrees, exactness, self.number
 
 
+@dataclass(frozen=True)
+class _Linearised:
+    """A budget around a plan that ran; its predictions are ``shift`` dB too high.
+
+    ``way`` says how it was made.
+    """
+
+    budget: Budget
+    shift: Mapping[str, float]
+    way: str
+
+
 class _Verifier:
     """The measurements of one verification, against one reference."""
 
@@ -263,6 +284,7 @@ class _Verifier:
         outputs = self.reference.outputs
         self.exact_metric = workload.evaluate(outputs, outputs)
         self.trials: list[_PlanTrial] = []
+        self.latest: _Linearised | None = None
 
     @property
     def output_names(self) -> list[str]:
@@ -355,12 +377,12 @@ class _Verifier:
             return False
         return metric < self.exact_metric - self.metric_drop
 
-    def mended(self, trial: _PlanTrial, *, leave_room: bool) -> _Candidate | None:
+    def mended(self, trial: _PlanTrial, *, leaves_room: bool) -> _Candidate | None:
         """Return what to try next: linearised around the rounded model, solved again.
 
         A plan just meets its target as predicted, so about every second one that is
-        run comes out below it. With ``leave_room`` the plan is to reach as much more as
-        earlier plans fell short of their predictions.
+        run comes out below it. With ``leaves_room`` the plan is to reach as much more
+        as earlier plans fell short of their predictions.
 
         None where there is nothing; the trial says why.
         """
@@ -396,11 +418,23 @@ class _Verifier:
                 around = learned
                 shift = left
                 way = TRACED
-        room = self._fell_short() if leave_room else 0.0
-        solved = self._solved_again(trial, around, self.target, shift, way, room)
+        self.latest = _Linearised(around, shift, way)
+        room = self._fell_short() if leaves_room else 0.0
+        solved = self._solved_again(trial, self.latest, self.target, room)
         if solved is None and room:
-            solved = self._solved_again(trial, around, self.target, shift, way, 0.0)
+            solved = self._solved_again(trial, self.latest, self.target, 0.0)
         return solved
+
+    def roomier(self, trial: _PlanTrial, more: float) -> _Candidate | None:
+        """Return a plan of the latest linearisation, ``more`` dB of room added.
+
+        None where there is nothing; the trial says why.
+        """
+        if self.latest is None or self.target is None:
+            return None
+        latest = replace(self.latest, way=ROOMIER)
+        room = self._fell_short() + more
+        return self._solved_again(trial, latest, self.target, room)
 
     def _fell_short(self) -> float:
         """Return by how many dB a plan so far came out below its prediction, at most.
@@ -456,20 +490,17 @@ class _Verifier:
     def _solved_again(
         self,
         trial: _PlanTrial,
-        budget: Budget,
+        latest: _Linearised,
         target: SqnrTarget,
-        shifts: Mapping[str, float],
-        way: str,
         room: float,
     ) -> _Candidate | None:
-        """Return the cheapest plan that is predicted ``room`` dB above the target.
-
-        Predictions of ``budget`` are ``shifts`` too high; ``way`` says how it was made.
-        """
-        shift = {name: db for name, db in shifts.items() if math.isfinite(db)}
-        extra = EXTRA_DB if all_met(trial.outputs) and not trial.good else room
-        problem = Problem(budget, self.goal)
-        asked = target.of_each(output.name for output in budget.outputs)
+        """Return the cheapest plan that is predicted ``room`` dB above the target."""
+        way = latest.way
+        shift = {name: db for name, db in latest.shift.items() if math.isfinite(db)}
+        has_dropped = all_met(trial.outputs) and not trial.good
+        extra = max(room, EXTRA_DB) if has_dropped else room
+        problem = Problem(latest.budget, self.goal)
+        asked = target.of_each(output.name for output in latest.budget.outputs)
         needed = {
             name: db + extra + shift.get(name, 0.0)
             for name, db in asked.items()
@@ -483,7 +514,7 @@ class _Verifier:
             return None
         trial.action = f"{way}, solved again"
         plan = problem.plan(chosen, asked=target)
-        return _Candidate.of(plan, chosen, budget.predict(chosen), shift)
+        return _Candidate.of(plan, chosen, latest.budget.predict(chosen), shift)
 
     def best(self) -> _PlanTrial:
         """Return the last plan that is good and as predicted.

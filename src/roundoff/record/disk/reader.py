@@ -260,6 +260,8 @@ class Run:
         if not has_checksum(self._present(path), entry):
             raise damaged(path, "other bytes than were written, or none")
         entries = read_checked(path, read_json, path)
+        if not isinstance(entries, list):
+            raise damaged(path, "not a list of events")
         return [LoopEvent.of_json(each, str(path)) for each in entries]
 
     def is_own(self, rank: int, step: int) -> bool:

@@ -277,7 +277,10 @@ def _is_plan(path: Path) -> bool:
         return True
     if path.suffix != ".json":
         return False
-    return '"schema"' in read_text(path, errors="replace")
+    try:
+        return '"schema"' in read_text(path, errors="replace")
+    except (OSError, ValueError):
+        return False  # reading its lists says what is wrong with it
 
 
 _RULES: weakref.WeakKeyDictionary[nn.Module, dict[Any, Rules]] = (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.hostile.honest import MSPROBE
 
+import roundoff
 from roundoff import foreign
 from roundoff.check import check_checkpoints
 from roundoff.errors import QuantizationError, RunError
@@ -60,6 +61,16 @@ def test_codes_larger_than_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(QuantizationError, match="this checkpoint needs"):
         read_compressed(tmp_path)
+
+
+def test_a_table_of_operators_that_became_a_hole_is_not_read(tmp_path: Path) -> None:
+    with roundoff.capture(tmp_path / "run"):
+        torch.ones(2).exp()
+    for table in (tmp_path / "run").rglob("ops.parquet"):
+        with table.open("r+b") as file:
+            file.truncate(2**40)
+    with pytest.raises(RunError, match="other bytes"):
+        load(tmp_path / "run").part(0, 0)
 
 
 def test_one_value_that_is_repeated(tmp_path: Path) -> None:

@@ -94,10 +94,14 @@ def is_checksum(entry: Any) -> bool:
 
 
 def has_checksum(path: Path, entry: dict[str, Any]) -> bool:
-    """Return True if a file has the bytes of its entry in ``checksums.json``."""
+    """Return True if a file has the bytes of its entry in ``checksums.json``.
+
+    One of another size, which may be a hole of any size, is not read.
+    """
     expected = {"bytes": entry["bytes"], "xxh3_128": entry["xxh3_128"]}
     try:
-        return checksum(path) == expected
+        has_size = regular(path).stat().st_size == entry["bytes"]
+        return has_size and checksum(path) == expected
     except OSError:
         return False
 

@@ -145,6 +145,15 @@ def test_a_damaged_pickle_is_one_message(pickled, tmp_path):
         roundoff.check(tmp_path / "a.pt", tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("name", ["x" * 4000, "../outside.safetensors", "no such file"])
+def test_an_index_of_files_that_cannot_be(name, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(RoundoffError) as error:
+        roundoff.check(tmp_path, tmp_path)
+    assert len(str(error.value)) < 1000
+
+
 def test_nothing_in_a_file_is_run(tmp_path, capsys):
     torch.save({"w": torch.ones(1), "x": Harmful()}, tmp_path / "a.pt")
     with pytest.raises(RoundoffError, match="cannot be read"):

@@ -117,9 +117,10 @@ def _of_index(index: Path) -> list[Path]:
     try:
         names = parse_json(read_text(index))["weight_map"].values()
         files = [inside(index.parent, str(name)) for name in dict.fromkeys(names)]
+        missing = [file for file in files if file is None or not file.is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(str(index), f"{type(error).__name__}: {error}") from error
-    missing = [file for file in files if file is None or not file.is_file()]
+        got = f"{type(error).__name__}: {str(error)[:200]}"
+        raise _unreadable(str(index), got) from error
     if missing:
         raise _unreadable(str(index), f"{len(missing)} of its files are not there")
     return [file for file in files if file is not None]

@@ -184,9 +184,9 @@ def is_padded(values: Moments, padded: Moments) -> bool:
         return False
     constant = (padded.total - values.total) / added
     scale = max(abs(padded.low), abs(padded.high))
-    for known in (0.0, padded.low, padded.high):
-        if _near(constant, known, scale):
-            constant = known  # exactly
+    for exact in (0.0, padded.low, padded.high):
+        if _near(constant, exact, scale):
+            constant = exact
     low = min(values.low, constant)
     high = max(values.high, constant)
     if not (_near(low, padded.low, scale) and _near(high, padded.high, scale)):
@@ -217,10 +217,10 @@ def _pools(data: Rows, first: RecordedRow) -> Iterator[Moments]:
         and row.dtype == first.dtype
         and row.record >= first.record
     ]
-    own = moments_of(first)
-    if own is None:
+    alone = moments_of(first)
+    if alone is None:
         return
-    yield own
+    yield alone
     for stride in range(1, min(_CALLS_OF_A_ROUND, len(like) - 1) + 1):
         yield from _pooled(like[::stride][:_PORTIONS])
 

@@ -441,13 +441,14 @@ def _is_reduced_later(ours: Value, theirs: Value, limit: float) -> bool:
 
     One run ends in the losses of the samples, whose gradients it averages afterwards.
     """
-    one, several = sorted((ours.row, theirs.row), key=lambda row: row.numel or 0)
-    if one.numel != 1 or not several.numel or several.numel == 1:
+    reduced, several = sorted((ours.row, theirs.row), key=lambda row: row.numel or 0)
+    if reduced.numel != 1 or not several.numel or several.numel == 1:
         return False
-    if one.mean is None or several.mean is None:
+    if reduced.mean is None or several.mean is None:
         return False
-    reduced = (several.mean, several.mean * several.numel)
-    return any(abs(one.mean - value) <= limit * abs(one.mean) for value in reduced)
+    expected = (several.mean, several.mean * several.numel)
+    largest = limit * abs(reduced.mean)
+    return any(abs(reduced.mean - value) <= largest for value in expected)
 
 
 def _ends_differ(sides: Sides, end: Value, other_end: Value) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -109,16 +110,30 @@ def _codes(options: list[kinds.Names] | None) -> list[str]:
 
 def _print(result: LintResult, output_format: OutputFormat) -> None:
     from roundoff.lint import RULES
-    from roundoff.report import github_lines, lint_json, lint_lines, lint_sarif
+    from roundoff.report import github_lines, lint_lines, lint_sarif
 
     if output_format is OutputFormat.JSON:
-        o.print_json(lint_json(result))
+        o.print_json(_as_json(result))
     elif output_format is OutputFormat.SARIF:
-        o.print_json(lint_sarif(result, RULES))
+        print(lint_sarif(result, RULES))
     elif output_format is OutputFormat.GITHUB:
         _print_lines(github_lines(result))
     elif not talk().quiet:
         _print_lines(lint_lines(result))
+
+
+def _as_json(result: LintResult) -> dict[str, Any]:
+    """Return findings and what was not read as one object."""
+    return {
+        "files": result.files,
+        "findings": [asdict(finding) for finding in result.findings],
+        "unread": [asdict(unread) for unread in result.unread],
+        "fixed": [
+            {"path": file.path, "fixes": file.fixes}
+            for file in result.fixed
+            if file.fixes
+        ],
+    }
 
 
 def _print_lines(lines: Iterable[str]) -> None:

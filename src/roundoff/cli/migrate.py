@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -66,7 +67,7 @@ def command(
     or the script is in mixed precision already, 2 for bad input.
     """
     import roundoff
-    from roundoff.report import migrate_json, migration_lines
+    from roundoff.report import migration_lines
 
     if write and output is not None:
         raise ScriptError(
@@ -78,7 +79,7 @@ def command(
         _save(migration, script, target)
     if json:
         written = None if target is None else str(target)
-        o.print_json({**migrate_json(migration), "output": written})
+        o.print_json(_as_json(migration, written))
     elif not talk().quiet:
         for line in migration_lines(migration):
             print(line)
@@ -87,6 +88,13 @@ def command(
         elif migration.is_changed:
             print("Nothing is written: --write changes the file, -o another.")
     return UNDECIDED if migration.left else 0
+
+
+def _as_json(migration: Migration, written: str | None) -> dict[str, Any]:
+    """Return a migration as one object, without the text of before."""
+    data = asdict(migration)
+    del data["before"]
+    return {**data, "diff": "\n".join(migration.diff()), "output": written}
 
 
 def _save(migration: Migration, script: Path, target: Path) -> None:

@@ -153,61 +153,67 @@ def whole_step(
             boundaries.waiting = False
 
 
+class _Calls:
+    """What ``boundaries`` are told of calls of optimizers and of torch's scaler; each
+    method runs in place of the ``original``."""
+
+    def __init__(self, boundaries: StepBoundaries) -> None:
+        self._boundaries = boundaries
+        self._ours = boundaries.ours
+
+    def init(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._ours(self._boundaries.optimizers.add, optimizer)
+
+    @skipped_by_compiler
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        self._ours(self._boundaries.step, optimizer)
+
+    def scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._boundaries.waiting:  # the last step's scaler was not updated
+            self._ours(self._boundaries.end_if_over)
+        return original(scaler, *args, **kwargs)
+
+    def step(
+        self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        self._boundaries.waiting = True
+        result = original(scaler, optimizer, *args, **kwargs)
+        self._ours(self._step_once, optimizer)
+        return result
+
+    def _step_once(self, optimizer: Any) -> None:
+        if optimizer not in self._boundaries.stepped:
+            self._boundaries.step(optimizer)
+
+    def update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self._ours(self._end_updated, scaler)
+
+    def _end_updated(self, scaler: Any) -> None:
+        self._boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
+
+
 @contextmanager
 def watch_steps(boundaries: StepBoundaries, *, whole: bool = True) -> Iterator[None]:
     """Tell ``boundaries`` of every optimizer and ``GradScaler`` of the process while
     this is open, and with ``whole`` of the steps of ``roundoff.LossScaler``."""
-    ours = boundaries.ours
-
-    def init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        ours(boundaries.optimizers.add, optimizer)
-
-    def scale(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        if boundaries.waiting:
-            ours(boundaries.end_if_over)  # the last step's scaler was not updated
-        return original(scaler, *args, **kwargs)
-
-    def step(
-        original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, optimizer, *args, **kwargs)
-        boundaries.waiting = True
-        result = original(scaler, optimizer, *args, **kwargs)
-        ours(step_once, optimizer)
-        return result
-
-    def step_once(optimizer: Any) -> None:
-        if optimizer not in boundaries.stepped:
-            boundaries.step(optimizer)
-
-    def update(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        original(scaler, *args, **kwargs)
-        if scaler.is_enabled():
-            ours(end_updated, scaler)
-
-    def end_updated(scaler: Any) -> None:
-        boundaries.end_if_over(loss_scale=float(scaler.get_scale()))
-
+    calls = _Calls(boundaries)
     scaler = torch.amp.GradScaler
-
-    @skipped_by_compiler
-    def stepped(optimizer: Any, *_: Any) -> None:
-        ours(boundaries.step, optimizer)
-
-    hook = register_optimizer_step_post_hook(stepped)
-    if whole:
-        _LISTENING.append(boundaries)
-    try:
-        with patched(
-            (torch.optim.Optimizer, "__init__", init),
-            (scaler, "scale", scale),
-            (scaler, "step", step),
-            (scaler, "update", update),
-        ):
-            yield
-    finally:
-        hook.remove()
+    with ExitStack() as stack:
+        hook = register_optimizer_step_post_hook(calls.stepped)
+        stack.callback(hook.remove)
         if whole:
-            _LISTENING.remove(boundaries)
+            _LISTENING.append(boundaries)
+            stack.callback(_LISTENING.remove, boundaries)
+        changes = patched(
+            (torch.optim.Optimizer, "__init__", calls.init),
+            (scaler, "scale", calls.scale),
+            (scaler, "step", calls.step),
+            (scaler, "update", calls.update),
+        )
+        stack.enter_context(changes)
+        yield

@@ -38,12 +38,10 @@ from .diagnosis import VerifiedRound as VerifiedRound
 from .diff_text import print_diff as print_diff
 from .html import write_html as write_html
 from .lint_formats import github_lines as github_lines
-from .lint_formats import lint_json as lint_json
 from .lint_formats import lint_sarif as lint_sarif
 from .lint_text import diff_lines as diff_lines
 from .lint_text import lint_lines as lint_lines
 from .lint_text import rule_text as rule_text
-from .migrate_text import migrate_json as migrate_json
 from .migrate_text import migration_lines as migration_lines
 from .overflow_text import print_overflow as print_overflow
 from .quantize_html import write_quantize as write_quantize

@@ -1,15 +1,15 @@
-"""Findings of ``roundoff lint`` for machines: JSON, SARIF 2.1.0, GitHub's commands."""
+"""Findings of ``roundoff lint`` for machines: SARIF 2.1.0 and GitHub's commands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from roundoff.foreign import visible
 from roundoff.packages import installed_version
+from roundoff.report.strict import json_text
 
 if TYPE_CHECKING:
     from roundoff.lint import Finding, LintResult, Rule
@@ -20,22 +20,8 @@ _GITHUB_COMMANDS = {"warning": "warning", "advice": "notice"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def lint_json(result: LintResult) -> dict[str, Any]:
-    """Return findings and what was not read as one object."""
-    return {
-        "files": result.files,
-        "findings": [asdict(finding) for finding in result.findings],
-        "unread": [asdict(unread) for unread in result.unread],
-        "fixed": [
-            {"path": file.path, "fixes": file.fixes}
-            for file in result.fixed
-            if file.fixes
-        ],
-    }
-
-
-def lint_sarif(result: LintResult, rules: Sequence[Rule]) -> dict[str, Any]:
-    """Return findings in SARIF 2.1.0, as GitHub's code scanning takes it.
+def lint_sarif(result: LintResult, rules: Sequence[Rule]) -> str:
+    """Return the text of findings in SARIF 2.1.0, as GitHub's code scanning takes it.
 
     Paths are relative to the current folder where they lie below it.
     """
@@ -61,7 +47,7 @@ def lint_sarif(result: LintResult, rules: Sequence[Rule]) -> dict[str, Any]:
         ],
         "results": [_sarif_result(each, places) for each in result.findings],
     }
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
 def _sarif_rule(rule: Rule) -> dict[str, Any]:

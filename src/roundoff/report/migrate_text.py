@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roundoff.foreign import visible
 from roundoff.report.figures import count
@@ -35,10 +34,3 @@ def _remarks(path: str, remarks: tuple[Remark, ...]) -> Iterator[str]:
     for remark in remarks:
         place = f"{path}:{remark.line}" if remark.line else path
         yield visible(f"  {place}: {remark.reason}", lines=False)
-
-
-def migrate_json(migration: Migration) -> dict[str, Any]:
-    """Return a migration as one object, without the text of before."""
-    data = asdict(migration)
-    del data["before"]
-    return {**data, "diff": "\n".join(migration.diff())}

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 
 from roundoff.compare.alignment import MATCHED
 from roundoff.compare.explain import EarlierSteps, Sides
-from roundoff.compare.port_comparison import by_different_hands, compare_port
+from roundoff.compare.port_comparison import (
+    Difference,
+    _description,
+    by_different_hands,
+    compare_port,
+)
+from roundoff.compare.value_flow import flow_of
+from roundoff.compare.value_regions import Part
+from roundoff.compare.value_regions import Sides as PortSides
 
 
 def drawn(*shape, seed=0):
@@ -111,3 +119,30 @@ def test_what_is_computed_beside_the_result_is_no_difference(program, step_of):
     )
     rows = compare_port(sides, EarlierSteps())
     assert not [row for row in rows if row.cause is not None]
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_a_constant_is_named_where_two_calls_work_on_one_shape(program, step_of, shape):
+    """In another layout axes and sizes are others, and say nothing."""
+
+    def normed(epsilon, shape):
+        def run(m, x):
+            hidden = F.linear(x, m.first).reshape(5, *shape)
+            return F.layer_norm(hidden, shape, eps=epsilon)
+
+        flow = flow_of(step_of(program(run, **LEAVES), X))
+        values = flow.values.values()
+        return flow, next(v for v in values if v.operator == "native_layer_norm")
+
+    ours, expected = normed(1e-5, (8,))
+    theirs, value = normed(0.1, shape)
+    part = Part(expected, value, "forward", 0.25, (value,), (expected,))
+    label, words = _description(
+        PortSides(ours, theirs, 1e-6), Difference(part, None, 1e-6)
+    )
+    if shape == (8,):
+        assert label == "wrong constant"
+        assert words.startswith("eps: 1e-05, here 0.1: the reference's is ")
+    else:
+        assert label == "other operator"
+        assert words.startswith("what it is made of agrees; it is 0.25 off, relative")

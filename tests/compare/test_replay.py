@@ -370,6 +370,30 @@ def test_long_arguments_are_cut(recorded_call):
             ['{"record":7}', [4], '{"record":8}', None, 1e-5],
             ("bias: a tensor, here None",),
         ),
+        (  # left out it is the width's inverse root
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+            ['{"record":0}'] * 3 + [0.0, False, None, 1 / math.sqrt(4)],
+            ['{"record":0}'] * 3 + [0.0, False, None, None],
+            (),
+        ),
+        (
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+            ['{"record":0}'] * 3 + [0.0, False, None, 0.25],
+            ['{"record":0}'] * 3 + [0.0, False, None, None],
+            ("scale: 0.25, here 0.5",),
+        ),
+        (  # one over n - 1, as torch does without a word
+            "aten.var.correction",
+            ['{"record":0}', [2], 1],
+            ['{"record":0}', [2], None],
+            (),
+        ),
+        (  # one number by two expressions
+            "aten.mul.Scalar",
+            ['{"record":0}', 0.1 + 0.2],
+            ['{"record":0}', 0.3],
+            (),
+        ),
     ],
 )
 def test_axes_may_be_counted_from_the_end_and_tensors_be_missing(
@@ -387,4 +411,4 @@ def test_axes_may_be_counted_from_the_end_and_tensors_be_missing(
         )
         for arguments in (ours, theirs)
     ]
-    assert argument_differences(*rows, axes=3) == text
+    assert argument_differences(*rows, ((2, 3, 4), (2, 3, 4))) == text

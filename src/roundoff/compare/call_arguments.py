@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.errors import RunError
 from roundoff.foreign import parse_json
 from roundoff.ops import overload_of
+
+Shape = Sequence[int]
 
 _RECORDS = re.compile(r'\{"record":(\d+)\}')
 #: Kinds of values that do not change the numbers of a call.
@@ -25,6 +28,14 @@ _HOW = frozenset(
 )
 #: Axes, which may be counted from the end.
 _AXES = frozenset(("dim", "dims", "axis", "dim0", "dim1", "start_dim", "end_dim"))
+#: What None stands for, by the shape of the tensor that is read first: attention's scale
+#: (``torch.nn.functional.scaled_dot_product_attention``), the correction of a variance.
+_LEFT_OUT: dict[str, Callable[[Shape], float]] = {
+    "scale": lambda shape: shape[-1] ** -0.5 if shape[-1] else 1.0,
+    "correction": lambda _: 1,
+}
+#: One number by two expressions: each is rounded a few times in fp64.
+_ROUNDED = 4 * torch.finfo(torch.float64).eps
 #: Formats whose ends additive masks are filled with.
 _MASKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = [torch.finfo(dtype).max for dtype in _MASKED]
@@ -44,7 +55,9 @@ class _Tensor(_NoConstant):
 
 
 def argument_differences(
-    reference: RecordedRow, candidate: RecordedRow, axes: int | None = None
+    reference: RecordedRow,
+    candidate: RecordedRow,
+    read: tuple[Shape | None, Shape | None] = (None, None),
 ) -> tuple[str, ...]:
     """Return what differs between two calls: ``eps: 1e-05, here 0.001``.
 
@@ -54,15 +67,16 @@ def argument_differences(
     Args:
         reference: the reference's.
         candidate: the candidate's.
-        axes: of the tensor that both read first, from whose end axes may be counted.
+        read: the shape of the tensor that each reads first: from its end axes may be
+            counted, and it says what a constant that was left out is.
     """
     if reference.arguments is None or candidate.arguments is None:
         return ()
     if reference.arguments == candidate.arguments:
         return ()
     try:
-        ours = _constants(reference, axes)
-        theirs = _constants(candidate, axes)
+        ours = _constants(reference, read[0])
+        theirs = _constants(candidate, read[1])
     except (ValueError, RunError):
         return ()
     return tuple(
@@ -72,20 +86,26 @@ def argument_differences(
     )
 
 
-def _constants(row: RecordedRow, axes: int | None) -> dict[str, Any]:
+def _constants(row: RecordedRow, read: Shape | None) -> dict[str, Any]:
     """Return the constants of a call by name, defaults of the schema included."""
     positional, by_name = _recorded(row.arguments or "")
     schema = overload_of(row.overload or "")._schema.arguments
     names = [argument.name for argument in schema]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     values |= dict(zip(names, positional, strict=False)) | by_name
-    return {
-        name: _from_the_front(_constant(value), axes)
-        if name in _AXES
-        else _constant(value)
-        for name, value in values.items()
-        if name not in _HOW
-    }
+    constants = {n: _constant(v) for n, v in values.items() if n not in _HOW}
+    if not read:
+        return constants
+    return {name: _in_full(name, v, read) for name, v in constants.items()}
+
+
+def _in_full(name: str, value: Any, read: Shape) -> Any:
+    """Return an axis counted from the first, and what stands for a number left out."""
+    if name in _AXES:
+        return _from_the_front(value, len(read))
+    if value is None and name in _LEFT_OUT:
+        return _LEFT_OUT[name](read)
+    return value
 
 
 def _recorded(text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -97,12 +117,12 @@ def _recorded(text: str) -> tuple[list[Any], dict[str, Any]]:
             raise ValueError(f"no arguments of a call: {type(other).__name__}")
 
 
-def _from_the_front(value: Any, axes: int | None) -> Any:
+def _from_the_front(value: Any, axes: int) -> Any:
     """Return an axis, or a list of them, counted from the first."""
     if isinstance(value, list):
         return [_from_the_front(each, axes) for each in value]
     is_axis = isinstance(value, int) and not isinstance(value, bool)
-    return value + axes if is_axis and axes and value < 0 else value
+    return value + axes if is_axis and value < 0 else value
 
 
 def _constant(value: Any) -> Any:
@@ -134,6 +154,9 @@ def _differ(one: Any, other: Any) -> bool:
 def _same_constant(one: Any, other: Any) -> bool:
     """Return True for equal constants, and for the ends of two formats, which fill masks."""
     if one == other:
+        return True
+    are_numbers = isinstance(one, float) and isinstance(other, float)
+    if are_numbers and math.isclose(one, other, rel_tol=_ROUNDED):
         return True
     return any(one in ends and other in ends for ends in (_LOWEST, _LARGEST))
 

@@ -32,12 +32,19 @@ from roundoff.compare.blamed_leaves import (
     blamed_values,
 )
 from roundoff.compare.blamed_tables import blamed_table
+from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
-from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.recorded_rows import (
+    RecordedRow,
+    Rows,
+    first_rows,
+    last_named,
+    shape_read_first,
+)
 from roundoff.compare.repair_trials import (
     SEVERAL,
     Region,
@@ -741,7 +748,7 @@ class _Rows:
     def _own(self, row: RecordedRow, difference: Difference) -> ComparedRow:
         part = difference.part
         twin = _named_reference(difference)
-        label, evidence = _description(difference)
+        label, evidence = _description(self._sides, difference)
         error = part.distance if math.isfinite(part.distance) else 1.0
         return ComparedRow(
             **_names(row),
@@ -785,7 +792,7 @@ def _downstream(flow: Flow, starts: Iterable[int]) -> dict[int, int]:
     return origin
 
 
-def _description(difference: Difference) -> tuple[str, str]:
+def _description(sides: Sides, difference: Difference) -> tuple[str, str]:
     """Return the label and the evidence of a difference."""
     if difference.blamed is not None:
         is_call = difference.blamed.value.is_call
@@ -799,6 +806,10 @@ def _description(difference: Difference) -> tuple[str, str]:
     if wanted is None or value is None:
         return "other operator", "the reference has nothing like it here"
     line = f" ({wanted.row.line})" if wanted.row.line else ""
+    constants = _constants_apart(sides, wanted.row, value.row)
+    if constants:
+        words = f"{'; '.join(constants)}: the reference's is {wanted.row.site}{line}"
+        return "wrong constant", words
     there = f"{wanted.operator} of {wanted.row.site}{line}"
     if math.isinf(part.distance):
         words = f"what it reads agrees; the reference goes on with {there}"
@@ -808,6 +819,30 @@ def _description(difference: Difference) -> tuple[str, str]:
         f"{there}"
     )
     return "other operator", words
+
+
+def _constants_apart(
+    sides: Sides, reference: RecordedRow, candidate: RecordedRow
+) -> tuple[str, ...]:
+    """Return the constants that differ between two calls of one operator on one shape.
+
+    In another layout axes and sizes are others too, and say nothing.
+    """
+    if reference.base_operator != candidate.base_operator:
+        return ()
+    if reference.base_operator in MOVED:
+        return ()
+    rows = sides.reference.step.rows
+    other_rows = sides.candidate.step.rows
+    ours = first_rows(rows).get(reference.call)
+    theirs = first_rows(other_rows).get(candidate.call)
+    if ours is None or theirs is None:
+        return ()
+    shape = shape_read_first(rows, ours)
+    other_shape = shape_read_first(other_rows, theirs)
+    if shape != other_shape:
+        return ()
+    return argument_differences(ours, theirs, (shape, other_shape))
 
 
 def _names(row: RecordedRow) -> dict[str, Any]:

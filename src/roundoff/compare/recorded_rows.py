@@ -124,6 +124,12 @@ def first_rows(rows: Rows) -> dict[int, RecordedRow]:
     return first
 
 
+def shape_read_first(rows: Rows, row: RecordedRow) -> Sequence[int] | None:
+    """Return the shape of the first tensor that a call reads; None where nobody knows."""
+    read = [rows[record] for record in row.inputs if record in rows]
+    return read[0].shape if read else None
+
+
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
     """Return the last row of each parameter, buffer and gradient by its name."""
     return {row.name: row for row in rows.values() if row.name}

@@ -25,7 +25,13 @@ from roundoff.compare.gradient_scale import rescaling
 from roundoff.compare.metrics import Metrics
 from roundoff.compare.port_comparison import by_different_hands, compare_port
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
-from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, last_named
+from roundoff.compare.recorded_rows import (
+    RecordedRow,
+    Rows,
+    first_rows,
+    last_named,
+    shape_read_first,
+)
 from roundoff.compare.replay import (
     CallReplay,
     ReferenceSide,
@@ -240,9 +246,11 @@ class _Measures:
         theirs = self._first.get(row.call)
         if ours is None or theirs is None:
             return ()
-        read = _inputs(self._candidate, theirs)
-        axes = len(read[0].shape or ()) if read else None
-        return argument_differences(ours, theirs, axes)
+        read = (
+            shape_read_first(self._reference, ours),
+            shape_read_first(self._candidate, theirs),
+        )
+        return argument_differences(ours, theirs, read)
 
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         return self._memory.carried(row)

@@ -16,7 +16,12 @@ from roundoff.compare.element_differences import (
 )
 from roundoff.compare.explain import Sides
 from roundoff.compare.metrics import Metrics, measure
-from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows
+from roundoff.compare.recorded_rows import (
+    RecordedRow,
+    Rows,
+    first_rows,
+    shape_read_first,
+)
 from roundoff.compare.rounding_bound import tolerance, working_formats
 from roundoff.record import STATISTICS
 
@@ -159,9 +164,13 @@ def with_measures(
     inputs = _input_differences(sides, pairs, pair, distances)
     ours = _first(sides.reference.rows, twin)
     theirs = _first(sides.candidate.rows, row)
+    read = (
+        shape_read_first(sides.reference.rows, ours),
+        shape_read_first(sides.candidate.rows, theirs),
+    )
     measured = replace(
         named,
-        arguments=argument_differences(ours, theirs),
+        arguments=argument_differences(ours, theirs, read),
         inputs=inputs,
         statistics=[_statistic(name, twin, row) for name in STATISTICS],
         error=distances(twin.record, row.record).error,

@@ -340,8 +340,15 @@ def _differences(workload: Workload, other: Workload) -> Iterator[str]:
     only_reference = [name for name in reference if name not in candidate]
     only_candidate = [name for name in candidate if name not in reference]
     yield from _named("the models start from other values", changed)
-    yield from _named("only the reference has", only_reference)
-    yield from _named("only the candidate has", only_candidate)
+    if only_reference and only_candidate:
+        yield (
+            f"{len(only_reference):,} parameters and buffers have names that only the "
+            f"reference knows, {len(only_candidate):,} names that only the candidate "
+            "knows: these are matched by their values"
+        )
+    else:
+        yield from _named("only the reference has", only_reference)
+        yield from _named("only the candidate has", only_candidate)
     for part in ("loss", "optimizer"):
         if getattr(workload, part) is None and getattr(other, part) is not None:
             yield f"only the candidate defines {part}: it is not run"

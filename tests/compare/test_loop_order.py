@@ -3,7 +3,7 @@
 import pytest
 
 from roundoff.compare.loop_order import TURNS, loop_causes, optimizer_steps
-from roundoff.record import LoopEvent
+from roundoff.record import HELD, LoopEvent
 
 
 def event(what, call=0, of="", **numbers):
@@ -139,3 +139,30 @@ def test_gradients_without_a_graph_of_their_own_are_told():
     assert loop_causes(penalty(), penalty(), rank=0) == []
     (more,) = loop_causes(penalty(), penalty(create_graph=1.0), rank=0)
     assert "with create_graph, the reference without" in more.evidence
+
+
+def two_groups(first, second):
+    """One step of an optimizer with two groups: values held, and the weight decay."""
+    numbers = {HELD: first[0], "weight_decay": first[1]}
+    numbers |= {f"{HELD} (group 1)": second[0], "weight_decay (group 1)": second[1]}
+    return [
+        (0, event("backward", 0)),
+        (0, event("optimizer.step", 1, "SGD", **numbers)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        (((40, 0.0), (800, 0.1)), None),
+        (((60, 0.0), (780, 0.1)), None),
+        (((40, 0.1), (800, 0.1)), "0.1 where the reference has 0"),
+        (((40, 0.1), (800, 0.0)), "0.1 where the reference has 0 and 0 where"),
+        (((800, 0.1), (40, 0.2)), "0.2 where the reference has 0 (group 1)"),
+    ],
+)
+def test_groups_of_parameters_in_another_order_are_the_same(candidate, words):
+    ours = two_groups((800, 0.1), (40, 0.0))
+    causes = loop_causes(ours, two_groups(*candidate), rank=0)
+    assert (words is None) == (causes == [])
+    assert words is None or words in causes[0].evidence

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
-from roundoff.record import LoopEvent
+from roundoff.record import HELD, LoopEvent, same_groups
 
 #: The name of the cause that there are more or fewer backward passes.
 BACKWARD_PASSES = "backward"
@@ -24,7 +24,16 @@ TURNS = "turns of the optimizers"
 #: The name of the cause that gradients are taken with a graph in one run alone.
 GRAPHS = "create_graph"
 #: Settings that choose how an optimizer computes, or are not used by it.
-_HOW_COMPUTED = ("foreach", "fused", "capturable", "differentiable", "initial_lr")
+_HOW_COMPUTED = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_lr",
+    HELD,
+)
+#: Stands between a setting and the number of its group of parameters.
+_OF_GROUP = " (group "
 #: Settings that differ by this share differ by rounding: a number kept in fp32 is 2**-24
 #: off, and one that a schedule made of it in 16 steps 2**-20.
 _SAME_NUMBER = 1e-6
@@ -559,26 +568,56 @@ def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[
 
 
 def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
-    ours = twin.event.numbers
-    theirs = step.event.numbers
     differing: dict[str, list[str]] = {}
-    for name in dict.fromkeys([*ours, *theirs]):
-        plain = name.partition(" (")[0]
-        if plain in _HOW_COMPUTED or name not in ours or name not in theirs:
+    for name, (ours, theirs) in _paired_settings(twin.event, step.event).items():
+        plain, mark, group = name.partition(_OF_GROUP)
+        if plain in _HOW_COMPUTED or _same_number(ours, theirs):
             continue
-        if not _same_number(ours[name], theirs[name]):
-            differing.setdefault(plain, []).append(name)
-    for plain, names in differing.items():
+        words = f"{theirs:g} where the reference has {ours:g}{mark}{group}"
+        differing.setdefault(plain, []).append(words)
+    for plain, values in differing.items():
         if plain == "lr":
-            yield _learning_rate(twin, step, names, rank)
+            yield _learning_rate(twin, step, values, rank)
         else:
-            yield _setting(twin, step, plain, names, rank)
+            yield _setting(twin, step, plain, values, rank)
+
+
+def _paired_settings(
+    twin: LoopEvent, step: LoopEvent
+) -> Mapping[str, tuple[float, float]]:
+    """Return each setting that both have, by the candidate's name of it.
+
+    Groups of parameters are paired by what they hold, in whatever order they stand.
+    """
+    ours = _by_group(twin)
+    theirs = _by_group(step)
+    twins = {group: group for group in theirs if group in ours}
+    held = [group[HELD] for group in ours.values() if HELD in group]
+    other_held = [group[HELD] for group in theirs.values() if HELD in group]
+    if len(held) == len(ours) and len(other_held) == len(theirs):
+        places = zip(theirs, same_groups(held, other_held), strict=True)
+        names = list(ours)
+        twins = {group: names[place] for group, place in places if place < len(names)}
+    return {
+        name + group: (ours[other][name], value)
+        for group, other in twins.items()
+        for name, value in theirs[group].items()
+        if name in ours[other]
+    }
+
+
+def _by_group(event: LoopEvent) -> dict[str, dict[str, float]]:
+    """Return the settings by their names, for each group of parameters: `` (group 1)``."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, value in event.numbers.items():
+        plain, mark, number = name.partition(_OF_GROUP)
+        groups.setdefault(mark + number, {})[plain] = value
+    return groups
 
 
 def _setting(
-    twin: OptimizerStep, step: OptimizerStep, plain: str, names: list[str], rank: int
+    twin: OptimizerStep, step: OptimizerStep, plain: str, values: list[str], rank: int
 ) -> Cause:
-    values = [_values(twin, step, name) for name in names]
     what = _NAMES.get(plain, plain)
     evidence = f"{what} of {_optimizer(twin, step)}: {listed(values)}"
     return _cause(
@@ -599,20 +638,11 @@ def _optimizer(twin: OptimizerStep, step: OptimizerStep) -> str:
     return f"{step.event.of} (the reference has {twin.event.of})"
 
 
-def _values(twin: OptimizerStep, step: OptimizerStep, name: str) -> str:
-    ours = twin.event.numbers[name]
-    theirs = step.event.numbers[name]
-    group = name.partition(" (")[2]
-    suffix = f" ({group}" if group else ""
-    return f"{theirs:g} where the reference has {ours:g}{suffix}"
-
-
 def _learning_rate(
-    twin: OptimizerStep, step: OptimizerStep, names: list[str], rank: int
+    twin: OptimizerStep, step: OptimizerStep, values: list[str], rank: int
 ) -> Cause:
     """The rate itself, or a schedule that has moved more often by then."""
-    values = listed([_values(twin, step, name) for name in names])
-    evidence = f"learning rate of {_optimizer(twin, step)}: {values}"
+    evidence = f"learning rate of {_optimizer(twin, step)}: {listed(values)}"
     label = "other setting"
     shown = None
     reference = None

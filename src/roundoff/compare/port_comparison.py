@@ -80,6 +80,8 @@ UPDATE = 1e-3
 MOST_UNCONFIRMED = 0.1
 #: Hand on the values that they read, or some of them.
 MOVED = operators_that("move values")
+#: Work on two tensors, or on one and a number.
+_PAIRED = operators_that("pair elements")
 IN_PROGRAM = "on the same values the two programs differ from here on"
 
 _FORWARD = "forward"
@@ -826,11 +828,12 @@ def _constants_apart(
 ) -> tuple[str, ...]:
     """Return the constants that differ between two calls of one operator on one shape.
 
-    In another layout axes and sizes are others too, and say nothing.
+    In another layout axes and sizes are others too, and say nothing; nor does the other
+    factor or term of a formula that is written in another way.
     """
     if reference.base_operator != candidate.base_operator:
         return ()
-    if reference.base_operator in MOVED:
+    if reference.base_operator in MOVED | _PAIRED:
         return ()
     rows = sides.reference.step.rows
     other_rows = sides.candidate.step.rows

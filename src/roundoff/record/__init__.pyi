@@ -48,12 +48,14 @@ from .disk.writer import Writer as Writer
 from .environment import environment as environment
 from .graph_capture import in_graph_capture as in_graph_capture
 from .loop_events import FROZEN as FROZEN
+from .loop_events import HELD as HELD
 from .loop_events import LoopEvent as LoopEvent
 from .module_paths import Paths as Paths
 from .module_paths import module_path as module_path
 from .module_paths import quiet as quiet
 from .own_error import OwnError as OwnError
 from .own_error import own_error as own_error
+from .parameter_groups import same_groups as same_groups
 from .program import ScriptError as ScriptError
 from .program import StopScript as StopScript
 from .program import run_program as run_program

@@ -22,6 +22,8 @@ from roundoff.unforeseen import OurPart
 
 #: What an event is called that tells which parameters want no gradient.
 FROZEN = "frozen"
+#: The number of an optimizer's step that tells how many values a group holds.
+HELD = "values held"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class LoopEvent:
         line: the user's, ``train.py:31``.
         call: how many operator calls of the step ran before it.
         numbers: its settings by name, such as ``lr`` or ``max_norm``; of the second
-            group of parameters ``lr (group 1)``.
+            group of parameters ``lr (group 1)``; ``HELD`` is how many values it holds.
         names: of the parameters that it tells of.
     """
 
@@ -212,7 +214,8 @@ class LoopLog:
         for place, group in enumerate(optimizer.param_groups):
             suffix = f" (group {place})" if place else ""
             settings = {f"{key}{suffix}": value for key, value in group.items()}
-            numbers |= _numbers(settings)
+            held = sum(parameter.numel() for parameter in group["params"])
+            numbers |= _numbers(settings | {f"{HELD}{suffix}": held})
         self.add("optimizer.step", of=optimizer, numbers=numbers)
         self._told("optimizer.step", (optimizer,), {}, None)
 

@@ -74,6 +74,15 @@ SCALED = (
 )
 
 
+#: Two groups of parameters, and an optimizer that has both.
+DECAYED = "{'params': [p for p in model.parameters() if p.dim() > 1]}"
+PLAIN = (
+    "{'params': [p for p in model.parameters() if p.dim() < 2],"
+    " 'weight_decay': 0.0, 'lr': 0.005}"
+)
+GROUPED = SCRIPT.replace("AdamW(model.parameters(),", f"AdamW([{DECAYED}, {PLAIN}],")
+
+
 @dataclass(frozen=True)
 class Planted:
     """One difference: what is replaced in the candidate, and what must be said of it.
@@ -99,6 +108,13 @@ class Planted:
 
 PLANTED = (
     Planted("learning rate", "lr=0.01", "lr=0.02", ("learning rate", "0.01", "0.02")),
+    Planted(
+        "rate of a group in another place",
+        f"{DECAYED}, {PLAIN}",
+        f"{PLAIN.replace('0.005', '0.02')}, {DECAYED}",
+        ("learning rate", "0.005", "0.02"),
+        script=GROUPED,
+    ),
     Planted(
         "weight decay",
         "weight_decay=0.02",
@@ -379,6 +395,12 @@ ALIKE = (
         "        optimizer.zero_grad()\n        loss.backward()\n",
     ),
     Alike("with a loss scale", script=SCALED),
+    Alike(
+        "groups of parameters in another order",
+        f"{DECAYED}, {PLAIN}",
+        f"{PLAIN}, {DECAYED}",
+        script=GROUPED,
+    ),
     Alike("a worker for the data", "shuffle=True,", "shuffle=True, pin_memory=False,"),
 )
 

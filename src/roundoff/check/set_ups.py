@@ -75,10 +75,7 @@ def check_runs(
             where=f"{places[0]} and {places[1]}",
             got=f"ranks {reference.ranks} and {candidate.ranks}",
         )
-    pairs = [
-        Pair(Side(reference, called[0], rank), Side(candidate, called[1], rank))
-        for rank in ranks
-    ]
+    pairs = [_pair(reference, candidate, called, rank) for rank in ranks]
     merged = _merged([each for pair in pairs for each in _differences(pair)])
     ordered = _in_order([*_differing_processes(pairs[0]), *merged])
     missing = tuple(_missing(pairs[0]))
@@ -91,6 +88,11 @@ def check_runs(
         losses=losses_of_ranks(pairs, repeats),
         remarks=tuple(_remarks(pairs[0])),
     )
+
+
+def _pair(reference: Run, candidate: Run, called: tuple[str, str], rank: int) -> Pair:
+    ours = Side(reference, called[0], rank)
+    return Pair(ours, Side(candidate, called[1], rank).grouped_as(ours))
 
 
 def _differing_processes(pair: Pair) -> Iterator[Difference]:

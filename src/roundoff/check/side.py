@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import polars as pl
 
 from roundoff.check.outside_tensors import PROGRAM, outside_tensors
-from roundoff.record import Batch, Fact, Run, SetUp
+from roundoff.record import Batch, Fact, Run, SetUp, same_groups, values_held
+
+#: Settings of an optimizer that are not its first group's.
+_OF_WHOLE_OPTIMIZER = ("class", "groups", "parameters in no optimizer")
+#: Stands between a number of each step and what it is of.
+_OF = " of "
 
 
 @dataclass(frozen=True)
 class Side:
-    """A rank of a run, and what the run is called in sentences."""
+    """A rank of a run, and what the run is called in sentences.
+
+    Attributes:
+        run: the recording.
+        name: what it is called.
+        rank: of its processes.
+        groups: what groups of parameters are called here, by their recorded names.
+    """
 
     run: Run
     name: str
     rank: int
+    groups: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def set_up(self) -> SetUp | None:
@@ -29,7 +42,13 @@ class Side:
     def facts(self) -> Mapping[tuple[str, str, str], Fact]:
         """Its settings by group, of what, and name."""
         facts = () if self.set_up is None else self.set_up.facts
-        return {(fact.group, fact.of, fact.name): fact for fact in facts}
+        return {(f.group, self._of(f), f.name): f for f in facts}
+
+    def _of(self, fact: Fact) -> str:
+        """Return what a setting is of: the first group is called as its optimizer."""
+        if fact.name in _OF_WHOLE_OPTIMIZER:
+            return fact.of
+        return self.groups.get(fact.of, fact.of)
 
     def value(self, group: str, of: str, name: str) -> str | None:
         """Return one setting; None where it is not there."""
@@ -67,8 +86,20 @@ class Side:
         rows = self.run.step_numbers.filter(pl.col("rank") == self.rank)
         series: dict[str, dict[int, float]] = {}
         for step, name, value in rows.select("step", "name", "value").collect().rows():
-            series.setdefault(name, {})[step] = value
+            rate, mark, group = name.partition(_OF)
+            called = f"{rate}{mark}{self.groups.get(group, group)}"
+            series.setdefault(called, {})[step] = value
         return series
+
+    def grouped_as(self, reference: Side) -> Side:
+        """Return this with its groups of parameters called as the reference's."""
+        names: dict[str, str] = {}
+        for optimizer, held in _held(self).items():
+            ours = _held(reference).get(optimizer, [])
+            for place, number in enumerate(same_groups(ours, held)):
+                names[_group(optimizer, place)] = _group(optimizer, number)
+        changed = {old: new for old, new in names.items() if old != new}
+        return replace(self, groups=changed) if changed else self
 
     @property
     def why_not_recorded(self) -> str:
@@ -77,6 +108,20 @@ class Side:
         if about.tool is not None:
             return f"not recorded in a dump of {about.tool}"
         return f"not recorded by the version of roundoff that made {self.name}"
+
+
+def _held(side: Side) -> dict[str, list[int]]:
+    """Return how many values each group of parameters holds, by the optimizer."""
+    held: dict[str, list[int]] = {}
+    for (kind, of, name), fact in side.facts.items():
+        if (kind, name) == ("optimizer", "holds"):
+            optimizer = of.partition(", group ")[0]
+            held.setdefault(optimizer, []).append(values_held(fact.value))
+    return held
+
+
+def _group(optimizer: str, place: int) -> str:
+    return f"{optimizer}, group {place}" if place else optimizer
 
 
 def short_names(reference: str, candidate: str) -> tuple[str, str]:

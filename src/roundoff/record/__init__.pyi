@@ -53,6 +53,7 @@ from .loop_events import LoopEvent as LoopEvent
 from .module_paths import Paths as Paths
 from .module_paths import module_path as module_path
 from .module_paths import quiet as quiet
+from .optimizer_facts import values_held as values_held
 from .own_error import OwnError as OwnError
 from .own_error import own_error as own_error
 from .parameter_groups import same_groups as same_groups

@@ -213,9 +213,9 @@ class LoopLog:
         numbers: dict[str, float] = {}
         for place, group in enumerate(optimizer.param_groups):
             suffix = f" (group {place})" if place else ""
-            settings = {f"{key}{suffix}": value for key, value in group.items()}
             held = sum(parameter.numel() for parameter in group["params"])
-            numbers |= _numbers(settings | {f"{HELD}{suffix}": held})
+            settings = _numbers(group | {HELD: held})
+            numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
         self.add("optimizer.step", of=optimizer, numbers=numbers)
         self._told("optimizer.step", (optimizer,), {}, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from roundoff.record.set_up import Fact
 
 #: The learning rate is noted of every step.
 _OF_STEPS = ("lr", "params", "initial_lr", "param_names")
+
+_HOLDS = re.compile(r"\d+ tensors, (\d{1,18}) values", re.ASCII)
 
 
 def optimizer_facts(of: str, optimizer: Any) -> Iterator[Fact]:
@@ -30,6 +33,16 @@ def optimizer_facts(of: str, optimizer: Any) -> Iterator[Fact]:
             text = None if name in _OF_STEPS else _text(value)
             if text is not None:
                 yield Fact(group="optimizer", of=where, name=name, value=text)
+
+
+def values_held(holds: str) -> int:
+    """Return how many values a group holds, of its fact ``holds``; 0 for another text.
+
+    >>> values_held("2 tensors, 72 values")
+    72
+    """
+    found = _HOLDS.fullmatch(holds)
+    return int(found[1]) if found else 0
 
 
 def without_optimizer(

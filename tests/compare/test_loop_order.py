@@ -166,3 +166,20 @@ def test_groups_of_parameters_in_another_order_are_the_same(candidate, words):
     causes = loop_causes(ours, two_groups(*candidate), rank=0)
     assert (words is None) == (causes == [])
     assert words is None or words in causes[0].evidence
+
+
+def test_groups_cut_in_another_way_are_the_same_settings():
+    ours = two_groups((800, 0.1), (40, 0.0))
+
+    def of_three(decay):
+        [backward, (step, last)] = two_groups((30, 0.0), (800, decay))
+        numbers = {f"{HELD} (group 2)": 10, "weight_decay (group 2)": 0.0}
+        numbers |= last.numbers
+        return [backward, (step, event(last.what, 1, last.of, **numbers))]
+
+    assert loop_causes(ours, of_three(0.1), rank=0) == []
+    [cause] = loop_causes(ours, of_three(0.2), rank=0)
+    assert cause.evidence == (
+        "weight decay of SGD: 0 for 40 values and 0.2 for 800 values where the "
+        "reference has 0.1 for 800 values and 0 for 40 values"
+    )

@@ -146,3 +146,37 @@ def test_a_constant_is_named_where_two_calls_work_on_one_shape(program, step_of,
     else:
         assert label == "other operator"
         assert words.startswith("what it is made of agrees; it is 0.25 off, relative")
+
+
+def scored(loss):
+    def run(m, x):
+        return loss(F.linear(x, m.second), torch.tensor([0, 2, 1, 0, 1]))
+
+    return run
+
+
+def by_exponentials(scores, labels):
+    shares = scores.exp()
+    shares = shares / shares.sum(1, keepdim=True)
+    return -shares[torch.arange(5), labels].log().mean()
+
+
+def of_half_the_scores(scores, labels):
+    return by_exponentials(scores / 2, labels)
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize(
+    ("other", "named"), [(by_exponentials, 0), (of_half_the_scores, 1)]
+)
+def test_a_loss_by_another_formula_is_the_same_loss(
+    program, step_of, other, named, tensors
+):
+    x = drawn(5, 8, seed=6)
+    leaves = {"second": LEAVES["second"]}
+    sides = Sides(
+        step_of(program(scored(F.cross_entropy), **leaves), x, tensors=tensors),
+        step_of(program(scored(other), **leaves), x, tensors=tensors),
+    )
+    rows = compare_port(sides, EarlierSteps())
+    assert sum(row.cause == "own" for row in rows) == named

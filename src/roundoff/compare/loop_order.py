@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from roundoff.compare.optimizer_settings import differing_settings, same_number
 from roundoff.compare.step_causes import LOOP, UPDATE, Cause, listed, with_line
-from roundoff.record import HELD, LoopEvent, same_groups
+from roundoff.record import LoopEvent
 
 #: The name of the cause that there are more or fewer backward passes.
 BACKWARD_PASSES = "backward"
@@ -23,20 +24,6 @@ CLEARING = "zero_grad"
 TURNS = "turns of the optimizers"
 #: The name of the cause that gradients are taken with a graph in one run alone.
 GRAPHS = "create_graph"
-#: Settings that choose how an optimizer computes, or are not used by it.
-_HOW_COMPUTED = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "initial_lr",
-    HELD,
-)
-#: Stands between a setting and the number of its group of parameters.
-_OF_GROUP = " (group "
-#: Settings that differ by this share differ by rounding: a number kept in fp32 is 2**-24
-#: off, and one that a schedule made of it in 16 steps 2**-20.
-_SAME_NUMBER = 1e-6
 _NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "max_norm": "limit"}
 _TAKES_GRADIENTS = ("backward", "autograd.grad")
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -568,58 +555,18 @@ def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[
 
 
 def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
-    differing: dict[str, list[str]] = {}
-    for name, (ours, theirs) in _paired_settings(twin.event, step.event).items():
-        plain, mark, group = name.partition(_OF_GROUP)
-        if plain in _HOW_COMPUTED or _same_number(ours, theirs):
-            continue
-        words = f"{theirs:g} where the reference has {ours:g}{mark}{group}"
-        differing.setdefault(plain, []).append(words)
-    for plain, values in differing.items():
-        if plain == "lr":
-            yield _learning_rate(twin, step, values, rank)
+    for name, words in differing_settings(twin.event, step.event).items():
+        if name == "lr":
+            yield _learning_rate(twin, step, words, rank)
         else:
-            yield _setting(twin, step, plain, values, rank)
-
-
-def _paired_settings(
-    twin: LoopEvent, step: LoopEvent
-) -> Mapping[str, tuple[float, float]]:
-    """Return each setting that both have, by the candidate's name of it.
-
-    Groups of parameters are paired by what they hold, in whatever order they stand.
-    """
-    ours = _by_group(twin)
-    theirs = _by_group(step)
-    twins = {group: group for group in theirs if group in ours}
-    held = [group[HELD] for group in ours.values() if HELD in group]
-    other_held = [group[HELD] for group in theirs.values() if HELD in group]
-    if len(held) == len(ours) and len(other_held) == len(theirs):
-        places = zip(theirs, same_groups(held, other_held), strict=True)
-        names = list(ours)
-        twins = {group: names[place] for group, place in places if place < len(names)}
-    return {
-        name + group: (ours[other][name], value)
-        for group, other in twins.items()
-        for name, value in theirs[group].items()
-        if name in ours[other]
-    }
-
-
-def _by_group(event: LoopEvent) -> dict[str, dict[str, float]]:
-    """Return the settings by their names, for each group of parameters: `` (group 1)``."""
-    groups: dict[str, dict[str, float]] = {}
-    for name, value in event.numbers.items():
-        plain, mark, number = name.partition(_OF_GROUP)
-        groups.setdefault(mark + number, {})[plain] = value
-    return groups
+            yield _setting(twin, step, name, words, rank)
 
 
 def _setting(
-    twin: OptimizerStep, step: OptimizerStep, plain: str, values: list[str], rank: int
+    twin: OptimizerStep, step: OptimizerStep, name: str, words: str, rank: int
 ) -> Cause:
-    what = _NAMES.get(plain, plain)
-    evidence = f"{what} of {_optimizer(twin, step)}: {listed(values)}"
+    what = _NAMES.get(name, name)
+    evidence = f"{what} of {_optimizer(twin, step)}: {words}"
     return _cause(
         twin,
         step,
@@ -639,10 +586,10 @@ def _optimizer(twin: OptimizerStep, step: OptimizerStep) -> str:
 
 
 def _learning_rate(
-    twin: OptimizerStep, step: OptimizerStep, values: list[str], rank: int
+    twin: OptimizerStep, step: OptimizerStep, words: str, rank: int
 ) -> Cause:
     """The rate itself, or a schedule that has moved more often by then."""
-    evidence = f"learning rate of {_optimizer(twin, step)}: {listed(values)}"
+    evidence = f"learning rate of {_optimizer(twin, step)}: {words}"
     label = "other setting"
     shown = None
     reference = None
@@ -690,13 +637,7 @@ def _times(noun: str, count: int) -> str:
 def _same_numbers(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
     if ours.keys() != theirs.keys():
         return False
-    return all(_same_number(value, theirs[name]) for name, value in ours.items())
-
-
-def _same_number(one: float, other: float) -> bool:
-    if one == other or (one != one and other != other):
-        return True
-    return abs(one - other) <= _SAME_NUMBER * max(abs(one), abs(other))
+    return all(same_number(value, theirs[name]) for name, value in ours.items())
 
 
 _COMPARED: tuple[

@@ -440,9 +440,24 @@ def _outputs(sides: Sides) -> _Results:
     # what a loss is made of may be another value of its formula
     end = _wide(sides.reference, ours)
     other_end = _wide(sides.candidate, theirs)
-    if end.key not in sides.agreeing and other_end.key not in sides.twins:
-        return [end.key], [other_end.key], _FORWARD
-    return [], [], _FORWARD
+    if end.key in sides.agreeing or other_end.key in sides.twins:
+        return [], [], _FORWARD
+    ours_is_formula = _is_of_values_alone(sides.reference, end, sides.agreeing)
+    if ours_is_formula and _is_of_values_alone(sides.candidate, other_end, sides.twins):
+        return [], [], _FORWARD
+    return [end.key], [other_end.key], _FORWARD
+
+
+def _is_of_values_alone(flow: Flow, end: Value, agreeing: Mapping[int, Any]) -> bool:
+    """Return True for a value that is made of values that agree, and of no parameter.
+
+    What ends in the same result is then another formula of it, such as a softmax by
+    exponentials: a fault before would reach the result through a layer.
+    """
+    region = upstream(flow, [end.key], lambda value: value.key not in agreeing)
+    read = {key for value in region for key in flow.values[value].inputs}
+    leaves = [flow.values[key] for key in read if key in flow.values]
+    return not any(leaf.row.name and not leaf.is_call for leaf in leaves)
 
 
 def _is_reduced_later(ours: Value, theirs: Value, limit: float) -> bool:

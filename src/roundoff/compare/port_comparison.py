@@ -10,13 +10,9 @@ between values that agree is equivalent, and no finding.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from roundoff.compare.alignment import (
     EQUIVALENT,
@@ -38,11 +34,19 @@ from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
+from roundoff.compare.port_results import (
+    Results,
+    buffers,
+    gradients,
+    last_result,
+    outputs,
+    wide,
+)
+from roundoff.compare.port_updates import updates
 from roundoff.compare.recorded_rows import (
     RecordedRow,
     Rows,
     first_rows,
-    last_named,
     shape_read_first,
 )
 from roundoff.compare.repair_trials import (
@@ -64,16 +68,10 @@ from roundoff.ops import operators_that
 #: Two programs of which less than this share of the calls have a counterpart of the same
 #: module and operator are by different hands.
 ALIKE = 0.5
-#: Gradients below this share of the largest one are rounding of what is zero.
-NO_GRADIENT = 1e-2
 #: How much closer outputs are looked at where gradients differ.
 CLOSER = (4, 16, 64)
-#: An output of this many elements says more than the loss.
-WIDE = 8
 #: A result that was put right is this many times nearer than before.
 CLEARLY = 8.0
-#: Updates of parameters agree up to this.
-UPDATE = 1e-3
 
 #: More values than this share that agree in a recording, and not when run again on
 #: made-up values: these say nothing.
@@ -161,15 +159,15 @@ def _differences(sides: Sides) -> list[Difference]:
     Where gradients differ although the outputs seem to agree, the outputs are looked at
     more closely: a loss is one number, and hides much.
     """
-    differences = _first_difference(sides, (_outputs,))
+    differences = _first_difference(sides, (outputs,))
     if differences:
         return differences
     exact = _exact_sides(sides)
     if exact is not None:
-        differences = _first_difference(exact, (_outputs,))
+        differences = _first_difference(exact, (outputs,))
     else:
         differences = _closer_difference(sides)
-    return differences or _first_difference(sides, (_buffers, _gradients, _updates))
+    return differences or _first_difference(sides, (buffers, gradients, updates))
 
 
 def _exact_sides(sides: Sides) -> Sides | None:
@@ -184,7 +182,7 @@ def _exact_sides(sides: Sides) -> Sides | None:
         if made_up is None:
             return None
         made_up.match()
-        if not _confirms(sides, made_up, None) or _outputs(made_up)[0]:
+        if not _confirms(sides, made_up, None) or outputs(made_up)[0]:
             return None
         on_values = made_up
     exact = in_fp64(on_values)
@@ -196,13 +194,13 @@ def _exact_sides(sides: Sides) -> Sides | None:
 def _closer_difference(sides: Sides) -> list[Difference]:
     """Return what differs in the outputs looked at more closely, if gradients differ."""
     usual = sides.limit
-    ours, theirs, _ = _gradients(sides)
+    ours, theirs, _ = gradients(sides)
     differences: list[Difference] = []
     if ours and theirs:
         for closer in CLOSER:
             sides.limit = usual / closer
             sides.match()
-            differences = _first_difference(sides, (_outputs,))
+            differences = _first_difference(sides, (outputs,))
             if differences:
                 return differences
     sides.limit = usual
@@ -211,7 +209,7 @@ def _closer_difference(sides: Sides) -> list[Difference]:
 
 
 def _first_difference(
-    sides: Sides, kinds: Sequence[Callable[[Sides], _Results]]
+    sides: Sides, kinds: Sequence[Callable[[Sides], Results]]
 ) -> list[Difference]:
     for results in kinds:
         ours, theirs, phase = results(sides)
@@ -299,7 +297,7 @@ def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
         return None
     if _program_agrees(made_up, part):
         return blamed_values(sides, part)
-    differences = _first_difference(made_up, (_outputs, _buffers))
+    differences = _first_difference(made_up, (outputs, buffers))
     differences = differences or _difference_in_fp64(made_up)
     if not differences:
         return blamed_values(sides, part)
@@ -344,7 +342,7 @@ def _difference_in_fp64(sides: Sides) -> list[Difference]:
     if exact is None:
         return []
     exact.match()
-    return _first_difference(exact, (_outputs,))
+    return _first_difference(exact, (outputs,))
 
 
 def _confirms(sides: Sides, made_up: Sides, part: Part | None) -> bool:
@@ -389,12 +387,12 @@ def _ends(
         for key in results
         for other in other_results
     ]
-    ours = _last(sides.reference)
-    theirs = _last(sides.candidate)
+    ours = last_result(sides.reference)
+    theirs = last_result(sides.candidate)
     if ours is not None and theirs is not None:
         pairs.append((ours, theirs))
-        end = _wide(sides.reference, ours)
-        other_end = _wide(sides.candidate, theirs)
+        end = wide(sides.reference, ours)
+        other_end = wide(sides.candidate, theirs)
         # what a loss is made of may be another value of its formula: all logarithms of a
         # softmax, or those of the targets
         is_same = end.row.numel == other_end.row.numel
@@ -424,281 +422,6 @@ def _wanted_end(
 # -- results -------------------------------------------------------------------------
 
 #: Keys of the reference and of the candidate that do not agree, and their phase.
-_Results = tuple[list[int], list[int], str]
-
-
-def _outputs(sides: Sides) -> _Results:
-    """What the forward pass ends with: the last value that nothing in it reads."""
-    ours = _last(sides.reference)
-    theirs = _last(sides.candidate)
-    if ours is None or theirs is None:
-        return [], [], _FORWARD
-    if _is_reduced_later(ours, theirs, sides.limit):
-        return [], [], _FORWARD
-    if _ends_differ(sides, ours, theirs):
-        return [ours.key], [theirs.key], _FORWARD
-    # what a loss is made of may be another value of its formula
-    end = _wide(sides.reference, ours)
-    other_end = _wide(sides.candidate, theirs)
-    if end.key in sides.agreeing or other_end.key in sides.twins:
-        return [], [], _FORWARD
-    ours_is_formula = _is_of_values_alone(sides.reference, end, sides.agreeing)
-    if ours_is_formula and _is_of_values_alone(sides.candidate, other_end, sides.twins):
-        return [], [], _FORWARD
-    return [end.key], [other_end.key], _FORWARD
-
-
-def _is_of_values_alone(flow: Flow, end: Value, agreeing: Mapping[int, Any]) -> bool:
-    """Return True for a value that is made of values that agree, and of no parameter.
-
-    What ends in the same result is then another formula of it, such as a softmax by
-    exponentials: a fault before would reach the result through a layer.
-    """
-    region = upstream(flow, [end.key], lambda value: value.key not in agreeing)
-    read = {key for value in region for key in flow.values[value].inputs}
-    leaves = [flow.values[key] for key in read if key in flow.values]
-    return not any(leaf.row.name and not leaf.is_call for leaf in leaves)
-
-
-def _is_reduced_later(ours: Value, theirs: Value, limit: float) -> bool:
-    """Return True where one end is the mean, or the sum, of the other's elements.
-
-    One run ends in the losses of the samples, whose gradients it averages afterwards.
-    """
-    reduced, several = sorted((ours.row, theirs.row), key=lambda row: row.numel or 0)
-    if reduced.numel != 1 or not several.numel or several.numel == 1:
-        return False
-    if reduced.mean is None or several.mean is None:
-        return False
-    expected = (several.mean, several.mean * several.numel)
-    largest = limit * abs(reduced.mean)
-    return any(abs(reduced.mean - value) <= largest for value in expected)
-
-
-def _ends_differ(sides: Sides, end: Value, other_end: Value) -> bool:
-    """Return True if two programs end in values that do not agree.
-
-    One end may agree with a value inside the other program. If that goes on from there
-    to an end of as many elements, it does something more to the result; if not, its end
-    is another one: an accuracy that is computed beside the loss.
-    """
-    twin = sides.agreeing.get(end.key)
-    other_twin = sides.twins.get(other_end.key)
-    if twin is None and other_twin is None:
-        return True
-    if twin is not None and other_twin is not None:
-        return False
-    if twin is not None:
-        return _goes_on(sides.candidate, twin[0], other_end)
-    return other_twin is not None and _goes_on(sides.reference, other_twin[0], end)
-
-
-def _goes_on(flow: Flow, key: int, end: Value) -> bool:
-    """Return True if an end is made of a value of as many elements."""
-    start = flow.values.get(key)
-    if start is None or start.row.numel != end.row.numel:
-        return False
-    waiting = list(end.inputs)
-    seen: set[int] = set()
-    while waiting:
-        source = waiting.pop()
-        if source == key:
-            return True
-        if source in flow.values and source not in seen:
-            seen.add(source)
-            waiting += flow.values[source].inputs
-    return False
-
-
-def _wide(flow: Flow, last: Value) -> Value:
-    """Return the last value of several elements that a loss is made of."""
-    waiting = [last]
-    seen: set[int] = set()
-    while waiting:
-        value = waiting.pop(0)
-        if value.is_call and value.is_number and (value.row.numel or 0) >= WIDE:
-            return value
-        for key in value.inputs:
-            if key in flow.values and key not in seen:
-                seen.add(key)
-                waiting.append(flow.values[key])
-    return last
-
-
-def _last(flow: Flow) -> Value | None:
-    last = None
-    for value in flow.in_order():
-        if value.inner or value.row.phase != _FORWARD or value.row.name:
-            continue
-        if not value.computes or not value.is_number or value.row.place:
-            continue
-        if not _is_read(flow, value.key):
-            last = value
-    return last
-
-
-def _is_read(flow: Flow, key: int) -> bool:
-    """Return True where the forward pass computes with a value."""
-    waiting = [key]
-    while waiting:
-        for reader in flow.readers.get(waiting.pop(), ()):
-            value = flow.values[reader]
-            if value.row.phase != _FORWARD:
-                continue
-            if value.computes:
-                return True
-            if value.sketch is None or value.operator != "ones_like":
-                waiting.append(reader)
-    return False
-
-
-def _buffers(sides: Sides) -> _Results:
-    """What the forward pass writes to buffers, of the same size on both sides."""
-    ours = _written(sides.reference, sides.agreeing)
-    theirs = _written(sides.candidate, sides.twins)
-    sizes = {v.row.numel for v in ours} & {v.row.numel for v in theirs}
-    return (
-        [v.key for v in ours if v.row.numel in sizes],
-        [v.key for v in theirs if v.row.numel in sizes],
-        _FORWARD,
-    )
-
-
-def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
-    last = last_named(flow.step.rows)
-    values = [flow.values[row.record] for row in last.values() if row.is_call]
-    return [
-        value
-        for value in values
-        if value.row.phase == _FORWARD and value.is_number and value.key not in agreeing
-    ]
-
-
-def _same_parameters(sides: Sides) -> list[tuple[str, str]]:
-    """Return names of parameters that are each other's only counterpart."""
-    ours = _leaves(sides.reference)
-    theirs = _leaves(sides.candidate)
-    pairs = []
-    for name, value in theirs.items():
-        if value.sketch is None or value.says_nothing:
-            continue
-        twins = {
-            other
-            for other, twin in ours.items()
-            if twin.sketch and twin.sketch.distance(value.sketch) <= sides.limit
-        }
-        if len(twins) == 1:
-            pairs.append((twins.pop(), name))
-    counted = Counter(name for name, _ in pairs)
-    return [pair for pair in pairs if counted[pair[0]] == 1]
-
-
-def _leaves(flow: Flow) -> dict[str, Value]:
-    leaves: dict[str, Value] = {}
-    for value in flow.values.values():
-        if value.row.name and not value.is_call:
-            leaves.setdefault(value.row.name, value)
-    return leaves
-
-
-def _gradients(sides: Sides) -> _Results:
-    """The gradients of parameters that hold the same values, the last ones first."""
-    ours = last_named(sides.reference.step.rows)
-    theirs = last_named(sides.candidate.step.rows)
-    compared = []
-    for name, other in _same_parameters(sides):
-        row = ours.get(f"{name}.grad")
-        twin = theirs.get(f"{other}.grad")
-        if row is not None and twin is not None:
-            value = sides.reference.values[row.record]
-            compared.append((value, sides.candidate.values[twin.record]))
-    largest = max((v.sketch.size for v, _ in compared if v.sketch), default=0.0)
-    keys: _Results = ([], [], _BACKWARD)
-    for value, other_value in compared:
-        if _far(value, other_value, sides.limit, NO_GRADIENT * largest):
-            keys[0].append(value.key)
-            keys[1].append(other_value.key)
-    return keys
-
-
-def _far(one: Value, other: Value, limit: float, least: float) -> bool:
-    """Return True where two values are further apart than ``limit`` of a size."""
-    if one.sketch is None or other.sketch is None:
-        return False
-    apart = one.sketch.distance(other.sketch)
-    if math.isinf(apart):
-        return True
-    return apart * one.sketch.size > limit * max(one.sketch.size, least)
-
-
-def _updates(sides: Sides) -> _Results:
-    """What the optimizer adds to parameters that hold the same values."""
-    ours = last_named(sides.reference.step.rows)
-    theirs = last_named(sides.candidate.step.rows)
-    starts = _leaves(sides.reference)
-    other_starts = _leaves(sides.candidate)
-    sure = _with_gradients(sides)
-    keys: _Results = ([], [], _OPTIMIZER)
-    for name, other in _same_parameters(sides):
-        row = ours.get(name)
-        twin = theirs.get(other)
-        if row is None or twin is None or name not in sure:
-            continue
-        if _OPTIMIZER not in (row.phase, twin.phase):
-            continue
-        apart = _updates_apart(
-            sides, (starts[name].row, row), (other_starts[other].row, twin)
-        )
-        if apart > max(UPDATE, sides.limit):
-            keys[0].append(row.record)
-            keys[1].append(twin.record)
-    return keys
-
-
-def _with_gradients(sides: Sides) -> set[str]:
-    """Return the reference's parameters whose gradients are more than rounding."""
-    last = last_named(sides.reference.step.rows)
-    sizes = {
-        name.removesuffix(".grad"): sides.reference.values[row.record].sketch
-        for name, row in last.items()
-        if name.endswith(".grad")
-    }
-    largest = max((s.size for s in sizes.values() if s), default=0.0)
-    return {n for n, s in sizes.items() if s and s.size >= NO_GRADIENT * largest}
-
-
-def _updates_apart(
-    sides: Sides,
-    ours: tuple[RecordedRow, RecordedRow],
-    theirs: tuple[RecordedRow, RecordedRow],
-) -> float:
-    """Return the relative distance of two updates, where the gradient is no rounding."""
-    changes = []
-    for flow, (start, end) in ((sides.reference, ours), (sides.candidate, theirs)):
-        change = _change(flow, start, end)
-        if change is None:
-            return 0.0
-        changes.append(change)
-    change_of_ours, change_of_theirs = changes
-    if len(change_of_ours) != len(change_of_theirs) or not change_of_ours.any():
-        return 0.0
-    return float((change_of_ours - change_of_theirs).norm() / change_of_ours.norm())
-
-
-def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:
-    """Return what an optimizer added, sorted; None where it was not kept."""
-    before = flow.step.tensor(start.record)
-    after = flow.step.tensor(end.record)
-    gradient = last_named(flow.step.rows).get(f"{start.name}.grad")
-    slope = flow.step.tensor(gradient.record) if gradient is not None else None
-    if before is None or after is None or slope is None or slope.shape != after.shape:
-        return None
-    size = slope.abs()
-    sure = size > NO_GRADIENT * size.max()
-    change = after.to(torch.float64) - before.to(torch.float64)
-    return change[sure].sort().values
-
-
 # -- the table -----------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import roundoff
 
 
-def record(folder, parts, *, rows=8, scale=1.0, clip=None):
+def record(folder, parts, *, rows=8, scale=1.0, clip=None, weight=1.0, taken=None):
     """Train one step on the first ``rows`` of a batch, in so many equal parts."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -17,8 +17,9 @@ def record(folder, parts, *, rows=8, scale=1.0, clip=None):
     x = torch.randn(8, 6)
     with roundoff.capture(folder, model, keep="tensors") as run:
         optimizer.zero_grad()
-        for part in x[:rows].chunk(parts):
-            (model(part * scale).square().sum() / 8).backward()
+        portions = x[:rows].chunk(parts)
+        for part in portions if taken is None else [portions[n] for n in taken]:
+            (weight * model(part * scale).square().sum() / 8).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -60,3 +61,19 @@ def test_a_fault_in_halves_is_none_of_the_loop(compared):
 def test_a_clip_in_halves_is_told_by_the_loop(compared):
     found = compared({"parts": 1}, {"parts": 2, "clip": 1e-3})
     assert names(found) == ["clip of the gradients"]
+
+
+def test_gradients_that_are_all_a_multiple_are_told_of_the_loop(compared):
+    """Where the loss of each half is weighed twice, no operator is wrong."""
+    found = compared({"parts": 1}, {"parts": 2, "weight": 2.0})
+    first = found.culprits()[0]
+    assert first.name.endswith(".grad")
+    assert "it is 2 times the reference's, as all gradients are" in first.evidence
+
+
+def test_a_half_that_is_taken_twice_is_a_wrong_slice(compared):
+    """The loss reads the shape alone for the start of the backward pass."""
+    found = compared({"parts": 1}, {"parts": 2, "taken": (0, 0)})
+    first = found.culprits()[0]
+    assert first.phase == "forward"
+    assert "50% of the reference's value is in none of its 2 portions" in first.evidence

@@ -178,13 +178,13 @@ def tried_leaves(
     theirs: Sequence[Value],
     agrees: Callable[[Value, Tensor], bool],
     most: int,
+    kinds: Sequence[Layouts] | None = None,
 ) -> Blamed | None:
     """Return the first leaf that makes the two agree once it holds other values.
 
-    None too where ``most`` trials were in vain.
+    None too where ``most`` trials were in vain. ``kinds``: the layouts that are tried.
     """
-    # gates have 24 orders: every leaf is tried in plain layouts before
-    for layouts in (_plain_layouts, _gates_of):
+    for layouts in LAYOUTS if kinds is None else kinds:
         trials = 0
         for leaf in _foreign_first(sides, theirs):
             held = sides.candidate.tensor(leaf.key)
@@ -293,6 +293,32 @@ def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:
                     gates = turned.chunk(parts, axis)
                     for order in permutations(range(parts)):
                         yield torch.cat([gates[i] for i in order], axis)
+
+
+def _split_axes(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    """Yield the same with two axes exchanged of which another one is made.
+
+    So do channels and pixels stand that one program flattens in the other order.
+    """
+    for axis, size in enumerate(content.shape):
+        for first in range(2, size):
+            if size % first == 0:
+                sizes = [
+                    *content.shape[:axis],
+                    first,
+                    size // first,
+                    *content.shape[axis + 1 :],
+                ]
+                split = content.reshape(sizes)
+                turned = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
+                yield from _turned(turned, held)
+
+
+#: Yields what a tensor of some content may hold in the place of another.
+Layouts = Callable[[Tensor, Tensor], Iterator[Tensor]]
+PLAIN_LAYOUTS: tuple[Layouts, ...] = (_turned, _split_axes)
+#: Gates have 24 orders: every leaf is tried in plain layouts before.
+LAYOUTS: tuple[Layouts, ...] = (_plain_layouts, _split_axes, _gates_of)
 
 
 def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
@@ -465,11 +491,10 @@ def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:
 
 def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
     how = relation(ours, theirs)
+    name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
     if how is None:
-        return (
-            f"{leaf.row.name} holds other values than the reference's {wanted.row.name}"
-        )
-    return f"{leaf.row.name} is the reference's {wanted.row.name} {how.words}"
+        return f"{leaf.row.name} holds other values than the reference's {name}"
+    return f"{leaf.row.name} is the reference's {name} {how.words}"
 
 
 def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:

@@ -43,6 +43,8 @@ ONE_MORE = 5
 NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
 #: Orders of the axes that are tried: of up to this many axes.
 MOST_AXES = 5
+#: Groups, or heads, that are tried in a reshaped value.
+MOST_GROUPS = 16
 #: Indexes of an axis that are tried in place of another.
 MOST_INDEXES = 8
 
@@ -132,7 +134,7 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
     """Yield edits of a call, the likely kinds first."""
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
-            on_line = kind in (_axes_of_line, _exchanged_parts)
+            on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
             yield Proposal(unlikely, template, on_line)
 
 
@@ -459,6 +461,50 @@ def _with_places(places: tuple[int, ...], words: str) -> Template:
         return Edit((step,), words, places=places)
 
     return template
+
+
+def _moved_windows(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """What a line cuts out, as long, one earlier or later along each axis."""
+    if call.first.base_operator != "slice" or not records_in(call.parsed[0]):
+        return
+    for step in (-1, 1):
+        yield _moved(step, ingredients)
+
+
+def _moved(step: int, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "slice" or len(positional) < 4:
+            return None
+        [record, axis, start, _, *more] = positional
+        shape = ingredients.shapes(records_in([record])[0])
+        length = tuple(call.first.shape or ())[axis]
+        every = more[0] if more else 1
+        if not isinstance(start, int) or start < 0 or every != 1:
+            return None
+        first = start + step
+        if length == shape[axis] or not 0 <= first <= shape[axis] - length:
+            return None
+        arguments = [[record, axis, first, first + length, *more], call.parsed[1]]
+        words = f"from {first} on, not {start}, with what else this line cuts out"
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
+def _other_splits(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Two neighbouring sizes of a reshaped value in another proportion: groups, heads."""
+    if call.first.base_operator not in _RESHAPE or len(call.parsed[0]) != 2:
+        return
+    sizes = call.parsed[0][1]
+    if not isinstance(sizes, list) or not all(type(s) is int for s in sizes):
+        return
+    for axis in range(len(sizes) - 1):
+        both = sizes[axis] * sizes[axis + 1]
+        for first in range(2, min(both, MOST_GROUPS + 1)):
+            if both % first == 0 and first != sizes[axis]:
+                other = [*sizes[:axis], first, both // first, *sizes[axis + 2 :]]
+                yield _setting(1, sizes, other, f"to {other}, not {sizes}")
 
 
 def _exchanged_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
@@ -797,6 +843,8 @@ _KINDS = (
     (CHANGE, _axes_of_line),
     (CHANGE, _other_order_of_results),
     (CHANGE, _exchanged_parts),
+    (CHANGE, _moved_windows),
+    (CHANGE, _other_splits),
     (CHANGE, _other_operators),
     (LAYOUT, _layouts),
     (INPUT, _other_inputs),

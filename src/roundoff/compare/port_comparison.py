@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from roundoff.compare.alignment import (
@@ -31,6 +32,11 @@ from roundoff.compare.blamed_tables import blamed_table
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
+from roundoff.compare.faults_behind import (
+    left_out,
+    repaired_behind,
+    unlike_behind,
+)
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
@@ -50,6 +56,8 @@ from roundoff.compare.recorded_rows import (
     shape_read_first,
 )
 from roundoff.compare.repair_trials import (
+    BUDGET,
+    CLEARLY,
     SEVERAL,
     Region,
     Repair,
@@ -60,6 +68,7 @@ from roundoff.compare.repair_trials import (
 )
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
+from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch
@@ -70,8 +79,6 @@ from roundoff.ops import operators_that
 ALIKE = 0.5
 #: How much closer outputs are looked at where gradients differ.
 CLOSER = (4, 16, 64)
-#: A result that was put right is this many times nearer than before.
-CLEARLY = 8.0
 
 #: More values than this share that agree in a recording, and not when run again on
 #: made-up values: these say nothing.
@@ -242,16 +249,55 @@ def _blamed(
         table = blamed_table(sides, part)
         return table or blamed_leaf(sides, part) or blamed_step(sides, part)
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
-    trials = trials_of(sides, _ends(sides, *results))
+    last = last_result(sides.candidate)
+    needed = [*results[1], *([last.key] if last is not None else [])]
+    trials = trials_of(sides, _ends(sides, *results), needed)
     if blamed is not None and blamed.other is not None:
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
-    return _tried(sides, part, trials, blamed) or blamed_step(sides, part)
+    rejoin = rejoin_of(sides, part, trials)
+    repaired = repaired_behind(sides, rejoin) if rejoin is not None else None
+    if repaired is not None:
+        return repaired
+    trials.left = BUDGET
+    end = _end_of(sides, part, results)
+    return _tried(sides, part, trials, blamed, rejoin or end) or blamed_step(
+        sides, part
+    )
+
+
+def _behind(
+    sides: Sides, part: Part, end: Rejoin, likely: Blamed | None
+) -> Blamed | None:
+    """Return what is named behind a value that should be what the reference has."""
+    if end.region != part.region:
+        return unlike_behind(sides, end, likely)
+    return left_out(sides, trials_of_value(sides, end), end)
+
+
+def _end_of(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Rejoin | None:
+    """Return the result as the value that should be what the reference has."""
+    for key, other in product(*results):
+        twin = sides.reference.values[key]
+        value = sides.candidate.values[other]
+        held = sides.reference.tensor(key)
+        present = sides.candidate.tensor(other)
+        if held is None or present is None or held.numel() != present.numel():
+            continue
+        held = held.reshape(present.shape).to(present.dtype)
+        return Rejoin(value, twin, held, part.region, part.expected)
+    return None
 
 
 def _tried(
-    sides: Sides, part: Part, trials: Trials, likely: Blamed | None
+    sides: Sides,
+    part: Part,
+    trials: Trials,
+    likely: Blamed | None,
+    end: Rejoin | None,
 ) -> Blamed | None:
     """Return what makes all results agree, else what is likely, else what helps most."""
     region = Region(part.region, part.expected)
@@ -262,6 +308,10 @@ def _tried(
         return repair
     if repair is not None and repair.ends:
         return _as_blamed(sides, part, repair)
+    if end is not None:
+        missing = _behind(sides, part, end, likely)
+        if missing is not None:
+            return missing
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None

@@ -9,6 +9,7 @@ again. Where the results then agree, that call is at fault, and the edit says ho
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.compare.blamed_leaves import Blamed, leaves_of, tried_leaves
+from roundoff.compare.blamed_leaves import (
+    LAYOUTS,
+    PLAIN_LAYOUTS,
+    Blamed,
+    leaves_of,
+    of_leaves_alone,
+    tried_leaves,
+)
 from roundoff.compare.call_edits import (
     LAYOUT,
     ONE_MORE,
@@ -27,6 +35,12 @@ from roundoff.compare.call_edits import (
     Proposal,
     label_of,
     proposals,
+)
+from roundoff.compare.parameter_content import (
+    FLIPPED,
+    REORDERED,
+    SHUFFLED,
+    relation,
 )
 from roundoff.compare.recorded_calls import CannotRun
 from roundoff.compare.recorded_rows import RecordedRow
@@ -54,6 +68,10 @@ MOST_MOVES = 24
 #: gates and five calls that use them, 17; normalization takes 9, attention 8. Turns of a
 #: loop count once.
 PATIENCE = 17
+#: A result that was put right is this many times nearer than before.
+CLEARLY = 8.0
+#: The least size that a distance is relative to.
+TINY = 1e-30
 #: Fewer values that an edit gives may be chance, or that edit itself.
 SEVERAL = 2
 #: Elements that the trials of one kind of edit may compute together.
@@ -67,6 +85,10 @@ FEWEST = 16
 #: Parameters of each side, and what they might hold, that are tried.
 MOST_LEAVES = 12
 MOST_CONTENTS = 300
+#: Which parameters are tried, and how: see ``leaf_on_trial``.
+ANY = "any"
+ODD = "odd"
+PLAIN = "plain"
 #: Values nearest before a call that it might read instead.
 SIMILAR = 10
 
@@ -130,12 +152,24 @@ class Goal:
         first: the first of them.
         limit: how far values that agree may be apart.
         ends: the results of the candidate.
+        needed: those without which nothing is right. Of the others each may be another
+            value of the same formula, which no repair makes equal: where one is not,
+            lost values that are there now speak for it.
+        held: what results are to be element by element, where that is known.
     """
 
     lost: SketchIndex
     first: int | None
     limit: float
     ends: Ends
+    needed: frozenset[int] = frozenset()
+    held: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def is_reached(self, right: Collection[int], gained: Collection[int]) -> bool:
+        """Return True where these results are right, and that is enough."""
+        if not right or not self.needed.issubset(right):
+            return False
+        return len(right) == len(self.ends) or len(gained) >= SEVERAL
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is."""
@@ -154,6 +188,9 @@ class Goal:
         """Return True for a result that agrees."""
         if record not in self.ends:
             return False
+        if record in self.held:
+            [(_, limit)] = self.ends[record]
+            return apart(self.held[record], tensor) <= limit
         sketch = sketch_of_tensor(tensor)
         if sketch is None:
             return False
@@ -162,29 +199,52 @@ class Goal:
         )
 
 
+def apart(wanted: Tensor, tensor: Tensor) -> float:
+    """Return how far two tensors are apart element by element, relative to the first."""
+    if wanted.shape != tensor.shape:
+        return math.inf
+    # what stands for "never" is no number to compare
+    seen = wanted.to(torch.float64).clamp(-MASK, MASK)
+    apart = tensor.to(torch.float64).clamp(-MASK, MASK) - seen
+    return float(apart.norm()) / max(float(seen.norm()), TINY)
+
+
 @dataclass(slots=True)
 class Trials:
-    """The candidate's forward pass, edited and run again."""
+    """The candidate's forward pass, edited and run again.
+
+    Attributes:
+        only: the records that matter; None for all.
+    """
 
     program: TracedProgram
     goal: Goal
     left: int = BUDGET
+    only: Collection[int] | None = None
     families: Mapping[int, Sequence[TracedCall]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.families = _families(self.program)
+        self.families = families_of(self.program)
 
     def outcome(
-        self, edits: Mapping[int, Edit], leaves: Mapping[int, Tensor] | None = None
+        self,
+        edits: Mapping[int, Edit],
+        leaves: Mapping[int, Tensor] | None = None,
+        *,
+        to_the_end: bool = False,
     ) -> tuple[bool, set[int]]:
-        """Return True where all ends agree, and the lost values that are there now."""
+        """Return True where all ends agree, and the lost values that are there now.
+
+        With ``to_the_end`` it is given up sooner as long as there is none of these, turns
+        of a loop counted each, and not at all once there is one.
+        """
         gained: set[int] = set()
         right = set()
         waited: set[object] = set()
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:
-            for row, tensor in self.program.again(edits, leaves):
+            for row, tensor in self.program.again(edits, leaves, self.only):
                 self.left -= (tensor.numel() + CALL) * factor
                 if self.left < 0:
                     return False, set()
@@ -197,20 +257,27 @@ class Trials:
                 gained |= more
                 if more:
                     waited.clear()
+                elif to_the_end:
+                    waited.add(row.record)
                 else:
                     waited.add((row.line or row.call, value.operator, row.place))
-                if len(waited) > PATIENCE:
+                goes_on = self.only is not None or (to_the_end and gained)
+                if len(waited) > PATIENCE * (1 + to_the_end) and not goes_on:
                     break
         except CannotRun:
             return False, set()
-        return bool(right) and right == set(self.goal.ends), gained
+        return self.goal.is_reached(right, gained), gained
 
 
-def trials_of(sides: Sides, ends: Ends) -> Trials:
-    """Return the candidate's forward pass, to be tried; ``ends``: see ``Goal``."""
+def trials_of(sides: Sides, ends: Ends, needed: Iterable[int]) -> Trials:
+    """Return the candidate's forward pass, to be tried.
+
+    ``ends`` and ``needed``: see ``Goal``.
+    """
     lost = _lost(sides)
     index = SketchIndex((v.key, v.sketch) for v in lost if v.sketch is not None)
-    goal = Goal(index, lost[0].key if lost else None, sides.limit, ends)
+    first = lost[0].key if lost else None
+    goal = Goal(index, first, sides.limit, ends, frozenset(needed) & ends.keys())
     return Trials(TracedProgram(sides.candidate), goal)
 
 
@@ -343,6 +410,9 @@ def _suspects(
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = islice(_one_of_each(before, families), MOST_MOVES)
     chosen = {call.first.call: call for call in (*firsts, *moves)}
+    if trials.only is not None:
+        # what agrees is right, unless nothing behind it is wrong: the nearest first
+        return list(chosen.values())
     return [chosen[number] for number in sorted(chosen)]
 
 
@@ -364,7 +434,7 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
     return list(moves)
 
 
-def _families(program: TracedProgram) -> dict[int, list[TracedCall]]:
+def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:
     """Return for each call those that the same place of the same line has made.
 
     The calls of a line repeat themselves: in turns of a loop, in layers of one class.
@@ -592,14 +662,22 @@ def _fits(row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
 
 
 def leaf_on_trial(
-    sides: Sides, trials: Trials, region: Region, *, several: int | None = None
+    sides: Sides,
+    trials: Trials,
+    region: Region,
+    *,
+    several: int | None = None,
+    of: str = ANY,
 ) -> Blamed | None:
     """Return the parameter with which all results agree once it holds other values.
 
     With ``several``: with which so many values agree, where other parameters are wrong
-    too.
+    too. ``of`` is ``ODD`` for those alone that hold the elements of one of the
+    reference's in places that no order of axes explains, ``PLAIN`` for none but such
+    orders.
     """
     ours = leaves_of(sides.reference, region.expected)
+    ours += _ready_made(sides.reference, region.expected)
     calls = _suspects(sides, trials, region.parted)
     theirs = leaves_of(
         sides.candidate, [row.record for call in calls for row in call.rows]
@@ -611,6 +689,32 @@ def leaf_on_trial(
         ends, gained = trials.outcome({}, {leaf.key: other})
         return ends or (several is not None and len(gained) >= several)
 
+    if of == ODD:
+        theirs = [leaf for leaf in theirs if _is_odd(sides, leaf)]
     ours = ours[:MOST_LEAVES]
     theirs = theirs[:MOST_LEAVES]
-    return tried_leaves(sides, ours, theirs, agrees, MOST_CONTENTS)
+    kinds = PLAIN_LAYOUTS if of == PLAIN else LAYOUTS
+    return tried_leaves(sides, ours, theirs, agrees, MOST_CONTENTS, kinds)
+
+
+def _ready_made(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return what a region makes of parameters alone: a loader may store it ready."""
+    values = [flow.values[key] for key in region]
+    made = [
+        value for value in values if value.computes and of_leaves_alone(flow, value)
+    ]
+    return sorted(made, key=lambda value: -value.order[0])
+
+
+def _is_odd(sides: Sides, leaf: Value) -> bool:
+    """Return True for the elements of a parameter of the reference in unlikely places."""
+    held = sides.candidate.tensor(leaf.key)
+    if held is None or held.dim() < 2:
+        return False
+    kinds = set()
+    for key in sides.all_twins(leaf):
+        tensor = sides.reference.tensor(key)
+        how = relation(tensor, held) if tensor is not None else None
+        if how is not None:
+            kinds.add(how.kind)
+    return bool(kinds) and kinds <= {FLIPPED, REORDERED, SHUFFLED}

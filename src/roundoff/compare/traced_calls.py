@@ -159,6 +159,7 @@ class TracedProgram:
     ) -> Iterator[tuple[RecordedRow, Tensor]]:
         """Run with other calls, or leaves; yield each value that changes, in order.
 
+        Any value may be a leaf: it keeps what it is given.
         With ``only``: no calls but those that make these records. Raises ``CannotRun``
         where something cannot run.
         """
@@ -174,6 +175,8 @@ class TracedProgram:
                 continue
             edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
             for row, tensor in list(self.one(entry, changed, edit)):
+                if leaves is not None and row.record in leaves:
+                    continue
                 if not _are_equal(tensor, self.tensor(row.record)):
                     changed[row.record] = tensor
                     waiting.add(self._readers.get(row.record, ()))

@@ -28,7 +28,7 @@ FAULTS = [
         "positions interleaved",
         "np.concatenate([np.sin(place), np.cos(place)], 1)",
         "np.stack([np.sin(place), np.cos(place)], 2).reshape(t, d)",
-        at="positions(t, 12)",
+        at="positions(t, 12)|return torch.tensor(",
     ),
     Change(
         "numpy_like",

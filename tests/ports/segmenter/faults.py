@@ -20,7 +20,7 @@ FAULTS = [
         "corners of pixels are aligned",
         "torch.arange(size) * ((n - 1) / (size - 1))",
         "((torch.arange(size) + 0.5) * n / size - 0.5).clamp(0, n - 1)",
-        at="share = at - low",
+        at="at = |share = at - low",
     ),
     Change(
         "tf_like",

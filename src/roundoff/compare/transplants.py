@@ -1,0 +1,414 @@
+"""From which value on does the candidate compute what the reference does?
+
+Behind a fault no value of the candidate has an equal in the reference any more, so that
+nothing there says what is right. A *transplant* does: a value of the candidate is given
+what the reference has in its place, and what is made of it runs again. Where all results
+agree then, nothing is wrong that runs after this value. The fault is in what the earliest
+such value is made of, behind the values that agree; and what a repair has to make there
+is known element by element, not up to the layout.
+
+A line that runs several times, in turns of a loop or in layers, is wrong each time: its
+values are replaced together, each by the one that the reference makes in the same turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from roundoff.compare.blamed_leaves import same_layout
+from roundoff.compare.parameter_content import axis_orders
+from roundoff.compare.repair_trials import (
+    BUDGET,
+    CLEARLY,
+    SEVERAL,
+    Goal,
+    Trials,
+    apart,
+    families_of,
+)
+from roundoff.compare.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_regions import Part, Sides, upstream
+from roundoff.compare.value_sketch import Sketch, SketchIndex, sketch_of_tensor
+from roundoff.ops import operators_that
+
+#: Results of fewer elements agree by chance with one of the many that are tried.
+FEWEST = 16
+#: How many budgets of ``repair_trials`` the search may use: what it finds saves others.
+PATIENT = 4
+#: What one value is given, at most.
+MOST_GIVEN = 64
+#: Values that agree, before the first that does not, which may stand in the wrong place.
+MOST_BEFORE = 32
+
+_MOVE = operators_that("move values")
+_FORWARD = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """A value after which the candidate is right.
+
+    Attributes:
+        value: the candidate's.
+        twin: what the reference has there.
+        held: the same in the candidate's layout.
+        region: the candidate's keys that it is made of and that do not agree.
+        expected: the reference's.
+        agrees: True where all results are right after it.
+    """
+
+    value: Value
+    twin: Value
+    held: Tensor
+    region: frozenset[int]
+    expected: frozenset[int]
+    agrees: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Transplant:
+    """What values of one place of a line are given: ``tensors`` by record."""
+
+    value: Value
+    twin: Value
+    tensors: Mapping[int, Tensor]
+
+
+def rejoin_of(sides: Sides, part: Part, trials: Trials) -> Rejoin | None:
+    """Return the earliest value after which the candidate is right; None where none is.
+
+    Values are tried in the order of execution: of those that the earliest is made of none
+    would do. Where no transplant makes the results agree (they may be other values of the
+    same formula, or the fault is made again elsewhere), it is the one that brings back
+    most of what the candidate lacks: an earlier one brings back all that a later one
+    does, and a wrong one what agrees by chance.
+    """
+    trials.left = PATIENT * BUDGET
+    search = _Search(sides, part, trials)
+    best: _Transplant | None = None
+    most = SEVERAL - 1
+    for transplant in search.transplants():
+        if trials.left < 0:
+            break
+        agrees, gained = trials.outcome({}, transplant.tensors, to_the_end=True)
+        if len(gained) > most or (agrees and len(gained) == most):
+            best, most = transplant, len(gained)
+        if agrees:
+            best = best or transplant
+            return search.rejoin(best, agrees=best is transplant)
+    return None if best is None else search.rejoin(best, agrees=False)
+
+
+def trials_of_value(sides: Sides, rejoin: Rejoin) -> Trials:
+    """Return trials of what a value is made of: it should be what the reference has.
+
+    Element by element where all that follows proves the layout. Else up to the layout:
+    behind gates in another order some values are right.
+    """
+    flow = sides.candidate
+    key = rejoin.value.key
+    present = flow.tensor(key)
+    sketch = sketch_of_tensor(rejoin.held)
+    ends: dict[int, list[tuple[Sketch, float]]] = {}
+    held = {key: rejoin.held} if rejoin.agrees else {}
+    if present is not None and sketch is not None:
+        off = apart(rejoin.held, present)
+        ends[key] = [(sketch, min(sides.usual, off / CLEARLY))]
+    made_of = upstream(flow, [key], lambda _value: True)
+    only = {k for k in made_of if not flow.values[k].inner}
+    goal = Goal(SketchIndex(()), None, sides.limit, ends, frozenset(ends), held)
+    return Trials(TracedProgram(flow), goal, only=only)
+
+
+class _Search:
+    """The values that are replaced, and what each may be given."""
+
+    def __init__(self, sides: Sides, part: Part, trials: Trials) -> None:
+        self._sides = sides
+        self._part = part
+        self._turns = _Turns(sides.candidate, trials.families)
+        theirs = TracedProgram(sides.reference)
+        self._other_turns = _Turns(sides.reference, families_of(theirs))
+        self._lost = self._lost_by_size()
+        self._kinds: dict[object, list[Value]] = {}
+
+    def _lost_by_size(self) -> dict[int, list[Value]]:
+        """Return what the candidate lacks of the reference's region, the first first."""
+        lost: dict[int, list[Value]] = {}
+        flow = self._sides.reference
+        for key in sorted(self._part.expected, key=lambda k: flow.values[k].order):
+            value = flow.values[key]
+            if not value.computes or not value.is_number or value.says_nothing:
+                continue
+            if value.sketch is not None:
+                lost.setdefault(value.sketch.numel, []).append(value)
+        return lost
+
+    def transplants(self) -> Iterator[_Transplant]:
+        """Yield what is replaced, in order: of each place of a line the first value.
+
+        Then the others, one by one.
+        """
+        flow = self._sides.candidate
+        chosen = [flow.values[key] for key in self._part.region]
+        chosen = [value for value in chosen if _may_be_replaced(value)]
+        chosen += islice(self._turns.one_of_each(self._before()), MOST_BEFORE)
+        chosen.sort(key=lambda value: value.order)
+        firsts = list(self._turns.one_of_each(chosen))
+        for value in firsts:
+            yield from self._given_to(value)
+        taken = {value.key for value in firsts}
+        for value in chosen:
+            if value.key not in taken:
+                yield from self._given_to(value, alone=True)
+
+    def _before(self) -> Iterator[Value]:
+        """Yield values that agree and are read by the region, or moved to there.
+
+        They have the right elements, which may stand in other places.
+        """
+        for value in before(self._sides.candidate, self._part.region):
+            if _may_be_replaced(value):
+                yield value
+
+    def _given_to(self, value: Value, *, alone: bool = False) -> Iterator[_Transplant]:
+        """Yield what a value may be given: what the candidate lacks, or, for one that
+        agrees, its own elements in other places.
+
+        With ``alone`` no other values of the same place of the line with it.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        if held is None or value.sketch is None:
+            return
+        if value.key in self._part.region:
+            twins = self._lost.get(value.sketch.numel, [])
+        else:
+            twins = list(self._equal_in_other_places(value, held))
+        ours = [
+            each
+            for each in self._turns.of(value)
+            if each.sketch is not None and each.sketch.numel == value.sketch.numel
+        ]
+        seen: set[int] = set()
+        count = 0
+        for twin in twins:
+            pairs = self._pairs(ours, twin)
+            if twin.key in seen or (alone and pairs):
+                continue
+            if not alone:
+                like = [other.key for _, other in pairs]
+                seen.update(like or [v.key for v in self._other_turns.of(twin)])
+            for transplant in self._turned(value, twin, pairs or [(value, twin)]):
+                count += 1
+                yield transplant
+            if count >= MOST_GIVEN:
+                return
+
+    def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
+        values = self._sides.reference.values
+        for key in self._sides.all_twins(value)[:2]:
+            tensor = self._sides.reference.tensor(key)
+            if tensor is None or not values[key].is_call:
+                continue
+            if not same_layout(tensor, held):
+                yield values[key]
+
+    def _turned(
+        self, value: Value, twin: Value, pairs: Sequence[tuple[Value, Value]]
+    ) -> Iterator[_Transplant]:
+        """Yield a transplant for each order of the axes that the shapes allow."""
+        held = self._sides.candidate.tensor(value.key)
+        content = self._sides.reference.tensor(twin.key)
+        if held is None or content is None or content.numel() != held.numel():
+            return
+        for order in orders_of(content, held):
+            tensors = self._tensors(pairs, order)
+            given = tensors.get(value.key)
+            if given is not None and apart(given, held) > self._sides.limit:
+                yield _Transplant(value, twin, tensors)
+
+    def _tensors(
+        self, pairs: Sequence[tuple[Value, Value]], order: tuple[int, ...]
+    ) -> dict[int, Tensor]:
+        tensors: dict[int, Tensor] = {}
+        for one, other in pairs:
+            given = self._sides.reference.tensor(other.key)
+            present = self._sides.candidate.tensor(one.key)
+            if given is None or present is None or given.numel() != present.numel():
+                continue
+            if given.dim() == len(order):
+                turned = given.permute(order).reshape(present.shape)
+                tensors[one.key] = turned.to(present.dtype).contiguous()
+        return tensors
+
+    def _pairs(self, ours: Sequence[Value], twin: Value) -> list[tuple[Value, Value]]:
+        """Return what is replaced together, each with what it is given; none if unknown.
+
+        A function of the candidate may serve at several places of the reference, and a
+        call of the reference may do all turns: then its values of one operator and size
+        are taken together, in order. Where these are twice as many, each turn makes two
+        of them, and the same one of each is taken.
+        """
+        count = len(ours)
+        if count == 1:
+            return [(ours[0], twin)]
+        theirs = self._other_turns.of(twin)
+        if len(theirs) != count:
+            theirs = self._alike(twin)
+            if len(theirs) % count == 0:
+                each = len(theirs) // count
+                place = next(n for n, v in enumerate(theirs) if v.key == twin.key)
+                theirs = theirs[place % each :: each]
+        if len(theirs) != count:
+            return []
+        return list(zip(ours, theirs, strict=True))
+
+    def _alike(self, twin: Value) -> list[Value]:
+        """Return the values of one operator and size, this one among them, in order."""
+        kind = _kind(twin)
+        if kind not in self._kinds:
+            flow = self._sides.reference
+            self._kinds[kind] = [v for v in flow.in_order() if _kind(v) == kind]
+        return self._kinds[kind]
+
+    def _up_to_several(self, value: Value) -> set[int]:
+        """Return a value that agrees in other places, and what it is made of one by one.
+
+        Up to the call that puts several together: which stand where is decided there.
+        """
+        if value.key in self._part.region:
+            return set()
+        flow = self._sides.candidate
+        found = {value.key}
+        source: Value | None = value
+        while source is not None:
+            found.add(source.key)
+            source = _only_input(flow, source)
+        return found
+
+    def rejoin(self, transplant: _Transplant, *, agrees: bool) -> Rejoin:
+        """Return where the candidate is right again."""
+        value, twin = transplant.value, transplant.twin
+        region = upstream(
+            self._sides.candidate, [value.key], lambda v: v.key in self._part.region
+        )
+        expected = upstream(
+            self._sides.reference, [twin.key], lambda v: v.key in self._part.expected
+        )
+        held = transplant.tensors[value.key]
+        return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
+
+
+def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:
+    """Yield what is read by a region and not of it, and what that is moved from."""
+    waiting = [
+        key
+        for each in sorted(region, key=lambda k: flow.values[k].order)
+        for key in flow.values[each].inputs
+        if key not in region
+    ]
+    seen: set[int] = set()
+    while waiting:
+        key = waiting.pop(0)
+        value = flow.values.get(key)
+        if value is None or key in seen:
+            continue
+        seen.add(key)
+        yield value
+        if value.operator in _MOVE or not value.computes:
+            waiting += value.inputs
+
+
+def _kind(value: Value) -> object:
+    numel = value.sketch.numel if value.sketch is not None else 0
+    return value.operator, value.inner, numel, value.row.phase
+
+
+def _only_input(flow: Flow, value: Value) -> Value | None:
+    """Return the one number that a value is made of; None for several, and for none."""
+    inputs = [flow.values[key] for key in value.row.inputs if key in flow.values]
+    inputs = [each for each in inputs if each.is_number and each.row.numel != 1]
+    return inputs[0] if len(inputs) == 1 and inputs[0].is_call else None
+
+
+def _may_be_replaced(value: Value) -> bool:
+    if not value.is_call or value.inner or not value.is_number:
+        return False
+    if value.row.phase != _FORWARD or value.says_nothing or value.row.line is None:
+        return False
+    return value.sketch is not None and value.sketch.numel >= FEWEST
+
+
+def orders_of(content: Tensor, held: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the orders of a tensor's axes with which it has another's shape.
+
+    Up to the joining of neighbouring axes.
+    """
+    for order in axis_orders(content):
+        shape = [content.shape[axis] for axis in order]
+        if _splits(shape, held.shape):
+            yield order
+
+
+def _splits(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return True where either shape is the other with neighbouring axes joined."""
+    return _joins(one, other) or _joins(other, one)
+
+
+def _joins(fine: Sequence[int], coarse: Sequence[int]) -> bool:
+    ends = set()
+    count = 1
+    for size in fine:
+        count *= size
+        ends.add(count)
+    count = 1
+    for size in coarse:
+        count *= size
+        if count not in ends:
+            return False
+    return True
+
+
+class _Turns:
+    """The values that one place of a line makes: in turns of a loop, and in layers."""
+
+    def __init__(
+        self, flow: Flow, families: Mapping[int, Sequence[TracedCall]]
+    ) -> None:
+        self._flow = flow
+        self._families = families
+        self._inner: dict[int, list[Value]] = {}
+        for value in flow.in_order():
+            if value.inner:
+                self._inner.setdefault(value.row.call, []).append(value)
+        self._number = {
+            value.key: number
+            for values in self._inner.values()
+            for number, value in enumerate(values)
+        }
+
+    def of(self, value: Value) -> list[Value]:
+        """Return the values of the same place, this one among them, in order."""
+        family = self._families.get(value.row.call)
+        if family is None:
+            return [value]
+        if not value.inner:
+            place = value.row.place
+            rows = [row for call in family for row in call.rows if row.place == place]
+            return [self._flow.values[row.record] for row in rows]
+        number = self._number[value.key]
+        found = [self._inner.get(call.first.call, []) for call in family]
+        return [values[number] for values in found if number < len(values)]
+
+    def one_of_each(self, values: Iterable[Value]) -> Iterator[Value]:
+        """Yield the first of each place."""
+        seen: set[int] = set()
+        for value in values:
+            if value.key not in seen:
+                seen.update(each.key for each in self.of(value))
+                yield value

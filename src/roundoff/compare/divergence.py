@@ -20,7 +20,7 @@ from typing import Protocol
 
 from roundoff.compare.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.compare.recorded_calls import is_written_in_python
-from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.replay import CallReplay
 from roundoff.ops import operators_that
 from roundoff.record import PARTLY_WRITTEN
@@ -139,6 +139,15 @@ class Divergence:
     findings: dict[int, Finding] = field(default_factory=dict)
     #: By candidate record, what the call made when it was run again as it was.
     _alone: dict[int, CallReplay] = field(default_factory=dict)
+    #: By name, the record of the last value of each run.
+    _last: dict[str, int] = field(init=False)
+    _last_of_reference: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = {n: row.record for n, row in last_named(self.candidate).items()}
+        self._last_of_reference = {
+            n: row.record for n, row in last_named(self.reference).items()
+        }
 
     def run(self) -> dict[int, Finding]:
         """Judge every row that has a counterpart, in the order of execution."""
@@ -599,7 +608,26 @@ class Divergence:
                 return False
             tainted.add(reader)
             waiting = sorted({*waiting, *readers.get(reader, ())})
+        if any(self._is_gradient_left(record) for record in tainted):
+            return False
         return all(self._is_read(record, readers) for record in tainted)
+
+    def _is_gradient_left(self, record: int) -> bool:
+        """Return True for what a step leaves in the gradient of a parameter in both runs.
+
+        It is a result, whatever an optimizer makes of it: a step that is divided by the
+        gradient's size hides a factor.
+        """
+        if record not in self.counterpart:
+            return False
+        name = self.candidate[record].name or ""
+        twin = self.twin(record)
+        return (
+            name.endswith(".grad")
+            and (twin.name or "").endswith(".grad")
+            and self._last[name] == record
+            and self._last_of_reference[twin.name or ""] == twin.record
+        )
 
     def _is_read(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
         """Return False for what a step leaves, and nothing in it reads.

@@ -53,10 +53,10 @@ def repaired_behind(sides: Sides, rejoin: Rejoin) -> Blamed | None:
 def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | None:
     """Return what to name behind a value for which no repair is found.
 
-    ``likely``: what the contents of parameters say. It is believed of a parameter that
-    the wrong region reads and that holds nothing of the reference's; and where the
-    results do not agree after the value, of one with which the next value does:
-    parameters that are all wrong no repair of one shows. None where more lies between
+    ``likely``: what the contents of parameters say. It is believed of a parameter with
+    another one's values, as one of two that a loader exchanged is, which no repair of one
+    shows; and of one that the wrong region reads and that holds nothing of the
+    reference's. None where more lies between
     than one operator takes that is written out: then the value does not say where.
     """
     believed = _believed(sides, rejoin, likely)
@@ -73,7 +73,7 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
 def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | None:
     if likely is None or likely.value.is_call:
         return None
-    if likely.other is not None and not rejoin.agrees:
+    if likely.other is not None:
         return likely
     read = leaves_of(sides.candidate, sorted(rejoin.region))
     is_read = any(leaf.key == likely.value.key for leaf in read)

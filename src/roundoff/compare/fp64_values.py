@@ -67,7 +67,7 @@ def in_fp64(sides: Sides) -> Sides | None:
     limit = ROUNDINGS * unit("float32")
     reference = flow_of(_wide_step(sides.reference, ours), sides.reference.trained)
     candidate = flow_of(_wide_step(sides.candidate, theirs), sides.candidate.trained)
-    return Sides(reference, candidate, limit)
+    return Sides(reference, candidate, limit, made_up=sides.made_up)
 
 
 def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> bool:

@@ -256,6 +256,9 @@ def _blamed(
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
+    if sides.made_up:
+        # a transplant says where recorded values part, not where any values would
+        return _tried(sides, part, trials, blamed, None) or blamed_step(sides, part)
     rejoin = rejoin_of(sides, part, trials)
     repaired = repaired_behind(sides, rejoin) if rejoin is not None else None
     if repaired is not None:

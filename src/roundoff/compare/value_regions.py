@@ -55,6 +55,7 @@ class Sides:
         twins: for each candidate key the nearest reference key that agrees, and how far
             it is.
         agreeing: the reference keys that agree with some candidate's.
+        made_up: the values are no recorded ones.
         usual: the limit that it was made with.
     """
 
@@ -64,6 +65,7 @@ class Sides:
     twins: dict[int, tuple[int, float]] = field(default_factory=dict)
     agreeing: dict[int, tuple[int, float]] = field(default_factory=dict)
     several: dict[int, int] = field(default_factory=dict)
+    made_up: bool = False
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
 

@@ -358,6 +358,26 @@ def test_gradients_that_are_added_in_another_order_heal(end, healed):
     assert (causes(found).get(3) is None) == healed
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_gradient_that_a_step_leaves_heals_nothing(is_left):
+    """What an optimizer divides by its size agrees again, and the gradient is wrong."""
+    leaves = {0: (LEAF, []), 1: (LEAF, []), 2: (LEAF, [])}
+    reference = {**leaves, 3: ("add", [0, 2]), 4: ("add", [3, 1]), 5: ("mul", [4])}
+    graph = {**leaves, 3: ("add", [0, 1]), 4: ("add", [3, 2]), 5: ("mul", [4])}
+    columns = {"phase": dict.fromkeys((3, 4, 5), "backward")}
+    if is_left:
+        columns["name"] = {4: "weight.grad"}
+    found = run(
+        graph,
+        {3: 0.5, 4: 0.5, 5: 0.0},
+        reference=reference,
+        columns=columns,
+        exact=[0, 1, 2, 5],
+        cross={(2, 1): Distance(0.7), (1, 2): Distance(0.7)},
+    )
+    assert (causes(found).get(3) is None) == (not is_left)
+
+
 def shares(graph, errors, owns):
     """Contributions where the errors and the own errors are given."""
     read = {r: inputs for r, (_, inputs) in graph.items()}

@@ -183,3 +183,12 @@ def test_groups_cut_in_another_way_are_the_same_settings():
         "weight decay of SGD: 0 for 40 values and 0.2 for 800 values where the "
         "reference has 0.1 for 800 values and 0 for 40 values"
     )
+
+
+def test_a_group_that_is_left_out_is_no_other_setting():
+    """What its parameters miss is told of their updates."""
+    ours = two_groups((800, 0.1), (40, 0.0))
+    [backward, (step, last)] = ours
+    numbers = {name: n for name, n in last.numbers.items() if "group" not in name}
+    theirs = [backward, (step, event(last.what, 1, last.of, **numbers))]
+    assert loop_causes(ours, theirs, rank=0) == []

@@ -273,7 +273,6 @@ class _Unlike:
         first = heads[0] if heads else rejoin.value
         if first.inner:
             first = flow.values[first.row.record]
-        first = self.outside_of_right_lines(first)
         words = f"with {_there(rejoin.twin)} all that follows is right"
         return Blamed(first, rejoin.twin, words, is_operator=True)
 

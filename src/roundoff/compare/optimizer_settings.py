@@ -31,7 +31,8 @@ def differing_settings(reference: LoopEvent, candidate: LoopEvent) -> dict[str, 
 
     Groups of parameters are paired by what they hold, in whatever order they stand.
     Where a setting is each of its numbers for as many values, it is the same however the
-    values are cut into groups.
+    values are cut into groups. Of a group that one of them lacks, nothing is said: its
+    parameters are not updated.
     """
     ours = _by_group(reference)
     theirs = _by_group(candidate)
@@ -62,12 +63,12 @@ def _differences(ours: _Groups, theirs: _Groups, name: str) -> Iterator[str]:
         other_spread = _spread(theirs, name)
         if spread == other_spread:
             return
-        if len(sizes) != len(other_sizes):
+        if len(sizes) != len(other_sizes) and sum(sizes) == sum(other_sizes):
             yield f"{_shown(other_spread)} where the reference has {_shown(spread)}"
             return
-        places = same_groups(sizes, other_sizes)
+        places = zip(theirs, same_groups(sizes, other_sizes), strict=True)
         named = list(ours)
-        twins = {g: named[place] for g, place in zip(theirs, places, strict=True)}
+        twins = {group: named[place] for group, place in places if place < len(named)}
     for group, other in twins.items():
         mine = ours[other].get(name)
         value = theirs[group].get(name)

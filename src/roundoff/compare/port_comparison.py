@@ -588,11 +588,7 @@ def _downstream(flow: Flow, starts: Iterable[int]) -> dict[int, int]:
 def _description(sides: Sides, difference: Difference) -> tuple[str, str]:
     """Return the label and the evidence of a difference."""
     if difference.blamed is not None:
-        is_call = difference.blamed.value.is_call
-        label = "wrong axis or layout" if is_call else "other values"
-        if difference.blamed.is_operator:
-            label = "other operator"
-        return label, difference.blamed.evidence
+        return _description_of_blamed(sides, difference.blamed)
     part = difference.part
     wanted = part.reference
     value = part.candidate
@@ -612,6 +608,18 @@ def _description(sides: Sides, difference: Difference) -> tuple[str, str]:
         f"{there}"
     )
     return "other operator", words
+
+
+def _description_of_blamed(sides: Sides, blamed: Blamed) -> tuple[str, str]:
+    if not blamed.is_operator:
+        is_call = blamed.value.is_call
+        return "wrong axis or layout" if is_call else "other values", blamed.evidence
+    constants: tuple[str, ...] = ()
+    if blamed.reference is not None:
+        constants = _constants_apart(sides, blamed.reference.row, blamed.value.row)
+    if constants:
+        return "wrong constant", f"{'; '.join(constants)}: {blamed.evidence}"
+    return "other operator", blamed.evidence
 
 
 def _constants_apart(

@@ -411,4 +411,4 @@ def test_axes_may_be_counted_from_the_end_and_tensors_be_missing(
         )
         for arguments in (ours, theirs)
     ]
-    assert argument_differences(*rows, ((2, 3, 4), (2, 3, 4))) == text
+    assert argument_differences(rows[0], rows[1], ((2, 3, 4), (2, 3, 4))) == text

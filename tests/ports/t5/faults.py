@@ -1,0 +1,118 @@
+"""Faulty ports of T5."""
+
+from ..bank import Change
+
+FAULTS = [
+    Change("anew", "scaled attention", ", scale=1.0)", ")"),
+    Change(
+        "anew",
+        "buckets of one direction",
+        "self.near[buckets(s, s, True)]",
+        "self.near[buckets(s, s, False)]",
+    ),
+    Change(
+        "anew",
+        "query minus key",
+        "bucket(j - i, both)",
+        "bucket(i - j, both)",
+        at="torch.tensor(|buckets(s, s, True)",
+    ),
+    Change(
+        "anew",
+        "farthest distance 32",
+        "math.log(16 / exact)",
+        "math.log(32 / exact)",
+        at="torch.tensor(|buckets(s, s, True)",
+    ),
+    Change(
+        "anew",
+        "padding not masked",
+        " + hidden\n        for",
+        "\n        for",
+        at="buckets(s, s, True)",
+    ),
+    Change(
+        "anew",
+        "padding not masked in cross attention",
+        "self.cross(y, memory, hidden.expand(-1, HEADS, t, -1))",
+        "self.cross(y, memory)",
+        at="self.cross(y, memory)|F.scaled_dot_product_attention",
+    ),
+    Change("anew", "future off by one", ".triu(1)", ".triu(2)"),
+    Change(
+        "anew",
+        "layer norm for rms",
+        "F.rms_norm(x, (x.shape[-1],), weight, eps=1e-6)",
+        "F.layer_norm(x, (x.shape[-1],), weight, eps=1e-6)",
+    ),
+    Change("anew", "eps of rms", "weight, eps=1e-6)", "weight, eps=1e-2)"),
+    Change(
+        "anew",
+        "gelu of sigmoid",
+        "        gate = (\n            0.5\n            * gate\n            * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))\n        )\n",
+        "        gate = gate * torch.sigmoid(1.702 * gate)\n",
+    ),
+    Change(
+        "anew",
+        "gate and up exchanged",
+        '[w[a + "wi_0.weight"], w[a + "wi_1.weight"]]',
+        '[w[a + "wi_1.weight"], w[a + "wi_0.weight"]]',
+        parameter="encoder.1.gate_up.weight",
+    ),
+    Change(
+        "anew",
+        "encoder's last norm left out",
+        "memory = rms(x, self.encoded)",
+        "memory = x",
+        at="memory = x",
+    ),
+    Change(
+        "anew",
+        "residual of the normed",
+        'return x + torch.einsum("bhqd,hdn->bqn"',
+        'return h + torch.einsum("bhqd,hdn->bqn"',
+    ),
+    Change(
+        "anew",
+        "heads last",
+        "matrix.t().reshape(32, HEADS, 8)",
+        "matrix.t().reshape(32, 8, HEADS).transpose(1, 2)",
+        parameter="encoder.0.query|encoder.0.keyvalue",
+    ),
+    Change(
+        "anew",
+        "output scaled",
+        "return y @ self.table.T",
+        "return y * 32**-0.5 @ self.table.T",
+    ),
+    Change(
+        "anew",
+        "key and value exchanged",
+        '[heads(w[a + "k.weight"]), heads(w[a + "v.weight"])]',
+        '[heads(w[a + "v.weight"]), heads(w[a + "k.weight"])]',
+        parameter="encoder.0.keyvalue",
+    ),
+    Change("anew", "no smoothing", "(0.9 * picked + 0.1 * logs.mean(-1))", "picked"),
+    Change("anew", "eps of adam", "lr=1e-3, eps=1e-6)", "lr=1e-3)", phase="optimizer"),
+    Change(
+        "anew",
+        "positions of encoder and decoder exchanged",
+        '        "near": w[\n            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"\n        ',
+        '        "near": w[\n            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"\n        ',
+        parameter="near",
+    ),
+    Change(
+        "anew",
+        "norms of decoder and encoder exchanged",
+        '"encoded": w["encoder.final',
+        '"encoded": w["decoder.final',
+        parameter="encoded",
+    ),
+    Change(
+        "anew",
+        "cross attention reads unnormed memory's query",
+        "self.cross(y, memory, hidden",
+        "self.cross(y, x, hidden",
+        at="self.cross(y, x",
+    ),
+]

@@ -15,6 +15,8 @@ from roundoff.compare.alignment import (
     REFERENCE_ONLY,
     align,
 )
+from roundoff.compare.call_pairs import _numbers_read
+from roundoff.compare.recorded_rows import RecordedRow
 
 
 class Net(nn.Module):
@@ -382,3 +384,19 @@ def test_a_product_of_complex_numbers_is_none_of_real_ones(paired):
     products = [(a, status) for a, b, status, _ in pairs if b == "f:/mul"]
     assert len(products) == 1
     assert MATCHED not in dict(products).values()
+
+
+@pytest.mark.parametrize(("operator", "reads"), [("uniform_", False), ("mul_", True)])
+def test_what_memory_held_before_a_number_is_drawn_is_not_read(operator, reads):
+    """It is another in each run: by it two draws would have nothing to do with each other."""
+    memory = RecordedRow(record=0, call=0, operator="empty", numel=1)
+    number = RecordedRow(
+        record=1,
+        call=1,
+        operator=operator,
+        overload=f"aten.{operator}.Tensor",
+        inputs=[0],
+        numel=1,
+        inplace=True,
+    )
+    assert _numbers_read(number, {0: memory, 1: number}) == ((memory,) if reads else ())

@@ -160,7 +160,7 @@ def _numbers_read(
 ) -> tuple[RecordedRow, ...]:
     if row.numel != 1:
         return ()
-    return tuple(by_record[i] for i in row.inputs if i in by_record)
+    return tuple(by_record[i] for i in row.values_read() if i in by_record)
 
 
 def match_calls(

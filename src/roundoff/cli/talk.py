@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from roundoff.cli.loading import be_still
 from roundoff.errors import RoundoffError
 
 
@@ -47,6 +48,8 @@ def _set(name: str) -> Callable[[bool], bool]:
     def callback(value: bool) -> bool:
         if value:
             _TALK.set(replace(_TALK.get(), **{name: True}))
+            if name == "quiet":
+                be_still()
         return value
 
     return callback

@@ -140,3 +140,47 @@ def test_a_plan_of_another_model_lists_its_sites(
 def test_interrupt_in_forward(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bad.py").write_text(GOOD + FORWARD + "raise KeyboardInterrupt\n")
     assert "interrupted" in message("diagnose bad.py -o out", capsys, 130)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "budget {}/good.py --formats bf16",
+        "diagnose {}/good.py",
+        "show {}",
+        "compare {} {}",
+        "capture -o {}/run -- {}/good.py",
+        "lint {}/good.py",
+        "plan {}/budget.parquet",
+        "plan explain {}/plan.toml x",
+    ],
+)
+def test_the_working_folder_is_gone(
+    arguments: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Libraries end the process where they find no working folder: oneMKL does."""
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(arguments.replace("{}", str(folder)).split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "roundoff: the working folder does not exist any more\n"
+        "  do: change to a folder that exists\n"
+    )
+
+
+def test_help_where_the_working_folder_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["budget", "--help"]) == 0
+    assert "--formats" in capsys.readouterr().out

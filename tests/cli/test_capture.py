@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import polars as pl
@@ -292,3 +297,41 @@ def test_every_option_is_documented(capsys):
     ) - {"--help", "--quiet", "--verbose", "--debug"}
     assert len(options) > 8
     assert {option for option in options if f"`{option}`" not in section} == set()
+
+
+#: The first recording goes to its end; the repeat, whose folder is there, waits.
+HELD = f"""{TRAIN}
+import os, time
+if os.path.isdir("a.repeat1"):
+    open(f"pid{{os.getpid()}}", "w").close()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="of Linux")
+@pytest.mark.parametrize("is_for_all", [False, True])
+def test_ctrl_c_ends_a_repeat_and_blocks_no_next_try(folder, is_for_all):
+    """A terminal sends SIGINT to children too; a supervisor to the command alone."""
+    (folder / "train.py").write_text(HELD)
+    words = [sys.executable, "-m", "roundoff", "capture", "-o", "a", "--keep", "hash"]
+    words += ["--steps", "all", "--repeats", "1", "--", "train.py"]
+    with subprocess.Popen(
+        words, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        while not (held := [file.name for file in folder.glob("pid*")]):
+            assert process.poll() is None
+            time.sleep(0.05)
+        (os.killpg if is_for_all else os.kill)(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "a.repeat1: interrupted" in err
+    assert not Path("/proc", held[0].removeprefix("pid")).exists()
+    assert load(folder / "a").about.complete
+    # the first is whole, so it is deleted by its owner alone; the repeat is in nobody's way
+    shutil.rmtree(folder / "a")
+    (folder / "train.py").write_text(TRAIN)
+    again = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr

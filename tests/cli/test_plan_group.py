@@ -191,3 +191,27 @@ def test_by_operator_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert code == 2
     assert "--tie" in err
     assert "operator" in err
+
+
+@pytest.mark.parametrize("width", [40, 80, None])
+def test_explain_cuts_no_name(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    width: int | None,
+) -> None:
+    """None is a pipe: the name stands on one line."""
+    name = "encoder_of_the_queries.attention_with_a_long_name.projection/linear"
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, _ = run(f"plan explain ops_info.json {name} a/softmax", capsys)
+    assert code == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert "…" not in out
+    if width is None:
+        assert any(name in line for line in lines)
+        return
+    assert max(map(len, lines)) <= width
+    end = next(line.index("format") for line in lines if "format" in line)
+    assert "".join(line[:end].strip() for line in lines) == f"site{name}a/softmax"

@@ -584,6 +584,77 @@ def test_sys_path_and_modules_are_restored(tmp_path, text):
     assert len(left) == (0 if "1 / 0" in text else 1)
 
 
+READS_ARGUMENTS = """\
+    import sys, torch
+    SEEN = [("file", sys.argv)]
+    def model():
+        SEEN.append(("model", sys.argv))
+        return torch.nn.Linear(2, 1)
+    def batches():
+        for number in range(2):
+            SEEN.append(("batches", sys.argv))
+            yield torch.ones(4, 2)
+    def forward(model, batch):
+        SEEN.append(("forward", sys.argv))
+        return model(batch)
+    def metric(outputs):
+        SEEN.append(("metric", sys.argv))
+        return 1.0
+    """
+
+
+@pytest.mark.parametrize("is_dotted", [False, True])
+def test_a_file_sees_its_own_name_alone(tmp_path, monkeypatch, is_dotted):
+    ours = ["roundoff", "budget", "mine.py", "--formats", "bf16"]
+    monkeypatch.setattr(sys, "argv", ours)
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, READS_ARGUMENTS, "reads_arguments.py")
+    workload = Workload.load("reads_arguments" if is_dotted else path)
+    with torch.no_grad():
+        outputs = [workload.run(batch) for batch in workload.batches]
+    workload.evaluate(outputs, outputs)
+    workload.fresh_model()
+    seen = sys.modules[workload.metric.__module__].SEEN
+    assert {place for place, _ in seen} == {
+        "file",
+        "model",
+        "batches",
+        "forward",
+        "metric",
+    }
+    assert [words for place, words in seen if place != "file"] == [
+        [str(path)] for place, _ in seen if place != "file"
+    ]
+    assert seen[0][1] == ["reads_arguments" if is_dotted else str(path)]
+    assert sys.argv is ours
+
+
+@pytest.mark.parametrize(
+    "text", ["sys.argv.append('x'); sys.argv = []", "parse_args(['--no'])", "1 / 0"]
+)
+def test_arguments_are_restored(tmp_path, monkeypatch, text):
+    ours = ["roundoff", "budget"]
+    monkeypatch.setattr(sys, "argv", ours)
+    head = "import argparse, sys; parse_args = argparse.ArgumentParser().parse_args; "
+    with suppress(WorkloadError):
+        Workload.load(write(tmp_path, head + text))
+    assert sys.argv is ours
+    assert ours == ["roundoff", "budget"]
+
+
+def test_a_parser_of_the_file_takes_its_defaults(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["roundoff", "budget", "--formats", "bf16"])
+    text = """\
+        import argparse, torch
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--width", type=int, default=3)
+        width = parser.parse_args().width
+        model = torch.nn.Linear(width, 1)
+        batches = [torch.ones(4, width)]
+        """
+    assert Workload.load(write(tmp_path, text)).model.in_features == 3
+
+
 # Bad files
 
 

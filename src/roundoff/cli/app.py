@@ -36,6 +36,7 @@ from roundoff.cli import (
     verify,
     watch,
 )
+from roundoff.cli.loading import loading_said
 from roundoff.cli.plain_output import plainer_output
 from roundoff.errors import InfeasibleError, RoundoffError
 from roundoff.foreign import visible
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     talk.begin()
     try:
-        with plainer_output():
+        with plainer_output(), loading_said():
             result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
             sys.stdout.flush()
     except typer.Exit as done:

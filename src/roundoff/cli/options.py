@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from roundoff.cli import kinds
+from roundoff.cli.loading import be_still
 from roundoff.cli.talk import talk
 from roundoff.errors import PlanError
 
@@ -310,6 +311,7 @@ def _shown_progress(*, quiet: bool) -> Iterator[Progress | None]:
     A spinner and a clock move while a stage says nothing. With ``--verbose`` lines take
     the place of bars. None when quiet, and where nobody watches.
     """
+    be_still()
     if talk().verbose:
         yield _line_by_line()
         return
@@ -374,6 +376,7 @@ def script_aside() -> Iterator[TextIO]:
 
     Yields the standard output, for what roundoff itself prints meanwhile.
     """
+    be_still()
     output = sys.stdout
     output.flush()
     try:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from roundoff.cli.loading import be_still
+
 _HANDLER = "roundoff.plainer"
 #: Signs of reports; letters of names become escapes, by which they can be told apart.
 _PLAINER = {
@@ -51,7 +53,8 @@ def plainer_output() -> Iterator[None]:
 
 @contextmanager
 def output_of_script() -> Iterator[None]:
-    """Within the block standard output is as Python made it."""
+    """Within the block standard output is as Python made it, and we say nothing."""
+    be_still()
     with _with_errors("strict"):
         yield
 

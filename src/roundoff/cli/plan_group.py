@@ -247,7 +247,9 @@ def _print_decisions(decisions: Sequence[SiteDecision], *, with_autocast: bool) 
 
     devices = DEVICES if with_autocast else ()
     columns = [f"autocast, {device}" for device in devices]
-    table = Table("site", "format", "decided by", *columns, box=None)
+    table = Table(box=None)
+    for heading in ("site", "format", "decided by", *columns):
+        table.add_column(heading, overflow="fold")  # a name that is cut names nothing
     for row in decisions:
         listed = [row.listed.get(device, "–") for device in devices]
         # Text: a name in brackets is no markup

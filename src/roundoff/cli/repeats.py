@@ -3,10 +3,13 @@ by."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +25,15 @@ sys.path[:], arguments = json.loads(sys.argv[1])
 from roundoff.cli.repeats import record_in_child
 sys.exit(record_in_child(**arguments))
 """
+
+
+#: Polars lets the system resume what SIGINT interrupts: a wait without a limit would
+#: not hear of it before the child has ended; one with a limit looks every 50 ms.
+_WITH_A_LIMIT = threading.TIMEOUT_MAX
+#: Seconds in which a process ends by itself that the terminal has interrupted too.
+_BY_ITSELF = 1.0
+#: Seconds in which it closes its recording after it was interrupted.
+_CLOSING = 10.0
 
 
 class Repeat(NamedTuple):
@@ -81,7 +93,14 @@ class Repeats:
                 "identity": identity,
                 "options": {**options, "noise": repeat.noise},
             }
-            exit_code = self._run_child(arguments)
+            try:
+                exit_code = self._run_child(arguments)
+            except KeyboardInterrupt as interrupt:
+                raise RunError(
+                    "interrupted",
+                    where=str(repeat.path),
+                    do="the recordings before it are whole; to begin anew: --overwrite",
+                ) from interrupt
             if exit_code:
                 raise RunError(
                     "the script could not be recorded again",
@@ -96,15 +115,34 @@ class Repeats:
 
     def _run_child(self, arguments: dict[str, Any]) -> int:
         text = json.dumps([self._path, arguments])
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-c", _CHILD, text],
-            check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=self._environment,
             cwd=self._folder,
-        )
-        return done.returncode
+        ) as child:
+            try:
+                return child.wait(_WITH_A_LIMIT)
+            finally:
+                _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child that still runs: interrupted, so that its recording says it failed.
+
+    A terminal interrupts it as well, what sends the signal to this process does not.
+    """
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_BY_ITSELF)
+            return
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_CLOSING)
+    finally:
+        if child.poll() is None:
+            child.kill()
 
 
 def record_in_child(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
+
+from roundoff.cli.loading import be_still
+from roundoff.errors import RoundoffError
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ def _set(name: str) -> Callable[[bool], bool]:
     def callback(value: bool) -> bool:
         if value:
             _TALK.set(replace(_TALK.get(), **{name: True}))
+            if name == "quiet":
+                be_still()
         return value
 
     return callback
@@ -87,6 +93,7 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(function)
     def run(**arguments: Any) -> int:
+        _check_working_folder()
         return function(**{k: v for k, v in arguments.items() if k not in OPTIONS})
 
     signature = inspect.signature(function, eval_str=True)
@@ -100,3 +107,17 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _check_working_folder() -> None:
+    """Raise ``RoundoffError`` where there is no working folder any more.
+
+    Libraries need one: oneMKL ends the process without it.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise RoundoffError(
+            "the working folder does not exist any more",
+            do="change to a folder that exists",
+        ) from None

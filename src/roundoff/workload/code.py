@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from roundoff.errors import RoundoffError, WorkloadError, nearest
 
-__all__ = ["METRIC_ARGUMENTS", "check_call", "metric_arguments", "name_of", "user_code"]
+__all__ = [
+    "METRIC_ARGUMENTS",
+    "arguments_of",
+    "check_call",
+    "metric_arguments",
+    "name_of",
+    "user_code",
+]
 
 METRIC_ARGUMENTS = ("outputs", "batches", "reference")
 _LIBRARIES = tuple(
@@ -36,8 +44,8 @@ def user_code(
         what: what was being done, for "... raised ValueError"; a callable is asked only
             when something raised.
         where: the place to name when no line of the user's is found.
-        path: the workload's file; its innermost line is shown. Without it, the
-            innermost line outside torch.
+        path: the workload's file; its innermost line is shown, and ``sys.argv`` is its
+            name alone. Without it, the innermost line outside torch.
         do: what the user can do about it.
 
     Raises:
@@ -48,7 +56,8 @@ def user_code(
             is not the user's fault.
     """
     try:
-        yield
+        with nullcontext() if path is None else arguments_of(path):
+            yield
     except RoundoffError:
         raise
     # The one broad handler in the package: user code may raise anything, and all of it
@@ -63,6 +72,21 @@ def user_code(
             got=got,
             do=_advice(error) or do,
         ) from error
+
+
+@contextmanager
+def arguments_of(name: str | Path) -> Iterator[None]:
+    """``sys.argv`` as Python would set it for a file that is run without arguments.
+
+    A file that parses arguments would take those of roundoff, or of the program that
+    called it, for its own.
+    """
+    arguments = sys.argv
+    sys.argv = [str(name)]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 #: Where calls of the user's code come to roundoff, and are run as they are.

@@ -16,7 +16,7 @@ from typing import Any
 
 from roundoff.errors import WorkloadError, did_you_mean, nearest
 from roundoff.files import as_path
-from roundoff.workload.code import user_code
+from roundoff.workload.code import arguments_of, user_code
 
 __all__ = ["UserModule", "check_defined", "execute_module"]
 
@@ -141,7 +141,7 @@ def _forget_helpers(folder: Path) -> None:
 
 def _import(name: str) -> types.ModuleType:
     try:
-        with user_code(f"importing {name}", name):
+        with user_code(f"importing {name}", name), arguments_of(name):
             return importlib.import_module(name)
     except WorkloadError as error:
         missing = getattr(error.__cause__, "name", None) or ""

@@ -100,7 +100,7 @@ def budget(
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     with prepared(workload.model):
         first = _followed(workload, of)
-        asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
+        asked = Asked(workload, chosen, of, rounded, sampling, seed, first)
         may_try = bool(first.batches) and not around
         is_free = trials is None and probes is None
         programs = Programs(workload, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from roundoff import Workload, budget
 from roundoff.budget.batch_noise import BatchNoise, RealRuns, finest_sharing
 from roundoff.budget.outputs import OutputRows
 from roundoff.budget.prepared import prepared
+from roundoff.budget.scan import Scan
 from roundoff.budget.trials import record
 from roundoff.formats import parse_format
 from roundoff.plan import noise, run_batches
@@ -175,11 +177,17 @@ def test_real_runs_are_what_a_plan_does(fmt):
     with prepared(workload.model):
         first = record(workload, None, 1)
         rows = OutputRows.of(reference[0], ())
-        real = RealRuns(workload, first, {}, rows).noise(parse_format(fmt))
-        impure = RealRuns(
-            workload, type(first)(None, first.batches, is_pure=False), {}, rows
-        )
-        named = impure.noise(parse_format(fmt))
+        chosen = parse_format(fmt)
+
+        def scan():
+            return Scan(dict.fromkeys(sites), [])
+
+        real = RealRuns(workload, first, {}, rows, scan).noise(chosen)
+        impure = replace(first, is_pure=False)
+        named = RealRuns(workload, impure, {}, rows, scan).noise(chosen)
+    assert list(named.outputs) == []
+    # relu and mean are sites that this scan does not know
+    assert list(real.outputs) == []
     ratios = (real.noise / real.signal)[:, 0]
     assert ratios.tolist() == pytest.approx(expected, rel=1e-6)
     assert (named.noise / named.signal)[:, 0].tolist() == pytest.approx(

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from roundoff.budget.noise_power import Array
 from roundoff.budget.outputs import OutputRows
 from roundoff.budget.precision import SiteProjections
 from roundoff.budget.prepared import kept
+from roundoff.budget.scan import Scan
 from roundoff.budget.trials import Recording, call_at
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format
@@ -35,12 +36,13 @@ from roundoff.ops import (
     Call,
     RoundedOperands,
     execute,
+    float_tensors,
     function_body,
     rounds_operand,
     runs,
     watch,
 )
-from roundoff.plan import Plain, named_targets, powers
+from roundoff.plan import Plain, check_finite, detached, named_targets, powers
 from roundoff.preserve import same_draws
 from roundoff.workload import Workload
 
@@ -49,11 +51,13 @@ from roundoff.workload import Workload
 class BatchNoise:
     """Noise and signal of every batch with all sites in one format, by real runs.
 
-    Both have the shape ``(batches, outputs)``.
+    Both have the shape ``(batches, outputs)``. ``outputs``, of the model as it is, are
+    of batches that call what the first one does, and show nothing new.
     """
 
     noise: Array
     signal: Array
+    outputs: Mapping[int, Any] = field(default_factory=dict)
 
     def error(self, measured: Sequence[int]) -> float:
         """Return what the noise of these batches is off by as that of all, as a share of it.
@@ -100,55 +104,82 @@ class RealRuns:
         first: the first batch, which was followed; no batch where that is not possible.
         around: format of each site that is rounded in the reference too.
         rows: the outputs.
+        scan: makes what looks for surprises in a batch that runs as it is.
     """
 
     workload: Workload
     first: Recording
     around: Mapping[str, Format]
     rows: OutputRows
+    scan: Callable[[], Scan]
 
     def noise(self, fmt: Format) -> BatchNoise:
         """Run every batch with all sites in ``fmt``; NaN where the model refuses that."""
         batches = len(self.workload.batches)
         found = np.full((batches, len(self.rows.names), 2), math.nan)
         together = _Together(self.workload, self.around)
-        quick = self._numbered(fmt, together)
+        calls = self._calls()
+        outputs = {}
         # compiled code runs uncompiled
         with torch.no_grad(), watch(nn.Module(), Plain()):
             for index in range(batches):
+                if calls is None:
+                    exact = self._named(index, None, together)
+                else:
+                    scan = self.scan()
+                    output, exact = self._scanned(index, calls, scan)
+                    if calls.is_as_first and not scan.surprise:
+                        outputs[index] = output
                 with suppress(WorkloadError):
-                    exact, rounded = self._both(index, fmt, together, quick)
+                    rounded = self._rounded(index, fmt, together, calls)
                     found[index] = self._of_outputs(rounded, exact)
-        return BatchNoise(found[..., 0], found[..., 1])
+        return BatchNoise(found[..., 0], found[..., 1], outputs)
 
-    def _numbered(self, fmt: Format, together: _Together) -> _NumberedCalls | None:
-        """Return what rounds calls by their numbers; None where they must have names."""
+    def _calls(self) -> _NumberedCalls | None:
+        """Return what finds calls by their numbers; None where they must have names."""
         is_site = self.first.target is not None and "/" in self.first.target
         if is_site or self.around or not (self.first.batches and self.first.is_pure):
             return None
-        places = self.first.batches[0].places.values()
-        chosen = {
-            place.number: place for place in places if runs(place.call, fmt) is None
-        }
-        return _NumberedCalls(chosen, together)
+        return _NumberedCalls(self.first.batches[0].places.values())
 
-    def _both(
+    def _scanned(
+        self, index: int, calls: _NumberedCalls, scan: Scan
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run a batch as it is; return the output, and the target tensors in it."""
+
+        def looked_at(place: CallPlace, args: Any, kwargs: Any) -> Any:
+            result = place.call.func(*args, **kwargs)
+            scan.see(str(place.call.site), float_tensors(result))
+            return result
+
+        calls.begin(looked_at)
+        output, targets = self._ran(index, calls)
+        if calls.is_as_first:
+            check_finite(self.workload, index, self.rows.chosen(targets))
+        return detached(output), targets
+
+    def _rounded(
         self,
         index: int,
         fmt: Format,
         together: _Together,
-        quick: _NumberedCalls | None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the target tensors of a batch as it is, and with all sites rounded."""
-        if quick is not None:
-            exact = self._targets(index, nullcontext(), None)
+        calls: _NumberedCalls | None,
+    ) -> dict[str, Tensor]:
+        """Return the target tensors of a batch with all sites rounded."""
+
+        def rounded(place: CallPlace, args: Any, kwargs: Any) -> Any:
+            if runs(place.call, fmt) is not None:
+                return place.call.func(*args, **kwargs)
+            return together.run(call_at(place, args, kwargs))
+
+        if calls is not None and calls.is_as_first:
             together.begin(fmt)
-            quick.begin()
+            calls.begin(rounded)
             with suppress(WorkloadError):
-                rounded = self._targets(index, quick, None)
-                if quick.is_as_first:
-                    return exact, rounded
-        return self._named(index, None, together), self._named(index, fmt, together)
+                _, targets = self._ran(index, calls)
+                if calls.is_as_first:
+                    return targets
+        return self._named(index, fmt, together)
 
     def _named(
         self, index: int, fmt: Format | None, together: _Together
@@ -160,16 +191,21 @@ class RealRuns:
         model = self.workload.model
         with kept(model, self.first.is_pure), same_draws(), watch(model, together) as m:
             m.begin()
-            return self._targets(index, m, together)
+            _, targets = self._ran(index, m, together)
+            return targets
 
-    def _targets(
-        self, index: int, mode: AbstractContextManager[Any], handler: Plain | None
-    ) -> dict[str, Tensor]:
+    def _ran(
+        self,
+        index: int,
+        mode: AbstractContextManager[Any],
+        handler: Plain | None = None,
+    ) -> tuple[Any, dict[str, Tensor]]:
         batch = self.workload.batches[index]
         with mode:
             output = self.workload.run(batch)
             seen = None if handler is None else handler.site_output
-            return named_targets(self.workload, batch, output, self.first.target, seen)
+            target = self.first.target
+            return output, named_targets(self.workload, batch, output, target, seen)
 
     def _of_outputs(
         self, rounded: Mapping[str, Tensor], exact: Mapping[str, Tensor]
@@ -216,23 +252,32 @@ class _Together(Plain):
         return call.run(leaves)
 
 
-class _NumberedCalls(TorchFunctionMode):
-    """Hands the calls with given numbers to a handler, and asks nothing of the others.
+#: Runs the call at a place with these arguments.
+_Run = Callable[[CallPlace, Any, Any], Any]
 
-    Most of what it costs to name all calls is saved so.
+
+def _plainly(place: CallPlace, args: Any, kwargs: Any) -> Any:
+    return place.call.func(*args, **kwargs)
+
+
+class _NumberedCalls(TorchFunctionMode):
+    """Runs the sites in some way, found by the numbers of their calls.
+
+    Nothing is named and no other call is asked about, which is most of what that costs.
     """
 
-    def __init__(self, places: Mapping[int, CallPlace], handler: _Together) -> None:
+    def __init__(self, places: Iterable[CallPlace]) -> None:
         super().__init__()
-        self.places = places
-        self.handler = handler
+        self.places = {place.number: place for place in places}
+        self.run: _Run = _plainly
         self.met = 0
         self.calls: list[Callable[..., Any]] = []
         self.first_calls: list[Callable[..., Any]] = []
 
-    def begin(self) -> None:
+    def begin(self, run: _Run) -> None:
         """Start a forward pass; that of the batch which was followed is the first."""
         self.first_calls = self.first_calls or self.calls
+        self.run = run
         self.calls = []
         self.met = 0
 
@@ -248,9 +293,10 @@ class _NumberedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         self.calls.append(func)
         place = self.places.get(len(self.calls))
-        if place is not None and place.call.func is func:
+        is_met = place is not None and place.call.func is func
+        if place is not None and is_met and kwargs.get("out") is None:
             self.met += 1
-            return self.handler.run(call_at(place, args, kwargs))
+            return self.run(place, args, kwargs)
         body = function_body(func)
         if body is None:
             return func(*args, **kwargs)

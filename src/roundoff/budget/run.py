@@ -126,6 +126,10 @@ class BudgetRun(ABC):
 
     def surprises(self, mode: CallMode, index: int) -> bool:
         """Run a batch forward alone; return True if it is to be measured after all."""
+        if self.batch_noise is not None and index in self.batch_noise.outputs:
+            self.output = self.batch_noise.outputs[index]
+            self.keep_output(index)
+            return False
         scan = Scan(self.sites, self.formats)
         mode.handler = scan
         mode.begin()
@@ -161,7 +165,13 @@ class BudgetRun(ABC):
         if finest is None:
             return
         asked = self.asked
-        real = RealRuns(self.workload, asked.first, asked.around, self.rows)
+        real = RealRuns(
+            self.workload,
+            asked.first,
+            asked.around,
+            self.rows,
+            lambda: Scan(self.sites, self.formats),
+        )
         self.batch_noise = real.noise(finest)
 
     @property

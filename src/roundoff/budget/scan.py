@@ -36,15 +36,18 @@ class Scan:
     def call(self, call: Call) -> Any:
         """Run a call."""
         result = call.run()
-        outputs = float_tensors(result)
+        self.see(str(call.site), float_tensors(result))
+        return result
+
+    def see(self, site: str, outputs: Sequence[Tensor]) -> None:
+        """Look at what a call made."""
         if self.surprise or not outputs:
-            return result
-        info = self.sites.get(str(call.site))
+            return
+        info = self.sites.get(site)
         if info is None:
             self.surprise = True
         elif self.limit and not info.exceeds:
             self.surprise = exceeds(outputs, self.limit)
-        return result
 
 
 def range_limit(formats: Sequence[Format]) -> float:

@@ -182,9 +182,9 @@ def test_real_runs_are_what_a_plan_does(fmt):
         def scan():
             return Scan(dict.fromkeys(sites), [])
 
-        real = RealRuns(workload, first, {}, rows, scan).noise(chosen)
+        real = RealRuns(workload, first, {}, rows, scan, [0]).noise(chosen)
         impure = replace(first, is_pure=False)
-        named = RealRuns(workload, impure, {}, rows, scan).noise(chosen)
+        named = RealRuns(workload, impure, {}, rows, scan, [0]).noise(chosen)
     assert list(named.outputs) == []
     # relu and mean are sites that this scan does not know
     assert list(real.outputs) == []

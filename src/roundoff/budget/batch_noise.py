@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,9 @@ class RealRuns:
         first: the first batch, which was followed; no batch where that is not possible.
         around: format of each site that is rounded in the reference too.
         rows: the outputs.
-        scan: makes what looks for surprises in a batch that runs as it is.
+        scan: makes what looks for surprises in a batch that runs as it is; those that
+            were measured have none.
+        measured: numbers of the measured batches.
     """
 
     workload: Workload
@@ -112,6 +114,7 @@ class RealRuns:
     around: Mapping[str, Format]
     rows: OutputRows
     scan: Callable[[], Scan]
+    measured: Collection[int]
 
     def noise(self, fmt: Format) -> BatchNoise:
         """Run every batch with all sites in ``fmt``; NaN where the model refuses that."""
@@ -125,6 +128,8 @@ class RealRuns:
             for index in range(batches):
                 if calls is None:
                     exact = self._named(index, None, together)
+                elif index in self.measured:
+                    _, exact = self._ran(index, nullcontext())
                 else:
                     scan = self.scan()
                     output, exact = self._scanned(index, calls, scan)
@@ -172,7 +177,7 @@ class RealRuns:
                 return place.call.func(*args, **kwargs)
             return together.run(call_at(place, args, kwargs))
 
-        if calls is not None and calls.is_as_first:
+        if calls is not None:
             together.begin(fmt)
             calls.begin(rounded)
             with suppress(WorkloadError):

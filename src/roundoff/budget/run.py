@@ -171,6 +171,7 @@ class BudgetRun(ABC):
             asked.around,
             self.rows,
             lambda: Scan(self.sites, self.formats),
+            self._measured_batches,
         )
         self.batch_noise = real.noise(finest)
 
@@ -179,7 +180,11 @@ class BudgetRun(ABC):
         """What other batches may change a power by, where a scale is shared."""
         if self.batch_noise is None:
             return 0.0
-        return self.batch_noise.error([drawn.index for drawn in self.signs])
+        return self.batch_noise.error(self._measured_batches)
+
+    @property
+    def _measured_batches(self) -> list[int]:
+        return [drawn.index for drawn in self.signs]
 
     def error_db(self) -> float:
         """Return the standard error of the SQNR of the sites so far, in dB."""

@@ -193,3 +193,38 @@ def test_real_runs_are_what_a_plan_does(fmt):
     assert (named.noise / named.signal)[:, 0].tolist() == pytest.approx(
         expected, rel=1e-6
     )
+
+
+def test_the_metric_sees_every_batch_once_and_in_order():
+    """Also those whose output stands since batches were compared."""
+    torch.manual_seed(0)
+    batches = [torch.randn(48, 40, 3) for _ in range(6)]
+    seen = []
+
+    def metric(outputs):
+        seen.append([output.clone() for output in outputs])
+        return 0.5
+
+    workload = Workload(Background(), batches, metric=metric)
+    found = budget(workload, ["int8", "bf16"])
+    assert found.about.unmeasured > 0
+    expected = run_batches(workload).outputs
+    for output, exact in zip(seen[0], expected, strict=True):
+        assert torch.equal(output, exact)
+
+
+def test_a_batch_that_leaves_the_range_is_measured_still():
+    torch.manual_seed(0)
+    batches = [torch.randn(256, 4) for _ in range(5)]
+    batches[4][0, 0] = 1e6
+    found = budget(Workload(nn.Linear(4, 4), batches), ["fp16", "int8"])
+    assert any(cost.note.startswith("overflow") for cost in found.costs)
+
+
+def test_a_site_as_the_target_and_a_rounded_reference():
+    torch.manual_seed(0)
+    workload = Workload(Background(), backgrounds([12.7] * 2 + [13.4] * 4))
+    at_site = budget(workload, ["int8"], of="inner/linear", trials=0)
+    assert len(at_site.about.batch_samples) > 2
+    around = budget(workload, ["int8"], around={"outer/linear": "bf16"})
+    assert len(around.about.batch_samples) > 2

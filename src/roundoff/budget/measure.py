@@ -54,8 +54,9 @@ def budget(
     and sites; or trials of every row, where a network is so small that they cost less:
     only what follows from a changed call runs again. Measuring ends with the batch that
     reaches the precision; the others run forward alone, and are measured too where they
-    call a site that no other called. The model runs in evaluation mode, and is left
-    exactly as it was, also after an exception.
+    call a site that no other called. In a format whose samples share a scale, all batches
+    run with every site rounded, and more are measured where those runs differ. The model
+    runs in evaluation mode, and is left exactly as it was, also after an exception.
 
     Args:
         workload: model, batches and metric.

@@ -130,12 +130,12 @@ class BudgetRun(ABC):
             self.output = self.batch_noise.outputs[index]
             self.keep_output(index)
             return False
-        scan = Scan(self.sites, self.formats)
+        scan = Scan(self.sites, self.formats, self.target)
         mode.handler = scan
         mode.begin()
         forget = self.checkpoint(mode)
         with torch.no_grad(), mode:
-            self.forward(index)
+            self.forward(index, lambda: scan.wanted_output)
         if scan.surprise:
             forget()
             return True

@@ -20,12 +20,18 @@ class Scan:
     Args:
         sites: those of the measured batches.
         formats: that are measured.
+        wanted: the site whose output is the target; None for another target.
     """
 
     def __init__(
-        self, sites: Mapping[str, SiteInfo], formats: Sequence[Format]
+        self,
+        sites: Mapping[str, SiteInfo],
+        formats: Sequence[Format],
+        wanted: str | None = None,
     ) -> None:
         self.sites = sites
+        self.wanted = wanted
+        self.wanted_output: Tensor | None = None
         self.limit = range_limit(formats)
         #: True once the batch shows something that the others did not
         self.surprise = False
@@ -36,7 +42,11 @@ class Scan:
     def call(self, call: Call) -> Any:
         """Run a call."""
         result = call.run()
-        self.see(str(call.site), float_tensors(result))
+        outputs = float_tensors(result)
+        self.see(str(call.site), outputs)
+        if str(call.site) == self.wanted and outputs and self.wanted_output is None:
+            # a copy: what the model writes over it later does not count
+            self.wanted_output = outputs[0].clone()
         return result
 
     def see(self, site: str, outputs: Sequence[Tensor]) -> None:

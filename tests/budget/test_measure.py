@@ -207,6 +207,17 @@ def test_a_site_as_the_target(workload):
         budget(workload, ["bf16"], of="second/linear")
 
 
+def test_a_site_as_the_target_of_batches_that_are_not_measured():
+    torch.manual_seed(0)
+    batches = [torch.randn(64, 8) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for trials in (None, 0):
+        found = budget(
+            Workload(model, batches), ["bf16", "int8"], of="0/linear", trials=trials
+        )
+        assert found.about.unmeasured > 0
+
+
 def test_a_site_that_is_written_over_later():
     class Overwritten(nn.Module):
         def forward(self, x):

@@ -144,6 +144,9 @@ class Measurement:
         metric: how noise moves the metric; None without one.
         trials: rows (a site in a format) that were measured by trial; None in files of
             older versions.
+        batch_error: what the noise of the measured batches may be off by as that of all,
+            as a share of it, in formats whose samples share a scale, see
+            ``roundoff.budget.batch_noise``; 0 in older files.
         vendor_kernels: True where the vendor's fused kernels ran; None where not asked.
     """
 
@@ -171,6 +174,7 @@ class Measurement:
     metric: MetricCurve | None = None
     vendor_kernels: bool | None = None
     trials: int | None = None
+    batch_error: float = 0.0
 
     @property
     def unmeasured(self) -> float:

@@ -54,8 +54,9 @@ def budget(
     and sites; or trials of every row, where a network is so small that they cost less:
     only what follows from a changed call runs again. Measuring ends with the batch that
     reaches the precision; the others run forward alone, and are measured too where they
-    call a site that no other called. The model runs in evaluation mode, and is left
-    exactly as it was, also after an exception.
+    call a site that no other called. In a format whose samples share a scale, all batches
+    run with every site rounded, and more are measured where those runs differ. The model
+    runs in evaluation mode, and is left exactly as it was, also after an exception.
 
     Args:
         workload: model, batches and metric.
@@ -100,7 +101,7 @@ def budget(
     rounded = {site: parse_format(name) for site, name in (around or {}).items()}
     with prepared(workload.model):
         first = _followed(workload, of)
-        asked = Asked(workload, chosen, of, rounded, sampling, seed, first.decides)
+        asked = Asked(workload, chosen, of, rounded, sampling, seed, first)
         may_try = bool(first.batches) and not around
         is_free = trials is None and probes is None
         programs = Programs(workload, first)

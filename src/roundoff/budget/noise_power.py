@@ -62,6 +62,8 @@ class Term:
         values: projections, shape ``(probes, samples)``, pooled ``(probes, batches)``.
         measured: ``adjoint``, to first order; or ``trial``, by running the model with
             this site rounded, where the power has no sampling error.
+        batch_error: what whole batches that were not measured may differ by, as a share
+            of the power; see ``roundoff.budget.batch_noise``.
     """
 
     part: str
@@ -71,6 +73,7 @@ class Term:
     overflow: int
     values: Array
     measured: str = ADJOINT
+    batch_error: float = 0.0
 
     @property
     def absorbable(self) -> bool:
@@ -88,7 +91,7 @@ class Term:
 
     def take(self, columns: slice) -> Term:
         """Return the same term for some samples."""
-        return replace(self, values=self.values[:, columns])
+        return replace(self, values=self.values[:, columns], batch_error=0.0)
 
 
 def power(
@@ -117,7 +120,7 @@ def power(
             is_exact=is_exact,
             batches=batches,
         )
-        stderr = float(spread(a**2))
+        stderr = float(spread(a**2, batch_error=_batch_error(terms, pooled=False)))
         if is_exact:
             stderr = max(stderr, _float_error(total))
         if pooled:
@@ -125,7 +128,8 @@ def power(
             # probes are independent between batches too: add batches, then multiply
             product = b.sum(axis=1) * a.sum(axis=1)
             total += float((b**2).mean(axis=0).sum() + 2 * product.mean())
-            stderr = math.hypot(stderr, float(spread(b**2)))
+            beyond = _batch_error(terms, pooled=True)
+            stderr = math.hypot(stderr, float(spread(b**2, batch_error=beyond)))
     if math.isnan(total):
         return math.inf, math.inf
     return max(total, 0.0), stderr
@@ -150,10 +154,15 @@ def group_powers(
         squares = np.square(np.stack(summed))
         with np.errstate(invalid="ignore", over="ignore"):
             noise = squares.mean(axis=1).sum(axis=1)
-            errors = standard_errors(squares, unmeasured=unmeasured)
-            beyond = standard_errors(
-                squares, unmeasured=unmeasured, is_exact=True, batches=batches
+            shares = [max(t.batch_error for t in groups[place]) for place in alike]
+            spread = partial(
+                standard_errors,
+                squares,
+                unmeasured=unmeasured,
+                batch_error=np.array(shares) * noise,
             )
+            errors = spread()
+            beyond = spread(is_exact=True, batches=batches)
         for number, place in enumerate(alike):
             terms = groups[place]
             is_exact = all(term.measured == TRIAL for term in terms)
@@ -214,6 +223,7 @@ def standard_errors(
     unmeasured: float = 0.0,
     is_exact: bool = False,
     batches: Sequence[int] = (),
+    batch_error: Array | float = 0.0,
 ) -> Array:
     """Return the standard errors of powers: means over probes, summed over columns.
 
@@ -231,6 +241,8 @@ def standard_errors(
         is_exact: the mean over the probes is exact in each column, as in a trial.
         batches: columns of each batch. Those of one may be alike (nodes of a graph), so
             an exact error is at least what whole batches differ by.
+        batch_error: what is known of the batches that were not measured, shape
+            ``(...)``: what columns differ by counts for at least so much.
     """
     probes, columns = squares.shape[-2:]
     means = squares.mean(axis=-2)
@@ -240,17 +252,29 @@ def standard_errors(
     if is_exact:
         if len(batches) > 1 and sum(batches) == columns:
             between = np.maximum(between, _between_batches(means, batches))
-        exact: Array = math.sqrt(unmeasured) * between
+        exact: Array = np.maximum(math.sqrt(unmeasured) * between, batch_error)
         return exact
     if probes == 1:
-        return between
+        alone: Array = np.maximum(between, batch_error)
+        return alone
     spread = np.sqrt(squares.var(axis=-2, ddof=1).sum(axis=-1) / probes)
     # of a column's mean square, E mean^2 = P^2 (1 + 2/K)
     powers = np.square(means).sum(axis=-1) * probes / (probes + 2)
     error = np.where(spread > 0, np.maximum(spread, np.sqrt(2 * powers / probes)), 0.0)
     beyond = np.maximum(between**2 - error**2, 0.0)
-    total: Array = np.sqrt(error**2 + unmeasured * beyond)
+    beyond = np.maximum(unmeasured * beyond, np.square(batch_error))
+    total: Array = np.sqrt(error**2 + beyond)
     return total
+
+
+def _batch_error(terms: Sequence[Term], *, pooled: bool) -> float:
+    """Return what other batches may change the power of terms together by."""
+    sharing = [t for t in terms if t.batch_error and t.pooled is pooled]
+    if not sharing:
+        return 0.0
+    summed = np.sum([term.values for term in sharing], axis=0)
+    noise = float((summed**2).mean(axis=0).sum())
+    return noise * max(term.batch_error for term in sharing)
 
 
 #: Roundings in fp32 that an output carries itself, relative to its rms.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,29 +94,33 @@ def mean_error_db(
     *,
     is_exact: bool = False,
     samples: Sequence[int] = (),
+    batch_errors: Mapping[str, float] | None = None,
 ) -> float:
     """Return the standard error of the SQNR in dB, root mean square over the sites.
 
     The share ``unmeasured`` of the workload's batches was not measured. Sites without
     noise do not count; 0 where none has any. Each of the ``outputs`` has its share of
     the probes, and is a site of its own here. ``is_exact``, and ``samples`` of each
-    batch: see ``standard_errors``.
+    batch: see ``standard_errors``. ``batch_errors``: by the name of a format, what other
+    batches may change a power by, as a share of it.
     """
     totals: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for sites in batches:
         for name, values in sites.items():
             totals[name].append(values)
     errors = []
-    for stacked in _of_one_shape(totals.values()):
+    for names, stacked in _of_one_shape(totals):
         sites, rows, columns = stacked.shape
         squares = np.square(stacked).reshape(sites * outputs, rows // outputs, columns)
         noise = squares.mean(axis=1).sum(axis=1)
         is_sound = (noise > 0) & np.isfinite(noise)
+        shares = [(batch_errors or {}).get(fmt, 0.0) for _, fmt in names]
         error = standard_errors(
             squares[is_sound],
             unmeasured=unmeasured,
             is_exact=is_exact,
             batches=samples,
+            batch_error=np.repeat(shares, outputs)[is_sound] * noise[is_sound],
         )
         errors.append(DB_PER_SHARE * error / noise[is_sound])
     joined = np.concatenate(errors) if errors else np.zeros(0)
@@ -132,12 +136,14 @@ def of_sites(terms: Mapping[TermKey, Array]) -> SiteProjections:
     return sums
 
 
-def _of_one_shape(sites: Iterable[Sequence[Array]]) -> Iterator[Array]:
-    """Yield the projections of sites that have equally many, ``(sites, K, columns)``."""
-    groups: dict[tuple[int, ...], list[Array]] = defaultdict(list)
-    for arrays in sites:
+def _of_one_shape(
+    sites: Mapping[tuple[str, str], Sequence[Array]],
+) -> Iterator[tuple[Sequence[tuple[str, str]], Array]]:
+    """Yield the sites that have equally many projections, ``(sites, K, columns)``."""
+    groups: dict[tuple[int, ...], dict[tuple[str, str], Array]] = defaultdict(dict)
+    for name, arrays in sites.items():
         probes = min(len(array) for array in arrays)
         joined = np.concatenate([array[:probes] for array in arrays], axis=1)
-        groups[joined.shape].append(joined)
+        groups[joined.shape][name] = joined
     for group in groups.values():
-        yield np.stack(group)
+        yield list(group), np.stack(list(group.values()))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from roundoff.budget.adjoint import SiteInfo
+from roundoff.budget.batch_noise import BatchNoise, RealRuns, finest_sharing
 from roundoff.budget.facts import MeasuredTarget, Measurement, excluded_calls
 from roundoff.budget.noise_power import TRIAL, Term
 from roundoff.budget.outputs import OutputRows
@@ -28,6 +29,7 @@ from roundoff.budget.signs import draw_signs
 from roundoff.budget.table import Budget, MeasuredTerm, term_frame
 from roundoff.budget.terms import TermKey
 from roundoff.budget.trial_signs import DrawnSigns
+from roundoff.budget.trials import Recording
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format
 from roundoff.ops import CallMode
@@ -49,7 +51,7 @@ class Asked:
         around: format of each site of the rounded model that is linearised around.
         sampling: how many projections, and how exact.
         seed: of the sign vectors.
-        decides: errors of some site reach a decision.
+        first: the first batch, which was followed.
     """
 
     workload: Workload
@@ -58,7 +60,12 @@ class Asked:
     around: Mapping[str, Format]
     sampling: Sampled
     seed: int
-    decides: bool
+    first: Recording
+
+    @property
+    def decides(self) -> bool:
+        """True if errors of some site reach a decision."""
+        return self.first.decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ class BudgetRun(ABC):
         self.generator = torch.Generator().manual_seed(asked.seed)
         self.division: Division | None = None
         self.is_precise = False
+        self.batch_noise: BatchNoise | None = None
         self.sites: dict[str, SiteInfo] = {}
         self.batches: list[MeasuredBatch] = []
         self._of_sites: list[SiteProjections] = []
@@ -118,12 +126,16 @@ class BudgetRun(ABC):
 
     def surprises(self, mode: CallMode, index: int) -> bool:
         """Run a batch forward alone; return True if it is to be measured after all."""
-        scan = Scan(self.sites, self.formats)
+        if self.batch_noise is not None and index in self.batch_noise.outputs:
+            self.output = self.batch_noise.outputs[index]
+            self.keep_output(index)
+            return False
+        scan = Scan(self.sites, self.formats, self.target)
         mode.handler = scan
         mode.begin()
         forget = self.checkpoint(mode)
         with torch.no_grad(), mode:
-            self.forward(index)
+            self.forward(index, lambda: scan.wanted_output)
         if scan.surprise:
             forget()
             return True
@@ -141,7 +153,38 @@ class BudgetRun(ABC):
         """Stop measuring where the precision is reached by some of the batches."""
         if not (self.sampling.may_stop and self.is_enough):
             return
+        if self.error_db() > self.sampling.precision:
+            return
+        if self.unmeasured and self.batch_noise is None:
+            self._look_at_batches()
         self.is_precise = self.error_db() <= self.sampling.precision
+
+    def _look_at_batches(self) -> None:
+        """Run all batches in the format that shows best how far they differ."""
+        finest = finest_sharing(self._of_sites, self.formats)
+        if finest is None:
+            return
+        asked = self.asked
+        real = RealRuns(
+            self.workload,
+            asked.first,
+            asked.around,
+            self.rows,
+            lambda: Scan(self.sites, self.formats),
+            self._measured_batches,
+        )
+        self.batch_noise = real.noise(finest)
+
+    @property
+    def batch_error(self) -> float:
+        """What other batches may change a power by, where a scale is shared."""
+        if self.batch_noise is None:
+            return 0.0
+        return self.batch_noise.error(self._measured_batches)
+
+    @property
+    def _measured_batches(self) -> list[int]:
+        return [drawn.index for drawn in self.signs]
 
     def error_db(self) -> float:
         """Return the standard error of the SQNR of the sites so far, in dB."""
@@ -153,6 +196,9 @@ class BudgetRun(ABC):
             len(self.rows.names),
             is_exact=self.measured == TRIAL,
             samples=[batch.samples for batch in self.batches],
+            batch_errors={
+                fmt.name: self.batch_error for fmt in self.formats if fmt.shares_scale
+            },
         )
 
     @property
@@ -333,6 +379,7 @@ class BudgetRun(ABC):
             excluded=excluded_calls(mode.excluded.values(), passes),
             environment=environment(model),
             parameters={name: p.numel() for name, p in model.named_parameters()},
+            batch_error=self.batch_error,
         )
 
 

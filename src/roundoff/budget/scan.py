@@ -20,12 +20,18 @@ class Scan:
     Args:
         sites: those of the measured batches.
         formats: that are measured.
+        wanted: the site whose output is the target; None for another target.
     """
 
     def __init__(
-        self, sites: Mapping[str, SiteInfo], formats: Sequence[Format]
+        self,
+        sites: Mapping[str, SiteInfo],
+        formats: Sequence[Format],
+        wanted: str | None = None,
     ) -> None:
         self.sites = sites
+        self.wanted = wanted
+        self.wanted_output: Tensor | None = None
         self.limit = range_limit(formats)
         #: True once the batch shows something that the others did not
         self.surprise = False
@@ -37,14 +43,21 @@ class Scan:
         """Run a call."""
         result = call.run()
         outputs = float_tensors(result)
+        self.see(str(call.site), outputs)
+        if str(call.site) == self.wanted and outputs and self.wanted_output is None:
+            # a copy: what the model writes over it later does not count
+            self.wanted_output = outputs[0].clone()
+        return result
+
+    def see(self, site: str, outputs: Sequence[Tensor]) -> None:
+        """Look at what a call made."""
         if self.surprise or not outputs:
-            return result
-        info = self.sites.get(str(call.site))
+            return
+        info = self.sites.get(site)
         if info is None:
             self.surprise = True
         elif self.limit and not info.exceeds:
             self.surprise = exceeds(outputs, self.limit)
-        return result
 
 
 def range_limit(formats: Sequence[Format]) -> float:

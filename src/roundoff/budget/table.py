@@ -228,14 +228,24 @@ class Budget:
         probes = self.about.probes * len(self.outputs)
         projections = _arrays(self.terms["projections"])
         facts = self.terms.select(_TERM_FACTS).iter_rows()
+        names = self.terms["format"].unique()
+        batch_error = {
+            name: self.about.batch_error * parse_format(name).shares_scale
+            for name in names
+        }
         for row, values in zip(facts, projections, strict=True):
             site, fmt, part, operand, sources, pooled, overflow, measured = row
-            by_probe = values.reshape(probes, -1)
-            terms[site, fmt].append(
-                Term(
-                    part, operand, tuple(sources), pooled, overflow, by_probe, measured
-                )
+            term = Term(
+                part,
+                operand,
+                tuple(sources),
+                pooled,
+                overflow,
+                values.reshape(probes, -1),
+                measured,
+                batch_error[fmt],
             )
+            terms[site, fmt].append(term)
         return dict(terms)
 
     def rows(self, site: str, format: str) -> list[Term]:

@@ -150,6 +150,11 @@ class Format:
         return self.activation_format or self
 
     @property
+    def shares_scale(self) -> bool:
+        """True where all samples of a batch have one scale, chosen from its activations."""
+        return self.execution is not None and self.execution.activation == "tensor"
+
+    @property
     def bits(self) -> float:
         """Bits in memory per element, including its share of a block's scale, or of a
         group's, which has 32 bits.
@@ -262,6 +267,11 @@ class BlockFormat(Format):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def shares_scale(self) -> bool:
+        """True where blocks have their scales relative to one of the whole tensor."""
+        return self.tensor_scale
 
     @property
     def bits(self) -> float:

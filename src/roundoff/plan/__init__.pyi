@@ -22,6 +22,7 @@ from .lists.source import read_json as read_json
 from .output_noise import OutputNoise as OutputNoise
 from .output_noise import OutputPower as OutputPower
 from .output_noise import output_noises as output_noises
+from .output_noise import powers as powers
 from .output_noise import worst_noise as worst_noise
 from .rounded_model import Plain as Plain
 from .rounded_model import Ran as Ran

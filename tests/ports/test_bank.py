@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundoff.workload import Workload
+from roundoff.workload import Workload, named_tensors
 
 from . import NETWORKS, faults, ports, written
 from .bank import _text
@@ -32,7 +32,9 @@ def test_a_right_port_gives_the_numbers_of_its_reference(port, tmp_path):
     for file in written(port, tmp_path):
         workload = Workload.load(file)
         with torch.no_grad():
-            outputs.append(workload.run(workload.batches[0]))
+            outputs.append(named_tensors(workload.run(workload.batches[0])))
     reference, candidate = outputs
-    # fp32 through at most 20 layers: 20 roundings of 2**-24, amplified by less than 8
-    assert (reference - candidate).norm() <= 1e-5 * reference.norm()
+    assert reference.keys() == candidate.keys()
+    for name, expected in reference.items():
+        # fp32 through at most 20 layers: 20 roundings of 2**-24, amplified by less than 8
+        assert (expected - candidate[name]).norm() <= 1e-5 * expected.norm()

@@ -64,6 +64,11 @@ def main() -> None:
     parser.add_argument("--right", action="store_true", help="only right ports")
     parser.add_argument("--statistics", action="store_true", help="no tensors")
     parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="statistics, and nothing of what steps begin with",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="two right and two faulty ports"
     )
     parser.add_argument(
@@ -87,20 +92,24 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for entry in entries:
         began = time.process_time()
-        outcomes += outcomes_of(entry, not args.statistics)
+        outcomes += outcomes_of(entry, not args.statistics, bare=args.bare)
         progress(f"{entry.title} ({time.process_time() - began:.1f} s)")
     show(outcomes)
 
 
-def outcomes_of(port: Port, tensors: bool) -> Iterator[Outcome]:
-    """Record one port and its reference, and compare them in each way."""
+def outcomes_of(port: Port, tensors: bool, *, bare: bool) -> Iterator[Outcome]:
+    """Record one port and its reference, and compare them in each way.
+
+    ``bare``: from recordings that keep nothing but statistics.
+    """
+    kept: dict[str, Any] = {"keep": "stats", "leaves": 0} if bare else {}
     with tempfile.TemporaryDirectory() as folder:
         reference, candidate = written(port, Path(folder) / "files")
         workload = Workload.load(reference)
-        record(Variant("reference", workload), Path(folder) / "reference", 1)
-        record(variant(workload, candidate), Path(folder) / "candidate", 1)
-        for kept in BARS if tensors else ["statistics"]:
-            yield compared(port, Path(folder), kept)
+        record(Variant("reference", workload), Path(folder) / "reference", 1, **kept)
+        record(variant(workload, candidate), Path(folder) / "candidate", 1, **kept)
+        for way in BARS if tensors and not bare else ["statistics"]:
+            yield compared(port, Path(folder), way)
 
 
 def compared(port: Port, folder: Path, kept: str) -> Outcome:

@@ -33,11 +33,11 @@ class Net(torch.nn.Module):
         return self.high(torch.relu(self.norm(self.low(x))))
 
 
-def record(path, eps=1e-5, *, steps=1, keep="tensors", lr=0.1):
+def record(path, eps=1e-5, *, steps=1, keep="tensors", leaves=0, lr=0.1):
     torch.manual_seed(0)
     model = Net(eps)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with roundoff.capture(path, model, keep=keep) as run:
+    with roundoff.capture(path, model, keep=keep, leaves=leaves) as run:
         for step in range(steps):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()
@@ -56,6 +56,8 @@ def runs(tmp_path_factory):
         "longer": {"steps": 2},
         "stats": {"keep": "stats"},
         "bad_stats": {"eps": 0.3, "keep": "stats"},
+        "leaves": {"keep": "stats", "leaves": 32},
+        "bad_leaves": {"eps": 0.3, "keep": "stats", "leaves": 32},
     }.items():
         record(folder / name, **options)
     return folder
@@ -202,6 +204,13 @@ def test_statistics_alone(here, capsys):
     text = said("compare stats bad", capsys, 1)
     assert "This is from statistics alone (the reference did not keep tensors)." in text
     assert "by their statistics" in said("compare stats good", capsys, 0)
+
+
+def test_what_was_not_kept_is_computed_again(here, capsys):
+    text = said("compare leaves bad_leaves", capsys, 1)
+    assert "were computed again from what the steps began with" in text
+    assert "It looks like a wrong constant: eps: 1e-05, here 0.3." in text
+    assert "are equal, bit for bit" in said("compare leaves good", capsys, 0)
 
 
 def test_steps_of_one_run_alone(here, capsys):

@@ -129,6 +129,7 @@ BAD: dict[str, list[str]] = {
     "--map": ["missing.toml", ""],
     "--level": ["layer", ""],
     "--keep": ["all", ""],
+    "--leaves": ["all", "", "nan", "-1"],
     "--shadow": ["fp32", ""],
     "--site": [""],
     "--to": ["onnx", ""],

@@ -106,12 +106,12 @@ def _first_half_twice(model: nn.Module, data: Tensor) -> None:
 
 
 def _compared(
-    folder: Path, schedule: Callable[[nn.Module, Tensor], None]
+    folder: Path, schedule: Callable[[nn.Module, Tensor], None], leaves: int = 0
 ) -> ro.Comparison:
     for name, run in (("reference", _whole), ("candidate", schedule)):
         torch.manual_seed(0)
         model = Net()
-        with ro.capture(folder / name, model, keep="stats"), torch.no_grad():
+        with ro.capture(folder / name, model, leaves=leaves), torch.no_grad():
             run(model, _data())
     return ro.compare(reference=folder / "reference", candidate=folder / "candidate")
 
@@ -125,11 +125,19 @@ def test_other_portions_are_not_called_other_data(
     assert comparison.verdicts["undecided"]
 
 
+@pytest.mark.parametrize("schedule", [_halves, _one_at_a_time, _uneven])
+def test_portions_of_computed_tensors_are_decided(
+    tmp_path: Path, schedule: Callable[[nn.Module, Tensor], None]
+) -> None:
+    assert _compared(tmp_path, schedule, leaves=32).agrees
+
+
+@pytest.mark.parametrize("leaves", [0, 32])
 @pytest.mark.parametrize(
     "schedule", [_first_half_alone, _scaled_halves, _first_half_twice]
 )
 def test_data_left_out_scaled_or_repeated_are_other_data(
-    tmp_path: Path, schedule: Callable[[nn.Module, Tensor], None]
+    tmp_path: Path, schedule: Callable[[nn.Module, Tensor], None], leaves: int
 ) -> None:
-    comparison = _compared(tmp_path, schedule)
+    comparison = _compared(tmp_path, schedule, leaves)
     assert comparison.culprits(1)[0].looks_like == "other data"

@@ -74,7 +74,7 @@ def record(
         norm = nn.LayerNorm(16)
         model = nn.Sequential(nn.Linear(6, 16), norm, nn.GELU(), nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        with roundoff.capture(folder, model, keep=keep, noise=noise) as run:
+        with roundoff.capture(folder, model, keep=keep, noise=noise, leaves=0) as run:
             for step in range(steps):
                 norm.eps = 0.5 if (rank, step) == (1, wrong) else 1e-5
                 optimizer.zero_grad()

@@ -703,3 +703,31 @@ def test_module_level_inside_torch_func_and_nothing_while_tracing(path):
             )  # sizes that are looked at become part of what is traced: an error here
             net(x)
     assert torch.equal(traced(x), net(x))
+
+
+@pytest.mark.parametrize("leaves", [1e-5, 0.05, 40, 100])
+def test_leaves_are_given_up_where_a_step_has_more(tmp_path, leaves):
+    """What was written already is dropped, and nothing of it is named."""
+    sizes = (10, 10**4, 10**7)
+    batches = [(torch.ones(size), torch.arange(float(size))) for size in sizes]
+    with roundoff.capture(tmp_path / "run", leaves=leaves) as run:
+        for one, other in batches:
+            (one + other).sum()
+            run.step()
+    read = roundoff.load(tmp_path / "run")
+    assert read.verify() == []
+    kept = read.ops.filter(pl.col("blob").is_not_null()).collect()
+    fits = [8 * size <= leaves * 2**20 for size in sizes]
+    assert sorted(set(kept["step"])) == [n for n in range(3) if all(fits[: n + 1])]
+    assert set(kept["call"]) <= {-1}
+    files = {path.parent.name for path in (tmp_path / "run").rglob("*.safetensors")}
+    assert len(files) == len(set(kept["step"]))
+    for row in kept.rows(named=True):
+        tensor = read.tensor(record=row["record"], step=row["step"])
+        assert tensor.numel() == row["numel"]
+
+
+@pytest.mark.parametrize("leaves", [-1, float("nan"), "all", None])
+def test_no_size_of_leaves(tmp_path, leaves):
+    with pytest.raises(RoundoffError, match="not a size"):
+        roundoff.capture(tmp_path / "run", leaves=leaves)

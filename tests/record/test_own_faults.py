@@ -61,6 +61,7 @@ NOT_TRIED = {
     "_after_optimizer",
     "_record_gradient",
     "_check_choice",
+    "_check_leaves",
     "_module_or_none",
     "_attempt",
     "_failed",

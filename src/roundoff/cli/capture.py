@@ -51,6 +51,16 @@ def command(
             metavar="KEEP",
         ),
     ] = "stats",
+    leaves: Annotated[
+        float,
+        kinds.option(
+            "--leaves",
+            parse=kinds.mebibytes,
+            help="MiB a step that parameters, buffers and data may take beside stats, "
+            "so that all else can be computed again; 0 keeps none.",
+            metavar="MIB",
+        ),
+    ] = 8.0,
     shadow: Annotated[
         str | None,
         kinds.option(
@@ -127,6 +137,7 @@ def command(
         "steps": steps,
         "level": level,
         "keep": keep,
+        "leaves": leaves,
         "shadow": shadow,
         "sites": sites or (),
         "seed": seed,

@@ -97,9 +97,7 @@ def command(
     step: o.Step = None,
     stats: Annotated[
         bool,
-        typer.Option(
-            "--stats", help="Compare statistics alone, though tensors were kept."
-        ),
+        typer.Option("--stats", help="Compare as if --keep stats had been recorded."),
     ] = False,
     save: Annotated[
         str | None,

@@ -238,6 +238,17 @@ def above_zero(text: str) -> float:
     return value
 
 
+def mebibytes(text: str) -> float:
+    """Return a number of MiB, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise RunError("not a size", expected="a number of MiB", got=repr(text))
+    return value
+
+
 def seed(text: str) -> int:
     """Return a whole number that torch's generators take as a seed."""
     try:

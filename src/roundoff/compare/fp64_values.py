@@ -18,9 +18,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from roundoff.compare.computed_tensors import ComputedTensors
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.inner_values import run_decomposed
-from roundoff.compare.made_up_values import MadeUpTensors, leaves_of_pass
+from roundoff.compare.made_up_values import leaves_of_pass
 from roundoff.compare.recorded_calls import CannotRun
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import unit
@@ -104,7 +105,7 @@ def _wide_step(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
         for record, row in flow.step.rows.items()
         if row.phase == "forward"
     }
-    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors))
+    return replace(flow.step, rows=rows, tensors=ComputedTensors(tensors))
 
 
 def _wide_row(row: RecordedRow) -> RecordedRow:
@@ -159,7 +160,7 @@ def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]
     program = TracedProgram(flow_of(_wide_step(flow, tensors)), tensors)
     depending: set[int] = set()
     kept = flow.step.tensors
-    forced = kept.forced if isinstance(kept, MadeUpTensors) else frozenset()
+    forced = kept.forced if isinstance(kept, ComputedTensors) else frozenset()
 
     def take(row: RecordedRow) -> None:
         tensor = given(row.record)

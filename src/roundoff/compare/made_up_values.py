@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import of_leaves_alone
+from roundoff.compare.computed_tensors import ComputedTensors
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.parameter_content import axis_orders
 from roundoff.compare.recorded_calls import CannotRun
@@ -29,7 +30,6 @@ from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Sides, limit_of
 from roundoff.compare.value_sketch import Sketch, sketch_of_tensor
-from roundoff.record import StepTensors
 
 #: Larger recordings are not run again.
 MOST_ELEMENTS = 3 * 10**7
@@ -86,27 +86,6 @@ class Way:
     leaves: Sequence[int]
 
 
-class MadeUpTensors(StepTensors):
-    """Tensors by record that were never recorded.
-
-    Attributes:
-        forced: records whose tensors are not what their calls make.
-    """
-
-    def __init__(
-        self, tensors: Mapping[int, Tensor], forced: Collection[int] = ()
-    ) -> None:
-        self._tensors = tensors
-        self.forced = frozenset(forced)
-        self.damage = {}
-
-    def __getitem__(self, record: int, /) -> Tensor:
-        return self._tensors[record]
-
-    def __contains__(self, record: object, /) -> bool:
-        return record in self._tensors
-
-
 def on_made_up_values(sides: Sides) -> Sides | None:
     """Return both sides with made-up tensors in their forward passes; None if one cannot run."""
     flows = (sides.reference, sides.candidate)
@@ -135,7 +114,7 @@ def _with_tensors(
         for record, row in flow.step.rows.items()
         if row.phase == "forward"
     }
-    return replace(flow.step, rows=rows, tensors=MadeUpTensors(tensors, forced))
+    return replace(flow.step, rows=rows, tensors=ComputedTensors(tensors, forced))
 
 
 def _made_up(row: RecordedRow) -> Tensor:

@@ -41,7 +41,7 @@ def updates(sides: Sides) -> Results:
     """What the optimizer adds to parameters that hold the same values."""
     limit = max(UPDATE, sides.limit)
     updated = _updated(sides)
-    if None in (sides.reference.step.tensors, sides.candidate.step.tensors):
+    if not all(_are_kept(sides, each) for each in updated):
         apart = [each for each in updated if _statistics_apart(each) > limit]
         # gradients that are rounding move their values anywhere; an optimizer that
         # computes something else does so with most of the values
@@ -51,6 +51,13 @@ def updates(sides: Sides) -> Results:
         apart = [each for each in updated if _updates_apart(sides, each) > limit]
     ours = [each.ours[1].record for each in apart]
     return ours, [each.theirs[1].record for each in apart], _OPTIMIZER
+
+
+def _are_kept(sides: Sides, updated: _Updated) -> bool:
+    """Return True where the tensors of a parameter are known, before and after."""
+    ours = [sides.reference.step.tensor(row.record) for row in updated.ours]
+    theirs = [sides.candidate.step.tensor(row.record) for row in updated.theirs]
+    return all(tensor is not None for tensor in (*ours, *theirs))
 
 
 def _updated(sides: Sides) -> list[_Updated]:

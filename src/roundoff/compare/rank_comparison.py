@@ -41,6 +41,11 @@ from roundoff.compare.portions.comparison import (
 )
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.reproducibility import UnstableRow
+from roundoff.compare.restored_step import (
+    is_whole,
+    restored_tensors,
+    tensors_of_all,
+)
 from roundoff.compare.rounding_bound import MARGIN, unit
 from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
@@ -73,6 +78,7 @@ _NEEDED = (
     "numel",
     "view_of",
     "hash",
+    "blob",
     "reason",
     "arguments",
     *VALUES,
@@ -179,6 +185,8 @@ def compare_layouts(
         try:
             whole = only.recorded(ours, step)
             parts = {rank: only.recorded(theirs, step, rank) for rank in ranks}
+            whole, *others = tensors_of_all([whole, *parts.values()])
+            parts = dict(zip(ranks, others, strict=True))
         except RunError as error:
             only.damage.append(str(error).replace("\n", ";"))
             continue
@@ -287,10 +295,9 @@ class _RankComparison:
 
     def _row_by_row(self, step: int) -> list[ComparedRow]:
         at = (self._rank, step)
-        sides = Sides(
-            self.recorded(self._reference, step), self.recorded(self._candidate, step)
-        )
-        sides = without_loss_scales(sides)
+        runs = (self._reference, self._candidate)
+        recorded = [self.recorded(run, step) for run in runs]
+        sides = without_loss_scales(Sides(*tensors_of_all(recorded)))
         by_hands = by_different_hands(
             sides.reference.rows, sides.candidate.rows, self._settings.modules
         )
@@ -302,7 +309,8 @@ class _RankComparison:
         in_portions = not by_hands and in_other_portions(
             sides.reference, sides.candidate
         )
-        if in_portions and self._tensors:
+        portions = _portions_of_data(sides) if in_portions else None
+        if in_portions and self._shows_portions(sides, portions):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
             self._is_other_schedule |= self._is_all_work_done(sides, step)
@@ -318,12 +326,21 @@ class _RankComparison:
             self._memory,
             modules=self._settings.modules,
             floors=floors,
-            portions=_portions_of_data(sides) if in_portions else None,
+            portions=portions,
         )
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         return self._with_causes(sides, rows, step)
+
+    def _shows_portions(self, sides: Sides, portions: DataPortions | None) -> bool:
+        """Return True where tensors say if a step does the same work in other portions.
+
+        Computed ones do where all of the step could be, and the data are the same.
+        """
+        if self._tensors:
+            return True
+        return portions is not None and is_whole(sides.candidate)
 
     def _is_all_work_done(self, sides: Sides, step: int) -> bool:
         """Return False where the work follows the number of backward passes.
@@ -366,21 +383,29 @@ class _RankComparison:
         )
         causes = [*self.causes, *causes_of_step(compared)]
         self.causes = in_order(causes)
+        tensors = sides.candidate.tensors is not None
         return [
-            relabelled(row) if is_shown(row, causes, tensors=self._tensors) else row
+            relabelled(row) if is_shown(row, causes, tensors=tensors) else row
             for row in rows
         ]
 
     def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
-        """Return a step of a run; ``rank``: another one than that of this comparison."""
+        """Return a step of a run; ``rank``: another one than that of this comparison.
+
+        Tensors that were not kept are computed from the leaves of the step, if possible.
+        """
         number = self._rank if rank is None else rank
         rows = rows_of(run, number, step)
         if not self._tensors:
-            return RecordedStep(rows)
+            return RecordedStep(rows, restored_tensors(run, number, step, rows))
         return RecordedStep(rows, StepTensors(run, number, step))
 
     def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
-        """Return the tables of the steps that agree by their statistics, by number."""
+        """Return the tables of the steps that agree by their statistics, by number.
+
+        Where tensors can be computed again, these have to be the same: rounding is told
+        from faults by the tensors.
+        """
         if self._tensors or self._settings.modules:
             return {}
         try:
@@ -432,6 +457,9 @@ def _compared_as_columns(
     unmeasured = ~measured.to_numpy()
     same_calls = same_place & same_arguments & same_format & same_counts
     agrees = same_calls.to_numpy() & ((error <= bound.to_numpy()) | unmeasured)
+    if all(side["blob"].is_not_null().any() for side in (ours, theirs)):
+        same_leaves = ours["hash"].eq_missing(theirs["hash"]).to_numpy()
+        agrees &= (equal & same_leaves) | unmeasured
     table = _side_by_side(ours, theirs).with_columns(
         reason=pl.when(measured.not_()).then(
             pl.coalesce("reason", pl.lit("no statistics on both sides"))

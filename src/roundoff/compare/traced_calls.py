@@ -19,6 +19,7 @@ from torch import Tensor
 from roundoff.compare.recorded_calls import CannotRun, is_written_in_python
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.value_flow import Flow
+from roundoff.errors import RunError
 from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
 
 #: Stands in an edit's arguments for what the step before it gives.
@@ -79,8 +80,28 @@ class TracedCall:
 
     @cached_property
     def parsed(self) -> Any:
-        """The arguments: positional ones and keywords, tensors by record. Not to be changed."""
-        return json.loads(self.first.arguments or "[[],{}]")
+        """The arguments: positional ones and keywords, tensors by record. Not to be changed.
+
+        Positional ones that were left at their defaults are among them.
+        """
+        positional, keywords = json.loads(self.first.arguments or "[[],{}]")
+        return [_with_defaults(self.first.overload, positional), keywords]
+
+
+def _with_defaults(overload: str | None, positional: list[Any]) -> list[Any]:
+    """Return positional arguments and the defaults of those that were not given."""
+    try:
+        declared = overload_of(overload or "")._schema.arguments
+    except RunError:
+        return positional
+    filled = list(positional)
+    for argument in declared[len(positional) :]:
+        default = argument.default_value
+        is_plain = default is None or isinstance(default, bool | int | float | list)
+        if argument.kwarg_only or not argument.has_default_value() or not is_plain:
+            break
+        filled.append(default)
+    return filled
 
 
 def trusts_sizes(operator: str) -> bool:
@@ -89,24 +110,35 @@ def trusts_sizes(operator: str) -> bool:
 
 
 class TracedProgram:
-    """The forward calls of one side, in order.
+    """The calls of one side, in order: those of the forward pass, or others too.
 
     Args:
         flow: the values of the side; tensors must have been kept.
         tensors: instead of the recorded ones.
+        phases: whose calls; None for all.
+        keeps_strides: False for results that lie in the order of their axes, whatever
+            their kernels make.
 
     Attributes:
         order: the calls, and the tensors that are written through a view, in order.
         calls: by number.
     """
 
-    def __init__(self, flow: Flow, tensors: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        tensors: Mapping[int, Tensor] | None = None,
+        *,
+        phases: Collection[str] | None = (_FORWARD,),
+        keeps_strides: bool = False,
+    ) -> None:
         self.flow = flow
         self._tensors = tensors
+        self._keeps_strides = keeps_strides
         rows_by_call: dict[int, list[RecordedRow]] = {}
         self.order: list[TracedCall | RecordedRow] = []
         for row in flow.step.rows.values():
-            if row.phase != _FORWARD:
+            if phases is not None and row.phase not in phases:
                 continue
             if not row.is_call:
                 if row.inputs:
@@ -223,7 +255,9 @@ class TracedProgram:
             required = self._shapes_read(call)
             if len(call.rows) > len(overload_of(overload)._schema.returns):
                 overload = _RETURNING.get(overload, overload)
-            self._prepared[number] = _PreparedCall(overload, text, required)
+            self._prepared[number] = _PreparedCall(
+                overload, text, required, keeps_strides=self._keeps_strides
+            )
         return self._prepared[number].run(lambda record: self._value(record, changed))
 
     def _edited(
@@ -278,7 +312,7 @@ class TracedProgram:
         values = self._value(written.record, changed)
         whole = self._value(source.record, changed).contiguous().clone()
         if written.numel == alias.numel and values.numel() == whole.numel():
-            return values.reshape(whole.shape)
+            return _in_memory(values, written, alias)
         place = rows[written.inputs[0]] if written.is_call else written
         if place.stride is None or place.shape is None:
             raise CannotRun("where it was written was not recorded")
@@ -325,6 +359,19 @@ class TracedProgram:
         if source is None:
             raise CannotRun("what it is a view of was not recorded")
         return source
+
+
+def _in_memory(values: Tensor, written: RecordedRow, alias: RecordedRow) -> Tensor:
+    """Return what another view of all of the memory of a value shows."""
+    shape = list(alias.shape or ())
+    if written.stride is None or alias.stride is None:
+        return values.reshape(shape)
+    memory = torch.empty_like(values).reshape(-1)
+    try:
+        memory.as_strided(values.shape, list(written.stride)).copy_(values)
+        return memory.as_strided(shape, list(alias.stride)).contiguous()
+    except RuntimeError as error:  # beyond the end
+        raise CannotRun("it was written where the whole is not") from error
 
 
 def _statistics(row: RecordedRow) -> object | None:
@@ -378,11 +425,18 @@ class _PreparedCall:
         overload: ``aten.add.Tensor``.
         text: its arguments.
         shapes: of its tensors, required where a kernel would read beyond an end.
+        keeps_strides: see ``TracedProgram``.
     """
 
     def __init__(
-        self, overload: str, text: str, shapes: tuple[tuple[int, ...], ...]
+        self,
+        overload: str,
+        text: str,
+        shapes: tuple[tuple[int, ...], ...],
+        *,
+        keeps_strides: bool = False,
     ) -> None:
+        self._keeps_strides = keeps_strides
         if is_written_in_python(overload):
             raise CannotRun("its kernel is the user's, and may be what is wrong")
         name = overload.partition(".")[2].rpartition(".")[0]
@@ -403,4 +457,6 @@ class _PreparedCall:
         results = self._call.run(value)
         if isinstance(results, Reason):
             raise CannotRun(results.text)
+        if self._keeps_strides:
+            return results
         return [None if each is None else each.contiguous() for each in results]

@@ -38,6 +38,7 @@ from .foreign_names import unknown_operators as unknown_operators
 from .from_recording import calls_of_others as calls_of_others
 from .from_recording import checked_arguments as checked_arguments
 from .from_recording import may_be_opened as may_be_opened
+from .from_recording import recorded_operator as recorded_operator
 from .from_recording import run_in_this_process as run_in_this_process
 from .from_recording import run_recorded as run_recorded
 from .local_values import plain as plain

@@ -349,7 +349,7 @@ _GATES = {2: 4, 3: 3}
 
 
 def _mkldnn_rnn(values: Values) -> str | None:
-    """One layer in one direction: gates of weights in rows.
+    """One layer in one direction, of a network of one or several: gates of weights in rows.
 
     Its input is ``(sequence, batch, features)``, whatever ``batch_first`` says: the network
     has turned it before.
@@ -357,7 +357,7 @@ def _mkldnn_rnn(values: Values) -> str | None:
     read = values["input"]
     hidden = values["hidden_size"]
     gates = _GATES.get(values["mode"], 1)
-    if read.dim() != 3 or hidden < 1 or values["num_layers"] != 1:
+    if read.dim() != 3 or hidden < 1 or values["num_layers"] < 1:
         return "an input that has not three axes"
     samples = read.shape[1]
     shapes = {

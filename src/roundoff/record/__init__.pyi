@@ -63,6 +63,8 @@ from .program import run_program as run_program
 from .program import words_of as words_of
 from .recorder import PARTLY_WRITTEN as PARTLY_WRITTEN
 from .recorder import UNSEEN as UNSEEN
+from .recorder import cannot_run_again as cannot_run_again
+from .recorder import is_view as is_view
 from .replay import Replay as Replay
 from .replay import ReplayedOutput as ReplayedOutput
 from .replay import replay_run as replay_run
@@ -95,4 +97,5 @@ from .step_boundaries import patched as patched
 from .step_boundaries import watch_steps as watch_steps
 from .step_boundaries import whole_step as whole_step
 from .step_numbers import StepNumbers as StepNumbers
+from .tensor_keeper import LEAVES as LEAVES
 from .unseen import unseen as unseen

@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from roundoff.ops import base, operators_that, plain, unwrapped
+from roundoff.ops import (
+    Refusal,
+    base,
+    operators_that,
+    overload_of,
+    plain,
+    recorded_operator,
+    unwrapped,
+)
 from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -37,6 +46,17 @@ UNSEEN = "unseen_write"
 PARTLY_WRITTEN = "memory that nothing was written to yet, in part"
 #: These make memory without values.
 _UNWRITTEN = operators_that("leave memory unwritten")
+#: Their results are kept, as running them again gives others, or none.
+_ONCE = (
+    operators_that("draw")
+    | operators_that("drop out")
+    | operators_that("have no unique result")
+    | operators_that("read opaque bytes")
+    # one of its results is bytes for its backward pass
+    | {"mkldnn_rnn_layer"}
+)
+#: Namespaces of operators whose calls can be run again anywhere.
+_OF_TORCH = ("aten", "prims")
 
 
 class Source:
@@ -57,7 +77,7 @@ class Source:
 @dataclass(slots=True)
 class _CallHead:
     """What the rows of one call have in common; ``number`` is -1 for what was there
-    before the step."""
+    before the step. ``is_given``: running the recorded calls again does not give it."""
 
     number: int
     phase: str
@@ -69,6 +89,7 @@ class _CallHead:
     line: str | None
     group: str | None
     reason: str | None
+    is_given: bool
 
 
 #: column -> the attribute of ``_CallHead``
@@ -215,6 +236,8 @@ class Recorder:
 
     Args:
         keep: stores the content of each new value.
+        keeps_all: False to keep alone what running the recorded calls again does not
+            give: what was there before the step, and random numbers.
         name_of: gives the names of parameters and buffers.
         versions: look at torch's version counters for what was written unseen.
         hash_of: hashes what was there before the step; where nothing is kept, equal
@@ -229,11 +252,13 @@ class Recorder:
         self,
         keep: Keep | None = None,
         *,
+        keeps_all: bool = True,
         name_of: Callable[[Tensor], str | None] = lambda _: None,
         versions: bool = False,
         hash_of: Callable[[Tensor], str] | None = None,
     ) -> None:
         self.keep = keep
+        self.keeps_all = keeps_all
         self.hash_of = hash_of
         self._leaf_hashes: dict[int, str] = {}
         self.versions = versions
@@ -373,6 +398,7 @@ class Recorder:
             source.line,
             group,
             reason,
+            cannot_run_again(operator, overload, arguments),
         )
         listed = list(inputs)
         if not written and not outputs and not changed:
@@ -398,6 +424,10 @@ class Recorder:
             for record, tensor in zip(records, (*written, *outputs), strict=False):
                 self._made_blank(record, tensor)
         return records
+
+    def forget_kept(self) -> None:
+        """Name no kept contents: they were given up."""
+        self._kept = {}
 
     def _made_blank(self, record: int, tensor: Tensor) -> None:
         """Note that new memory has no values yet."""
@@ -459,10 +489,21 @@ class Recorder:
             source.line,
             None,
             None,
+            latest is None or self._is_given(latest),
         )
         record = self._add(tensor, head, 0, inputs, arguments=None, inplace=False)
         self._hash(record, tensor)
         return record
+
+    def _is_given(self, record: int) -> bool:
+        """Return True for a value that running the calls again does not give.
+
+        Nor does it give another view of the memory of such a value.
+        """
+        row = self.rows[record]
+        while not row.head.is_given and is_view(row.head.overload) and row.inputs:
+            row = self.rows[row.inputs[0]]
+        return row.head.is_given
 
     def _hash(self, record: int, tensor: Tensor) -> None:
         """Hash a value from before the step, unless that is long or elsewhere."""
@@ -498,7 +539,7 @@ class Recorder:
             # held, so that no other tensor gets its id
             self._unread[id(tensor)] = (record, tensor)
         else:
-            view_of, stride, offset = self._place(record, value, inplace)
+            view_of, stride, offset = self._place(record, value, head, inplace)
             if reason is None and self._is_partly_blank(value):
                 reason = PARTLY_WRITTEN
             # values inside it: stored ones, a shard
@@ -535,7 +576,7 @@ class Recorder:
         self.rows.append(_ValueRow(head, 0, None, inputs, arguments, *tensor, reason))
 
     def _place(
-        self, record: int, value: Tensor, inplace: bool
+        self, record: int, value: Tensor, head: _CallHead, inplace: bool
     ) -> tuple[int | None, tuple[int, ...], int]:
         """Enter a value into its memory and measure it: ``view_of``, strides, offset."""
         storage = value.untyped_storage()
@@ -550,7 +591,8 @@ class Recorder:
         )
         if inplace and memory.blank is not None and memory.blank.write(value):
             memory.blank = None
-        self._read(record, value, geometry, view_of, memory)
+        keep = self.keep if self.keeps_all or head.is_given else None
+        self._read(record, value, geometry, view_of, memory, keep)
         return view_of, stride, geometry[0] - memory.start
 
     def _read(
@@ -560,14 +602,15 @@ class Recorder:
         geometry: Geometry,
         view_of: int | None,
         memory: _Memory,
+        keep: Keep | None,
     ) -> None:
         """Measure a value and keep it, unless a record with its elements has been."""
         if view_of is None:
             memory.base = geometry
             memory.elements = None
             self.statistics.add(record, value)
-            if self.keep is not None:
-                self._kept[record] = self.keep(record, value)
+            if keep is not None:
+                self._kept[record] = keep(record, value)
             return
         kept = self._kept.get(view_of)
         if kept:
@@ -583,8 +626,8 @@ class Recorder:
             return
         memory.elements[elements] = record
         self.statistics.add(record, value)
-        if self.keep is not None and not kept:
-            self._kept[record] = self.keep(record, value)
+        if keep is not None and not kept:
+            self._kept[record] = keep(record, value)
 
     def _call_columns(self) -> dict[str, list[Any]]:
         heads = [row.head for row in self.rows]
@@ -641,6 +684,39 @@ class Recorder:
         while record in self._twins:
             record = self._twins[record]
         return record
+
+
+def cannot_run_again(
+    operator: str, overload: str | None, arguments: str | None
+) -> bool:
+    """Return True for a call that says too little to run again, or would give another result.
+
+    That is a kernel of the user's or of a compiled region, one whose arguments cannot be
+    written, and one that draws random numbers.
+    """
+    if overload is None or arguments is None:
+        return True
+    return base(operator) in _ONCE or not _may_be_named(overload)
+
+
+@cache
+def is_view(overload: str | None) -> bool:
+    """Return True for an operator that shows the memory of what it reads."""
+    if overload is None or not _may_be_named(overload):
+        return False
+    return bool(overload_of(overload).is_view)
+
+
+@cache
+def _may_be_named(overload: str) -> bool:
+    """Return True for an operator of torch that a recording may name."""
+    if overload.partition(".")[0] not in _OF_TORCH:
+        return False
+    try:
+        recorded_operator(overload)
+    except Refusal:
+        return False
+    return True
 
 
 def _leaf_operator(tensor: Tensor, name: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
@@ -40,7 +41,7 @@ from roundoff.record.source_files import imported_sources, script_source
 from roundoff.record.statistics_kernel import compiled
 from roundoff.record.step_log import EVERY
 from roundoff.record.step_numbers import StepNumbers
-from roundoff.record.tensor_keeper import Keeper
+from roundoff.record.tensor_keeper import LEAVES, Keeper
 from roundoff.record.triton_kernels import TritonCalls
 from roundoff.site import matches
 from roundoff.unforeseen import OurPart
@@ -59,6 +60,9 @@ class Capture:
         level: ``"op"``, every operator call, or ``"module"``, the outputs of modules.
         keep: ``"stats"``, or also the ``"tensors"``, a seeded ``"sample"`` of each, or
             a ``"hash"`` of its bits.
+        leaves: MiB a step that its leaves may take beside ``"stats"``: parameters,
+            buffers, data and random numbers, from which all else can be computed
+            again. A step with more keeps none; 0 keeps none.
         steps: numbers and ranges, ``"0-1"``, ``"3:5,100"`` (the end belongs to it), or
             all of them.
         shadow: ``"fp64"`` runs every operator once more in fp64 on the inputs it
@@ -98,6 +102,7 @@ class Capture:
         *,
         level: str = "op",
         keep: str = "stats",
+        leaves: float = LEAVES,
         steps: str | Sequence[int] | None = None,
         shadow: str | None = None,
         sites: Sequence[str] = (),
@@ -110,6 +115,7 @@ class Capture:
         _check_choice("level", level, LEVELS)
         _check_choice("keep", keep, KEEP)
         _check_choice("shadow", shadow, (None, "fp64"))
+        _check_leaves(leaves)
         if shadow and level == "module":
             raise RunError(
                 "a module has no fp64 twin",
@@ -123,6 +129,7 @@ class Capture:
         self.model = _module_or_none(model)
         self.level = level
         self.keep = keep
+        self.leaves = leaves if level == "op" else 0.0
         self.steps = StepNumbers.parse(steps)
         self.shadow = shadow
         self.sites = tuple(sites)
@@ -187,7 +194,7 @@ class Capture:
         stack.callback(before.remove)
         after = register_optimizer_step_post_hook(self._after_optimizer)
         stack.callback(after.remove)
-        self.keeper = Keeper(self.keep, self.writer, self.seed)
+        self.keeper = Keeper(self.keep, self.writer, self.seed, self.leaves)
         self.recorder = self._new_recorder()
         self.set_up = SetUpLog(self.paths, self._paused)
         self.loop = LoopLog(lambda: self.recorder.calls, self.set_up.told, self.ours)
@@ -334,9 +341,12 @@ class Capture:
         return self.stopped is not None or self.number > self.steps.last
 
     def _new_recorder(self) -> Recorder:
-        keep = None if self.keep == "stats" else self.keeper.keep(self.number)
+        keeps_leaves = self.keep == "stats"
+        keeps_none = keeps_leaves and self.keeper.gave_up
+        keep = None if keeps_none else self.keeper.keep(self.number)
         return Recorder(
             keep,
+            keeps_all=not keeps_leaves,
             name_of=self.paths.name_of,
             versions=self.level == "module",
             hash_of=content_hash if self.keep == "stats" else None,
@@ -400,6 +410,8 @@ class Capture:
         try:
             self._name_gradients()
             self.loop.add(FROZEN, names=self._frozen())
+            if self.keep == "stats" and self.keeper.gave_up:
+                self.recorder.forget_kept()
             self.writer.write_step(self.number, self.recorder.table(), self.loop.take())
             if self.writer.stopped:  # it has said so
                 self.stopped = str(self.writer.about.get("stopped"))
@@ -550,6 +562,15 @@ def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
         words = ", ".join("none" if a is None else a for a in allowed)
         raise RunError(f"unknown {name}", where=f"{name}={value!r}", expected=words)
+
+
+def _check_leaves(leaves: Any) -> None:
+    if not isinstance(leaves, int | float) or not 0 <= leaves < math.inf:
+        raise RunError(
+            "not a size",
+            where=f"leaves={leaves!r}",
+            expected="a number of MiB, 0 for none",
+        )
 
 
 def check_noise(seed: Any, level: str) -> None:

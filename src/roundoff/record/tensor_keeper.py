@@ -1,5 +1,5 @@
-"""What is kept of a tensor besides its statistics: all of it, a seeded sample, or a hash
-of its bits."""
+"""What is kept of a tensor besides its statistics: all of it, a seeded sample, a hash of
+its bits, or, of those that a step begins with, all as long as they are not too large."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from roundoff.record.statistics import in_memory_order
 
 #: Elements of a sample; a smaller tensor is kept whole.
 SAMPLE = 4096
+#: MiB that the leaves of one step may take beside statistics: parameters, buffers, data.
+LEAVES = 8.0
 
 
 class Sink(Protocol):
@@ -22,14 +24,29 @@ class Sink(Protocol):
     def add(self, step: int, key: str, tensor: Tensor) -> Any:
         """Keep ``tensor`` in this step."""
 
+    def discard(self, step: int) -> None:
+        """Keep none of the tensors of this step."""
+
 
 class Keeper:
-    """Keeps ``tensors``, a ``sample`` of each or a ``hash`` of its bits."""
+    """Keeps ``tensors``, a ``sample`` of each or a ``hash`` of its bits.
 
-    def __init__(self, content: str, sink: Sink, seed: int) -> None:
+    Beside ``stats`` alone, tensors up to ``leaves`` MiB a step. A step with more keeps
+    none, nor do those after it.
+
+    Attributes:
+        gave_up: True once a step had more.
+    """
+
+    def __init__(
+        self, content: str, sink: Sink, seed: int, leaves: float = LEAVES
+    ) -> None:
         self.content = content
         self.sink = sink
         self.seed = seed
+        self.gave_up = not leaves
+        self._most = leaves * 2**20
+        self._bytes = 0
         #: number of elements -> the positions of a sample
         self._positions: dict[int, Tensor] = {}
 
@@ -39,6 +56,7 @@ class Keeper:
         A tensor is kept in the order of memory, with its strides in its row; one with
         gaps in memory without them.
         """
+        self._bytes = 0
 
         def keep_value(record: int, tensor: Tensor) -> dict[str, Any]:
             if self.content == "hash":
@@ -46,12 +64,25 @@ class Keeper:
             flat = in_memory_order(tensor)
             if flat is None:
                 flat = tensor.contiguous().view(-1)
+            if self.content == "stats" and not self._fits(step, flat):
+                return {}
             if self.content == "sample" and flat.numel() > SAMPLE:
                 flat = flat[self._sampled(flat.numel()).to(flat.device)]
             key = self.sink.add(step, str(record), flat.detach())
             return {"blob": str(record) if key is None else key}
 
         return keep_value
+
+    def _fits(self, step: int, flat: Tensor) -> bool:
+        """Return True as long as a step keeps its leaves; give them up where it cannot."""
+        if self.gave_up:
+            return False
+        self._bytes += flat.nbytes
+        if self._bytes <= self._most:
+            return True
+        self.gave_up = True
+        self.sink.discard(step)
+        return False
 
     def _sampled(self, count: int) -> Tensor:
         """Return positions in memory order, the same for every tensor of this size and

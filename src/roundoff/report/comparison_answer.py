@@ -370,8 +370,14 @@ def _statistics_alone(summary: ComparisonSummary) -> list[str]:
         for side in ("reference", "candidate")
         if kept.get(side, "tensors") != "tensors"
     ]
-    if summary.tensors or not lacking:
+    if not lacking:
         return []
+    if summary.tensors:
+        text = (
+            "Tensors that were not kept were computed again from what the steps began "
+            "with, and have the recorded statistics."
+        )
+        return [text]
     who = "neither run kept" if len(lacking) == 2 else f"the {lacking[0]} did not keep"
     if summary.open:
         return [

@@ -313,8 +313,8 @@ def compare(
         modules: module of the reference -> its name in the candidate, where they
             differ; prefixes of names.
         engine: where the ranks are compared, as of ``engine.run_tasks``.
-        tensors: use the tensors that both runs kept; without, statistics alone, which
-            is faster.
+        tensors: use the tensors that both runs kept; without, compare as if
+            ``keep="stats"`` had been recorded.
         rank: only this one; all when None.
         step: only this one; all when None.
         progress: called with (ranks done, ranks) after each.

@@ -25,7 +25,7 @@ from roundoff.compare import Culprit, CulpritWithShare, unstable
 from roundoff.errors import InfeasibleError, RoundoffError, RunError
 from roundoff.plan import Variant, double, values_kept, variant
 from roundoff.preserve import preserve
-from roundoff.record import Capture, Run, load, sibling
+from roundoff.record import LEAVES, Capture, Run, load, sibling
 from roundoff.report import (
     AnsweredComparison,
     CandidateSummary,
@@ -225,8 +225,10 @@ def record(
     fp64: bool = False,
     of: str | None = None,
     noise: int | None = None,
+    keep: str = "tensors",
+    leaves: float = LEAVES,
 ) -> Outputs:
-    """Record ``steps`` steps of a variant into ``path``, with tensors.
+    """Record ``steps`` steps of a variant into ``path``; ``keep`` and ``leaves``: see ``capture``.
 
     A step is a batch: forward; with a loss also backward, with an optimizer also its
     step. The model is in the mode that the workload gave it; it and the process are as
@@ -240,7 +242,12 @@ def record(
         workload = variant.change(double(original) if fp64 else original)
         around = CastsToFp64 if fp64 else variant.around
         recording = Capture(
-            path, original.model, keep="tensors", noise=noise, overwrite=True
+            path,
+            original.model,
+            keep=keep,
+            leaves=leaves,
+            noise=noise,
+            overwrite=True,
         )
         recording.of = of
         raw = _recorded_steps(workload, original.model, steps, recording, around)

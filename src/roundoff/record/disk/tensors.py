@@ -115,6 +115,16 @@ class Chunks:
             self._flush()
         return key
 
+    def discard(self) -> None:
+        """Drop every tensor, those in files too. Raises whatever the thread met."""
+        self._join()
+        self._forget()
+        for name in self.checksums:
+            (self.folder / name).unlink()
+        self.checksums = {}
+        self._keys = {}
+        self._names = set()
+
     def finish(self) -> None:
         """Write what is left and wait until all is on disk."""
         if self._filling:

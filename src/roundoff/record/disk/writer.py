@@ -119,6 +119,10 @@ class Writer:
         """
         return self._guarded(lambda: self._chunks(step).add(key, tensor))
 
+    def discard(self, step: int) -> None:
+        """Drop the tensors of a step that was not finished."""
+        self._guarded(lambda: self._chunks(step).discard())
+
     def write_step(
         self,
         step: int,

@@ -195,7 +195,7 @@ def tried_leaves(
                     break
                 trials += 1
                 if agrees(leaf, other):
-                    words = _in_words(leaf, wanted, content, held)
+                    words = _held_in_words(sides, leaf, wanted, content, held)
                     return Blamed(leaf, wanted, words, other)
     return None
 
@@ -270,27 +270,29 @@ def _same_size(leaves: Sequence[Value], leaf: Value) -> list[Value]:
 
 def _plain_layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield the values of one tensor in the shape of another, in every plain layout."""
-    yield from _turned(content, held)
+    yield from turned(content, held)
     if content.shape == held.shape:
         for axis in range(held.dim()):
             yield content.flip(axis)
 
 
-def _turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+def turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor in each order of its axes that has the shape; those of length 1 stand anywhere."""
+    wanted = held.squeeze().shape
     for order in axis_orders(content):
-        turned = content.permute(order)
-        if turned.dim() != held.dim() or turned.shape == held.shape:
-            yield turned.reshape(held.shape)
+        other = content.permute(order)
+        if other.dim() != held.dim() or other.squeeze().shape == wanted:
+            yield other.reshape(held.shape)
 
 
 def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield the same with the blocks of an axis, as gates are, in every order."""
-    for turned in _turned(content, held):
-        for axis in range(turned.dim()):
+    for layout in turned(content, held):
+        for axis in range(layout.dim()):
             for parts in GATES:
-                size = turned.shape[axis]
+                size = layout.shape[axis]
                 if size % parts == 0 and size > parts:
-                    gates = turned.chunk(parts, axis)
+                    gates = layout.chunk(parts, axis)
                     for order in permutations(range(parts)):
                         yield torch.cat([gates[i] for i in order], axis)
 
@@ -310,13 +312,13 @@ def _split_axes(content: Tensor, held: Tensor) -> Iterator[Tensor]:
                     *content.shape[axis + 1 :],
                 ]
                 split = content.reshape(sizes)
-                turned = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
-                yield from _turned(turned, held)
+                exchanged = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
+                yield from turned(exchanged, held)
 
 
 #: Yields what a tensor of some content may hold in the place of another.
 Layouts = Callable[[Tensor, Tensor], Iterator[Tensor]]
-PLAIN_LAYOUTS: tuple[Layouts, ...] = (_turned, _split_axes)
+PLAIN_LAYOUTS: tuple[Layouts, ...] = (turned, _split_axes)
 #: Gates have 24 orders: every leaf is tried in plain layouts before.
 LAYOUTS: tuple[Layouts, ...] = (_plain_layouts, _split_axes, _gates_of)
 
@@ -382,7 +384,7 @@ def blamed_values(sides: Sides, part: Part) -> Blamed | None:
     region = sorted(part.region, key=lambda key: flow.values[key].order)
     further = [leaf for key in region for leaf in flow.parameters_read(key)]
     for leaf in (*near, *further):
-        if not leaf.says_nothing and not _is_right_elsewhere(sides, leaf):
+        if not leaf.says_nothing and not is_right_elsewhere(sides, leaf):
             words = (
                 f"the programs compute the same from here on; {leaf.row.name} holds "
                 "other values, or the same in another order"
@@ -448,7 +450,7 @@ def _of_another(
     wanted_keys = {value.key for value in ours}
     read_keys = {value.key for value in theirs}
     for leaf in theirs:
-        if leaf.says_nothing or _is_right_elsewhere(sides, leaf):
+        if leaf.says_nothing or is_right_elsewhere(sides, leaf):
             continue
         named = _parameters_of_the_same(sides, leaf)
         if not named or any(value.key in wanted_keys for value in named):
@@ -467,8 +469,8 @@ def _parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
     return [value for value in twins if value.row.name and not value.is_call]
 
 
-def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
-    """Return True where another call reads the leaf, and agrees."""
+def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
+    """Return True where another call reads the leaf, and agrees, not only as a part of more."""
     waiting = list(sides.candidate.readers.get(leaf.key, ()))
     while waiting:
         reader = sides.candidate.values[waiting.pop()]
@@ -476,7 +478,9 @@ def _is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
             continue
         if not reader.computes or reader.operator in _MOVES:
             waiting += sides.candidate.readers.get(reader.key, ())
-        elif reader.key in sides.twins and not reader.inner:
+            continue
+        is_whole = reader.key in sides.twins and reader.key not in sides.several
+        if is_whole and not reader.inner:
             return True
     return False
 
@@ -487,6 +491,19 @@ def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:
     if ours is None or theirs is None:
         return f"{leaf.row.name} holds none of the reference's parameters"
     return _in_words(leaf, wanted, ours, theirs)
+
+
+def _held_in_words(
+    sides: Sides, leaf: Value, wanted: Value, content: Tensor, held: Tensor
+) -> str:
+    """Return what a parameter holds in place of what is wanted."""
+    values = sides.reference.values
+    twins = [values[key] for key in sides.all_twins(leaf)]
+    names = [t.row.name for t in twins if t.row.name and not t.is_call]
+    if relation(content, held) is None and names and wanted.row.name not in names:
+        wanted_name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
+        return f"{leaf.row.name} holds the reference's {names[0]}, not {wanted_name}"
+    return _in_words(leaf, wanted, content, held)
 
 
 def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
@@ -720,8 +737,8 @@ def _accounts(sides: Sides, value: Value, wanted: Sequence[int]) -> bool:
         other = sides.reference.tensor(key)
         if other is None or other.numel() != held.numel():
             continue
-        for turned in _turned(other.to(held.dtype), held):
-            changed = values_with(program, needed, value.key, turned)
+        for layout in turned(other.to(held.dtype), held):
+            changed = values_with(program, needed, value.key, layout)
             if any(
                 record in named and _is_in_reference(sides, tensor)
                 for record, tensor in changed
@@ -861,8 +878,8 @@ def same_layout(ours: Tensor, theirs: Tensor) -> bool:
     """
     for fine, coarse in ((ours, theirs), (theirs, ours)):
         for order in axis_orders(fine):
-            turned = fine.permute(order)
-            if _joins_to(turned.shape, coarse.shape) and _close(turned, coarse):
+            other = fine.permute(order)
+            if _joins_to(other.shape, coarse.shape) and _close(other, coarse):
                 return True
     return False
 

@@ -35,8 +35,8 @@ from roundoff.ops import operators_that, overload_of
 ARGUMENT = 0
 CHANGE = 1
 LAYOUT = 2
-INPUT = 3
-LEFT_OUT = 4
+LEFT_OUT = 3
+INPUT = 4
 ONE_MORE = 5
 
 #: Numbers that are tried for a constant in a call besides those of the reference.
@@ -71,11 +71,14 @@ class Proposal:
         unlikely: of which kind.
         template: what it makes of a call.
         on_line: make it in every call of the line that it fits, not in one alone.
+        everywhere: it may be meant for every call with the same argument, whatever line
+            made it.
     """
 
     unlikely: int
     template: Template
     on_line: bool = False
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,16 +121,23 @@ class Ingredients:
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
     ] = lambda _call, _record: ()
     _by_overload: dict[str, list[Any]] = field(default_factory=dict)
+    _numbers: dict[str, dict[float, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for call in self.calls:
             overload = call.first.overload
             if overload is not None:
                 self._by_overload.setdefault(overload, []).append(call.parsed)
+            numbers = self._numbers.setdefault(call.first.base_operator, {})
+            numbers.update(dict.fromkeys(floats_in(call.parsed)))
 
     def arguments_of(self, overload: str) -> Sequence[Any]:
         """Return the arguments of the reference's calls of one overload."""
         return self._by_overload.get(overload, ())
+
+    def numbers_of(self, operator: str) -> list[float]:
+        """Return the numbers of its region, and of the reference's calls of an operator."""
+        return [*self.constants, *self._numbers.get(operator, ())]
 
 
 def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
@@ -135,7 +145,8 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
             on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
-            yield Proposal(unlikely, template, on_line)
+            everywhere = kind in (_transferred, _switches, _constants)
+            yield Proposal(unlikely, template, on_line, everywhere)
 
 
 # -- the call's arguments ------------------------------------------------------------
@@ -298,13 +309,26 @@ def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
         kind = str(declared.type).removeprefix("Optional[").rstrip("]")
         if kind not in _NUMBERS or declared.name == "alpha":
             continue
-        numbers = _other_numbers(float(value), ingredients.constants)
+        pool = ingredients.numbers_of(call.first.base_operator)
+        numbers = _other_numbers(float(value), pool)
         if isinstance(value, int):
             numbers.sort(key=lambda number: not number.is_integer())
         for other in numbers:
             yield _setting(
                 place, value, other, f"with {other:.6g}, not {float(value):.6g}"
             )
+
+
+def floats_in(value: object) -> Iterator[float]:
+    """Yield the numbers of arguments."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from floats_in(each)
+    elif isinstance(value, dict) and "record" not in value:
+        for each in value.values():
+            yield from floats_in(each)
 
 
 def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:
@@ -487,6 +511,36 @@ def _moved(step: int, ingredients: Ingredients) -> Template:
             return None
         arguments = [[record, axis, first, first + length, *more], call.parsed[1]]
         words = f"from {first} on, not {start}, with what else this line cuts out"
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
+def _other_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another one of the equal parts that an axis has."""
+    positional = call.parsed[0]
+    if call.first.base_operator != "slice" or len(positional) < 4:
+        return
+    [record, axis, start, _, *more] = positional
+    read = ingredients.shapes(records_in([record])[0])
+    is_known = type(axis) is int and bool(read) and type(start) is int
+    if not is_known or start < 0 or any(every != 1 for every in more):
+        return
+    size = read[axis]
+    length = tuple(call.first.shape or ())[axis]
+    if not length or length == size or start % length:
+        return
+    for first in range(0, size - length + 1, length)[:MOST_INDEXES]:
+        if first != start:
+            yield _cutting(positional[1:], [axis, first, first + length, *more])
+
+
+def _cutting(before: list[Any], after: list[Any]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if call.parsed[0][1:] != before:
+            return None
+        arguments = [[call.parsed[0][0], *after], call.parsed[1]]
+        words = f"from {after[1]} on, not {before[1]}"
         return Edit((EditStep(call.first.overload or "", arguments),), words)
 
     return template
@@ -690,13 +744,17 @@ def _other_indexes(call: TracedCall, shape: Sequence[int]) -> Iterator[Template]
 
 
 def _other_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """Its inputs exchanged, or another value of the shape of one."""
+    """Another value of the shape of one of its inputs."""
+    for place, record in enumerate(records_in(call.parsed)):
+        for choose in ingredients.similar(call, record):
+            yield _reading(place, choose)
+
+
+def _exchanged_inputs(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """The two that it reads, the other way round."""
     records = records_in(call.parsed)
     if len(records) == 2 and records[0] != records[1]:
         yield _swapped
-    for place, record in enumerate(records):
-        for choose in ingredients.similar(call, record):
-            yield _reading(place, choose)
 
 
 def _swapped(call: TracedCall) -> Edit | None:
@@ -844,11 +902,13 @@ _KINDS = (
     (CHANGE, _other_order_of_results),
     (CHANGE, _exchanged_parts),
     (CHANGE, _moved_windows),
+    (CHANGE, _other_parts),
+    (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),
     (LAYOUT, _layouts),
-    (INPUT, _other_inputs),
     (LEFT_OUT, _left_out),
+    (INPUT, _other_inputs),
     (ONE_MORE, _one_more),
 )
 

@@ -13,6 +13,10 @@ from itertools import combinations, permutations
 import torch
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.exchanged_leaves import exchanged_leaves
+from roundoff.compare.fitted_leaves import fitted_leaf
+from roundoff.compare.recorded_rows import shape_read_first
 from roundoff.compare.repair_trials import (
     BUDGET,
     ODD,
@@ -59,15 +63,61 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     reference's. None where more lies between
     than one operator takes that is written out: then the value does not say where.
     """
-    believed = _believed(sides, rejoin, likely)
-    if believed is not None:
-        return believed
+    trials = trials_of_value(sides, rejoin)
+    known = _other_constants(sides, rejoin) or fitted_leaf(sides, trials, rejoin)
+    known = known or _believed(sides, rejoin, likely)
+    if known is not None:
+        return known
     flow = sides.candidate
     between = [flow.values[key] for key in rejoin.region]
     steps = {(v.row.line, v.operator) for v in between if v.computes and not v.inner}
     if len(steps) > PATIENCE:
         return None
     return _Unlike(sides, rejoin).blamed()
+
+
+def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+    """Return a call that reads what the reference's reads, with other constants.
+
+    It is no other way to the same where it is the first of what is wrong: a repair whose
+    result has another shape cannot run.
+    """
+    for value in first_of(sides.candidate, set(rejoin.region)):
+        for twin in first_of(sides.reference, set(rejoin.expected)):
+            if value.inner or twin.inner or value.operator != twin.operator:
+                continue
+            if not _read_the_same(sides, twin, value):
+                continue
+            apart = _constants_of(sides, twin, value)
+            if apart:
+                words = f"{'; '.join(apart)}, on what the reference's reads too"
+                return Blamed(value, twin, words, is_operator=True)
+    return None
+
+
+def _read_the_same(sides: Sides, twin: Value, value: Value) -> bool:
+    """Return True where all that a call reads is what the reference's call reads."""
+    if not value.inputs or len(value.inputs) != len(twin.inputs):
+        return False
+    return all(
+        key in sides.candidate.values
+        and other in sides.all_twins(sides.candidate.values[key])
+        for key, other in zip(value.inputs, twin.inputs, strict=True)
+    )
+
+
+def _constants_of(sides: Sides, twin: Value, value: Value) -> tuple[str, ...]:
+    """Return the constants that differ between two calls; none on other shapes."""
+    rows, other_rows = sides.reference.step.rows, sides.candidate.step.rows
+    ours = sides.reference.first.get(twin.row.call)
+    theirs = sides.candidate.first.get(value.row.call)
+    if ours is None or theirs is None:
+        return ()
+    shape = shape_read_first(rows, ours)
+    other_shape = shape_read_first(other_rows, theirs)
+    if shape is None or other_shape is None or len(shape) != len(other_shape):
+        return ()
+    return argument_differences(ours, theirs, (shape, other_shape))
 
 
 def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | None:
@@ -97,7 +147,6 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
         value = sides.candidate.values[first.record]
         words = f"{found.words} it gives what the reference has"
         return Blamed(value, rejoin.twin, words, is_operator=True)
-    trials.left = BUDGET
     return leaf_on_trial(sides, trials, region)
 
 
@@ -107,6 +156,7 @@ def _between(
     """Return a parameter, two values that are exchanged, or what is left out."""
     return (
         leaf_on_trial(sides, trials, region, of=PLAIN)
+        or exchanged_leaves(sides, trials, region)
         or _exchanged(sides, trials, rejoin)
         or _mistaken(sides, trials, rejoin)
         or left_out(sides, trials, rejoin)
@@ -119,6 +169,7 @@ def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     They are followed back as long as the same operators make both: to the call that cuts
     both out of one value, or to parameters, which the loader may have exchanged.
     """
+    trials.left = BUDGET
     flow = sides.candidate
     made = [value for value in before(flow, rejoin.region) if not value.inner]
     made = [value for value in made if value.is_call and value.is_number]
@@ -138,6 +189,7 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
 
     In all that the wrong region computes, and nowhere else.
     """
+    trials.left = BUDGET
     flow = sides.candidate
     made = [value for value in before(flow, rejoin.region) if not value.inner]
     made = [value for value in made if value.is_call and value.is_number]
@@ -201,6 +253,7 @@ def left_out(
     One call of the reference is left out: with its result in the value's place all is
     right. With ``several`` it may be several calls, one after the other.
     """
+    trials.left = BUDGET
     flow = sides.candidate
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]

@@ -1,0 +1,77 @@
+"""A port that is one edit away from its reference: the edit is found, and where it is.
+
+Defaults that were left unsaid, one constant in several places, another half, a call whose
+result has another shape.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.explain import EarlierSteps, Sides
+from roundoff.compare.port_comparison import compare_port
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {
+    "enter": drawn(8, 8, seed=1),
+    "mix": drawn(6, 6, seed=2),
+    "turn": drawn(4, 4, seed=3),
+    "leave": drawn(5, 8, seed=4),
+}
+X = drawn(6, 8, seed=5) * 0.3
+
+
+def reference(m, x):
+    x = F.layer_norm(F.linear(x, m.enter), (8,), eps=1e-6)
+    lower = m.mix * torch.ones(6, 6).tril(-1)
+    x = x + lower @ x
+    still, moved = x.split(4, 1)
+    x = torch.cat([still, F.linear(moved, m.turn)], 1)
+    x = F.layer_norm(x, (8,), eps=1e-6)
+    return F.linear(x, m.leave)
+
+
+def port(m, x, fault):
+    eps = 1e-2 if fault == "eps" else 1e-6
+    x = x @ m.enter.t()
+    x = (x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    lower = m.mix.tril() if fault == "diagonal" else m.mix.tril(-1)
+    x = lower @ x + x
+    moved = x[:, :4] if fault == "half" else x[:, 4:]
+    x = torch.cat([x[:, :4], moved @ m.turn.t()], 1)
+    x = x - x.mean(-1, True)
+    x = x / (x.square().mean(-1, True) + eps).sqrt()
+    return x @ m.leave.t()
+
+
+def named(program, step_of, fault):
+    sides = Sides(
+        step_of(program(reference, **LEAVES), X, tensors=True),
+        step_of(program(lambda m, x: port(m, x, fault), **LEAVES), X, tensors=True),
+    )
+    rows = compare_port(sides, EarlierSteps())
+    return [row for row in rows if row.cause == "own"]
+
+
+def test_the_port_is_right(program, step_of):
+    assert not named(program, step_of, "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "operator", "words"),
+    [
+        ("eps", "add", "with 1e-06, not 0.01"),
+        ("diagonal", "tril", "with -1"),
+        ("half", "slice", "from 4 on, not 0"),
+    ],
+)
+def test_the_edit_is_named(program, step_of, fault, operator, words):
+    [row] = named(program, step_of, fault)
+    assert row.operator.rstrip("_#0123456789") == operator, row.evidence
+    assert words in row.evidence

@@ -95,6 +95,17 @@ def test_without_leaves_there_is_nothing_to_begin_with(recorded):
     assert restored_tensors(run, 0, 0, rows_of(run, 0, 0)) is None
 
 
+@pytest.mark.parametrize(
+    "change", [{"dtype": "load"}, {"shape": [-5, -6]}, {"shape": [10**9, 10**9]}]
+)
+def test_memory_that_no_call_can_have_made(runs, change):
+    _, run = runs
+    rows = rows_of(run, 0, 0)
+    record = next(r for r, row in rows.items() if row.operator == "empty")
+    rows[record] = replace(rows[record], **change)
+    assert restored_tensors(run, 0, 0, rows) is None
+
+
 def test_the_number_of_threads_is_as_before(runs):
     _, run = runs
     before = torch.get_num_threads()

@@ -154,3 +154,37 @@ def test_the_index_loses_none():
         assert near == {
             key for key, other in enumerate(sketches) if sketch.distance(other) <= 0.3
         }
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1024, 5000])
+def test_the_negative_of_a_sketch_is_that_of_the_negative(numel):
+    """Of many values means of stretches are kept, which begin elsewhere: they differ by little."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) + 0.3
+    one, other = sketch_of_tensor(values), sketch_of_tensor(-values)
+    allowed = 0.0 if numel <= STRETCHES else 0.02
+    assert one.negative.distance(other) <= allowed
+    if numel > 1:
+        assert one.negative.distance(one) > 0.1
+    row = RecordedRow(
+        record=0,
+        call=0,
+        operator="",
+        numel=2,
+        min=-1.0,
+        max=3.0,
+        mean=1.0,
+        l2=3.2,
+        std=2.0,
+    )
+    negative = RecordedRow(
+        record=0,
+        call=0,
+        operator="",
+        numel=2,
+        min=-3.0,
+        max=1.0,
+        mean=-1.0,
+        l2=3.2,
+        std=2.0,
+    )
+    assert sketch_of_row(row).negative.distance(sketch_of_row(negative)) == 0

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of, turned
+from roundoff.compare.recorded_calls import CannotRun
 from roundoff.compare.repair_trials import BUDGET, Region, Trials
 from roundoff.compare.transplants import before
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import sketch_of_tensor
 
 #: Parameters of a region of which pairs are tried.
 MOST_LEAVES = 12
@@ -49,10 +51,31 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     for exchange in exchanges:
         if trials.left < 0:
             return None
-        if trials.outcome({}, exchange.tensors)[0]:
+        agrees = trials.outcome({}, exchange.tensors)[0]
+        if agrees and not _loses(sides, trials, exchange.tensors):
             other = exchange.tensors[exchange.leaf.key]
             return Blamed(exchange.leaf, None, exchange.words, other)
     return None
+
+
+def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
+    """Return True where a value of the reference is not there any more with other leaves.
+
+    What one place gains another must not lose: then not the parameter is wrong, but what
+    one of the two reads.
+    """
+    before: set[int] = set()
+    after: set[int] = set()
+    try:
+        for row, tensor in trials.program.again({}, tensors):
+            value = sides.candidate.values[row.record]
+            sketch = sketch_of_tensor(tensor)
+            if value.is_number and not value.says_nothing and sketch is not None:
+                before.update(sides.all_twins(value))
+                after.update(sides.near_in_reference(sketch))
+    except CannotRun:
+        return True
+    return not before <= after
 
 
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:

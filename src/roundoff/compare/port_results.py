@@ -18,7 +18,7 @@ from roundoff.compare.value_regions import Sides, upstream
 #: Gradients below this share of the largest one are rounding of what is zero.
 NO_GRADIENT = 1e-2
 #: An output of this many elements says more than the loss.
-WIDE = 8
+WIDE = 4
 
 _FORWARD = "forward"
 _BACKWARD = "backward"
@@ -42,10 +42,19 @@ def outputs(sides: Sides) -> Results:
     other_end = wide(sides.candidate, theirs)
     if end.key in sides.agreeing or other_end.key in sides.twins:
         return [], [], _FORWARD
+    if _differ_in_sign(end, other_end, sides.limit):
+        return [], [], _FORWARD
     ours_is_formula = _is_of_values_alone(sides.reference, end, sides.agreeing)
     if ours_is_formula and _is_of_values_alone(sides.candidate, other_end, sides.twins):
         return [], [], _FORWARD
     return [end.key], [other_end.key], _FORWARD
+
+
+def _differ_in_sign(end: Value, other_end: Value, limit: float) -> bool:
+    """Return True where a loss is made of the other's terms, of which it takes the negative."""
+    if end.sketch is None or other_end.sketch is None:
+        return False
+    return end.sketch.distance(other_end.sketch.negative) <= limit
 
 
 def _is_of_values_alone(flow: Flow, end: Value, agreeing: Mapping[int, Any]) -> bool:

@@ -29,6 +29,8 @@ from roundoff.record import LEAVES, Run, StepTensors, cannot_run_again, is_view
 
 #: Larger steps are not run again.
 MOST_ELEMENTS = 10**8
+#: A recording may ask for as many.
+MOST_THREADS = 256
 #: Statistics of one tensor that were computed in two ways differ by less, relative to its
 #: largest element: they are sums in fp32 or wider, of which parts are added together.
 SAME = 2.0**-20
@@ -101,8 +103,9 @@ def _threads_of(run: Run) -> Iterator[None]:
     """Let torch add up in as many threads as it did while recording."""
     before = torch.get_num_threads()
     recorded = [s.value for s in run.about.environment or () if s.name == "threads"]
-    is_known = bool(recorded) and recorded[0].isdecimal() and int(recorded[0]) > 0
-    torch.set_num_threads(int(recorded[0]) if is_known else before)
+    is_known = bool(recorded) and recorded[0].isdecimal()
+    count = int(recorded[0]) if is_known else before
+    torch.set_num_threads(count if 0 < count <= MOST_THREADS else before)
     try:
         yield
     finally:
@@ -120,11 +123,10 @@ def _computed(rows: Rows, given: Mapping[int, Tensor]) -> ComputedTensors | None
         made = entry.rows if isinstance(entry, TracedCall) else (entry,)
         if all(row.record in given or row.dtype is None for row in made):
             continue
-        if made[0].base_operator in _UNWRITTEN:
-            tensors |= {row.record: _blank(row) for row in made}
+        is_blank = made[0].base_operator in _UNWRITTEN
+        if is_blank:
             blank.update(row.record for row in made)
-            continue
-        results = _as_recorded(program, entry)
+        results = _blanks(made) if is_blank else _as_recorded(program, entry)
         if results is None and made[0].phase == _FORWARD:
             return None
         whole &= results is not None
@@ -179,11 +181,17 @@ def _as_recorded(
     return {row.record: tensor for row, tensor in results}
 
 
-def _blank(row: RecordedRow) -> Tensor:
-    """Return memory in the place of one that was made without values."""
-    dtype = getattr(torch, row.dtype or "")
-    shape = list(row.shape or ())
-    return torch.empty_strided(shape, list(row.stride or ()), dtype=dtype).zero_()
+def _blanks(rows: Sequence[RecordedRow]) -> dict[int, Tensor] | None:
+    """Return zeros in the place of memory that was made without values; None if unknown."""
+    made = {}
+    for row in rows:
+        dtype = getattr(torch, row.dtype or "", None)
+        shape = tuple(row.shape or ())
+        is_known = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
+        if not is_known or math.prod(shape) != row.numel:
+            return None
+        made[row.record] = _placed(row, torch.zeros(shape, dtype=dtype))
+    return made
 
 
 def _placed(row: RecordedRow, tensor: Tensor) -> Tensor:

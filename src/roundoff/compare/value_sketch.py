@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,16 @@ class Sketch:
     exact: bool
     constant: bool
     masked: int
+
+    @property
+    def negative(self) -> Sketch:
+        """The sketch of the same tensor with the other sign."""
+        if self.exact:
+            values = -self.values[::-1]
+        else:
+            low, high, mean, norm, spread = self.values
+            values = np.array([-high, -low, -mean, norm, spread])
+        return replace(self, values=values)
 
     def distance(self, other: Sketch) -> float:
         """Return how far the values are apart, relative to this one's.

@@ -696,6 +696,8 @@ def cannot_run_again(
     """
     if overload is None or arguments is None:
         return True
+    if base(operator) in _UNWRITTEN:
+        return False
     return base(operator) in _ONCE or not _may_be_named(overload)
 
 

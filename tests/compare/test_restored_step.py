@@ -90,6 +90,12 @@ def test_one_value_with_other_statistics_leaves_none(runs, change):
     assert restored_tensors(run, 0, 0, rows) is None
 
 
+@pytest.mark.parametrize("keep", ["sample", "hash"])
+def test_samples_and_hashes_are_no_beginning(recorded, keep):
+    run = recorded(train, Net(), keep=keep)
+    assert restored_tensors(run, 0, 0, rows_of(run, 0, 0)) is None
+
+
 def test_without_leaves_there_is_nothing_to_begin_with(recorded):
     run = recorded(train, Net(), keep="stats", leaves=0)
     assert restored_tensors(run, 0, 0, rows_of(run, 0, 0)) is None

@@ -64,18 +64,18 @@ def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
     What one place gains another must not lose: then not the parameter is wrong, but what
     one of the two reads.
     """
-    before: set[int] = set()
-    after: set[int] = set()
+    had: set[int] = set()
+    has: set[int] = set()
     try:
         for row, tensor in trials.program.again({}, tensors):
             value = sides.candidate.values[row.record]
             sketch = sketch_of_tensor(tensor)
             if value.is_number and not value.says_nothing and sketch is not None:
-                before.update(sides.all_twins(value))
-                after.update(sides.near_in_reference(sketch))
+                had.update(sides.all_twins(value))
+                has.update(sides.near_in_reference(sketch))
     except CannotRun:
         return True
-    return not before <= after
+    return not had <= has
 
 
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:

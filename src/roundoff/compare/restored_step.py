@@ -50,6 +50,8 @@ def restored_tensors(
         step: its number.
         rows: its rows.
     """
+    if run.about.keep not in ("stats", "tensors"):
+        return None
     if sum(row.numel or 0 for row in rows.values()) > MOST_ELEMENTS:
         return None
     kept = StepTensors(run, rank, step)

@@ -55,6 +55,7 @@ class Blamed:
         evidence: in words.
         other: what a parameter would have to hold, where that was tried.
         is_operator: True for an operator that computes something else.
+        line: the line at fault, where it is known and may not be the operator's own.
     """
 
     value: Value
@@ -62,6 +63,7 @@ class Blamed:
     evidence: str
     other: Tensor | None = None
     is_operator: bool = False
+    line: str | None = None
 
 
 def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Value]:
@@ -324,12 +326,14 @@ LAYOUTS: tuple[Layouts, ...] = (_plain_layouts, _split_axes, _gates_of)
 
 
 def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
-    """Return True where the reference has a value that says something and agrees."""
+    """Return True where the reference has such a value, and the candidate had none."""
     sketch = sketch_of_tensor(tensor)
     if sketch is None:
         return False
-    index = sides.near_in_reference(sketch)
-    return any(not sides.reference.values[key].says_nothing for key in index)
+    return any(
+        key not in sides.agreeing and not sides.reference.values[key].says_nothing
+        for key in sides.near_in_reference(sketch)
+    )
 
 
 def values_with(
@@ -438,9 +442,30 @@ def _best_partner(sides: Sides, lost: Sequence[Value], leaf: Value) -> Value | N
         if ours is None or theirs is None:
             return wanted
         how = relation(ours, theirs)
-        if how is None or how.kind not in (PART, JOINED):
+        if how is None and _holds_known_values(sides, leaf, theirs):
+            continue
+        if how is None or how.kind not in (EQUAL, PART, JOINED):
             return wanted
     return None
+
+
+def _holds_known_values(sides: Sides, leaf: Value, held: Tensor) -> bool:
+    """Return True where all that a parameter holds is in parameters of the reference.
+
+    Cut and laid out in a way of its own, as a right port may do.
+    """
+    if leaf.says_nothing or not held.is_floating_point():
+        return False
+    wanted = torch.unique(held.reshape(-1))
+    for value in sides.reference.values.values():
+        if value.is_call or not value.row.name or not value.is_number:
+            continue
+        content = sides.reference.tensor(value.key)
+        if content is not None and content.dtype == wanted.dtype:
+            wanted = wanted[~torch.isin(wanted, content.reshape(-1))]
+        if not wanted.numel():
+            return True
+    return False
 
 
 def _of_another(
@@ -452,7 +477,7 @@ def _of_another(
     for leaf in theirs:
         if leaf.says_nothing or is_right_elsewhere(sides, leaf):
             continue
-        named = _parameters_of_the_same(sides, leaf)
+        named = parameters_of_the_same(sides, leaf)
         if not named or any(value.key in wanted_keys for value in named):
             continue
         for wanted in _same_size(ours, leaf):
@@ -463,7 +488,7 @@ def _of_another(
     return None
 
 
-def _parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
+def parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
     """Return the reference's parameters that hold what a candidate's does."""
     twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
     return [value for value in twins if value.row.name and not value.is_call]

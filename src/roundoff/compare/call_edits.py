@@ -41,6 +41,9 @@ ONE_MORE = 5
 
 #: Numbers that are tried for a constant in a call besides those of the reference.
 NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
+#: What masks add to scores so that they never count: large, and finite, as a row of
+#: which all is masked has to stay a number.
+NEVER = -1e9
 #: Orders of the axes that are tried: of up to this many axes.
 MOST_AXES = 5
 #: Groups, or heads, that are tried in a reshaped value.
@@ -56,6 +59,7 @@ _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
+_FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
 
@@ -73,12 +77,14 @@ class Proposal:
         on_line: make it in every call of the line that it fits, not in one alone.
         everywhere: it may be meant for every call with the same argument, whatever line
             made it.
+        exchanges: it exchanges parts of one value.
     """
 
     unlikely: int
     template: Template
     on_line: bool = False
     everywhere: bool = False
+    exchanges: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +152,8 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
         for template in kind(call, ingredients):
             on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
             everywhere = kind in (_transferred, _switches, _constants)
-            yield Proposal(unlikely, template, on_line, everywhere)
+            exchanges = kind in (_exchanged_parts, _other_order_of_results)
+            yield Proposal(unlikely, template, on_line, everywhere, exchanges)
 
 
 # -- the call's arguments ------------------------------------------------------------
@@ -311,6 +318,8 @@ def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
             continue
         pool = ingredients.numbers_of(call.first.base_operator)
         numbers = _other_numbers(float(value), pool)
+        if call.first.base_operator in _FILL:
+            numbers.append(NEVER)
         if isinstance(value, int):
             numbers.sort(key=lambda number: not number.is_integer())
         for other in numbers:

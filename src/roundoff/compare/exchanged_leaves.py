@@ -3,14 +3,16 @@
 Keys and values, gates and ways up: what holds one may hold the other, and neither alone
 makes anything right. So two are exchanged together, and what is made of them runs again.
 Several that together hold one of the reference's may have been cut out of it otherwise,
-every third row for a third of the rows, and are cut again.
+every third row for a third of the rows, and are cut again. What a loader does wrong to
+one parameter it does to others: those of one layer have their parts in one order, and all
+that stand in several axes may have two of these exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, permutations, product
+from itertools import combinations, permutations, product
 
 import torch
 from torch import Tensor
@@ -25,6 +27,12 @@ from roundoff.compare.value_sketch import sketch_of_tensor
 
 #: Parameters of a region of which pairs are tried.
 MOST_LEAVES = 12
+#: Calls between a layer and what a region reads of it: moves, a bias, a factor.
+MOST_BEFORE = 12
+#: Axes from the last on of which two may stand the other way round.
+MOST_AXES = 3
+#: Parameters that a loader turned alike, of those that a region reads.
+MOST_ALIKE = 3
 #: How many parts a fused parameter may have: key and value, with query, four gates.
 PARTS = (2, 3, 4)
 
@@ -44,10 +52,22 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         trials: of the candidate.
         region: where the two part.
     """
-    trials.left = BUDGET
     leaves = _read_near(sides.candidate, region.parted)
     ours = _read_near(sides.reference, region.expected)
-    exchanges = chain(_exchanges(sides, leaves), _cuts(sides, ours, leaves))
+    kinds = (
+        _exchanges(sides, leaves),
+        _alike(sides, leaves),
+        _cuts(sides, ours, leaves),
+    )
+    tried = (_first_right(sides, trials, kind) for kind in kinds)
+    return next((blamed for blamed in tried if blamed is not None), None)
+
+
+def _first_right(
+    sides: Sides, trials: Trials, exchanges: Iterator[_Exchange]
+) -> Blamed | None:
+    """Return the first parameter after whose exchange all agrees, while trials are left."""
+    trials.left = BUDGET
     for exchange in exchanges:
         if trials.left < 0:
             return None
@@ -83,8 +103,24 @@ def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
 
     Parts that were cut otherwise agree as long as they are taken together.
     """
-    source = [value.key for value in before(flow, region) if value.is_call]
-    return leaves_of(flow, sorted({*region, *source}))[:MOST_LEAVES]
+    source = [value for value in before(flow, region) if value.is_call]
+    layers = [layer.key for value in source for layer in _layer_of(flow, value)]
+    keys = {*region, *(value.key for value in source), *layers}
+    return leaves_of(flow, sorted(keys))[:MOST_LEAVES]
+
+
+def _layer_of(flow: Flow, value: Value) -> Iterator[Value]:
+    """Yield what a value is made of one by one, back to the call that reads a parameter.
+
+    Scaled or not, its elements stand where that call has put them.
+    """
+    for _ in range(MOST_BEFORE):
+        inputs = [flow.values[key] for key in value.inputs if key in flow.values]
+        made = [each for each in inputs if each.is_call and each.is_number]
+        if len(made) != 1 or flow.parameters_read(value.key):
+            return
+        [value] = made
+        yield value
 
 
 def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
@@ -97,10 +133,102 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
             tensors = {one.key: second, other.key: first}
             words = f"{one.row.name} and {other.row.name} stand in for each other"
             yield _Exchange(one, tensors, words)
+    yield from _of_layers(leaves, held)
     for leaf in leaves:
         tensor = held[leaf.key]
         if tensor is not None:
             yield from _of_parts(leaf, tensor)
+
+
+def _of_layers(
+    leaves: Sequence[Value], held: Mapping[int, Tensor | None]
+) -> Iterator[_Exchange]:
+    """Yield two layers with all their parameters of one name and shape exchanged."""
+    layers = _layers_of(leaves)
+    for (name, one), (other_name, other) in combinations(layers.items(), 2):
+        tensors: dict[int, Tensor] = {}
+        for last in one.keys() & other.keys():
+            first, second = held[one[last].key], held[other[last].key]
+            if first is None or second is None or first.shape != second.shape:
+                continue
+            tensors |= {one[last].key: second, other[last].key: first}
+        if len(tensors) > 2:
+            words = f"{name} and {other_name} stand in for each other"
+            named = next(leaf for leaf in leaves if leaf.key in tensors)
+            yield _Exchange(named, tensors, words)
+
+
+def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
+    """Return the parameters of each layer by the last word of their names."""
+    layers: dict[str, dict[str, Value]] = {}
+    for leaf in leaves:
+        layer, _, last = (leaf.row.name or "").rpartition(".")
+        layers.setdefault(layer, {})[last] = leaf
+    return layers
+
+
+def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+    """Yield several parameters, each changed in the same way."""
+    held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
+    present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
+    for layer in _layers_of(leaves).values():
+        members = [(leaf, tensor) for leaf, tensor in present if leaf in layer.values()]
+        if len(members) > 1:
+            yield from _parts_alike(members)
+    for places in combinations(range(-MOST_AXES, 0), 2):
+        for change in (_axes_exchanged, _axes_split_otherwise):
+            changed = {leaf: change(tensor, places) for leaf, tensor in present}
+            for count in range(2, MOST_ALIKE + 1):
+                yield from _together(changed, count, places)
+
+
+def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]:
+    """Yield all parameters of a layer with their parts, as gates are, in another order."""
+    for axis, count in product((0, -1), PARTS):
+        if any(tensor.shape[axis] % count for _, tensor in members if tensor.dim()):
+            continue
+        for order in list(permutations(range(count)))[1:]:
+            tensors = {
+                leaf.key: torch.cat([tensor.chunk(count, axis)[i] for i in order], axis)
+                for leaf, tensor in members
+                if tensor.dim() and tensor.shape[axis] > count
+            }
+            if len(tensors) > 1:
+                names = ", ".join(leaf.row.name or "" for leaf, _ in members)
+                words = f"{names} have their {count} parts in another order: {order}"
+                yield _Exchange(members[0][0], tensors, words)
+
+
+def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor | None:
+    """Return what stands in two axes the other way round, in the shape that it has."""
+    if tensor.dim() < -places[0]:
+        return None
+    return tensor.transpose(*places).reshape(tensor.shape)
+
+
+def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor | None:
+    """Return the same elements where one axis was cut in two the other way round."""
+    if tensor.dim() < -places[0]:
+        return None
+    shape = list(tensor.shape)
+    first, second = places
+    if shape[first] == shape[second]:
+        return None
+    shape[first], shape[second] = shape[second], shape[first]
+    return tensor.reshape(shape).transpose(*places).contiguous()
+
+
+def _together(
+    changed: Mapping[Value, Tensor | None], count: int, places: tuple[int, int]
+) -> Iterator[_Exchange]:
+    present = [leaf for leaf, tensor in changed.items() if tensor is not None]
+    for group in combinations(present, count):
+        tensors = {leaf.key: changed[leaf] for leaf in group}
+        names = " and ".join(leaf.row.name or "" for leaf in group)
+        words = f"{names} have axes {places[0]} and {places[1]} the other way round"
+        yield _Exchange(
+            group[0], {k: t for k, t in tensors.items() if t is not None}, words
+        )
 
 
 def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:

@@ -8,13 +8,16 @@ no small edit of the candidate gives, and the operator is named that it has no e
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.exchanged_leaves import exchanged_leaves
+from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf
 from roundoff.compare.recorded_rows import shape_read_first
 from roundoff.compare.repair_trials import (
@@ -37,9 +40,9 @@ from roundoff.ops import operators_that
 #: Values that the wrong region reads, of which some may be exchanged or not complete.
 MOST_READ = 16
 
-#: Values behind one, among which one must agree where it is right: twice the longest
-#: way to write out an operator, as half of them only move values.
-FAR = 2 * PATIENCE
+#: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
+#: the product.
+_LAYER = 4
 
 _JOIN = operators_that("join")
 _MOVE = operators_that("move values")
@@ -91,7 +94,9 @@ def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
             apart = _constants_of(sides, twin, value)
             if apart:
                 words = f"{'; '.join(apart)}, on what the reference's reads too"
-                return Blamed(value, twin, words, is_operator=True)
+                families = families_of(TracedProgram(sides.candidate))
+                line = FaultLines(sides, families, rejoin.region).of_operator(value)
+                return Blamed(value, twin, words, is_operator=True, line=line)
     return None
 
 
@@ -146,8 +151,41 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
         [first, *_] = found.call.rows
         value = sides.candidate.values[first.record]
         words = f"{found.words} it gives what the reference has"
-        return Blamed(value, rejoin.twin, words, is_operator=True)
+        leaf = _put_together_for(sides, value) if found.exchanges else None
+        if leaf is not None:
+            words = (
+                f"the parts of {leaf.row.name} stand in another order than "
+                f"{value.row.site} takes them: {words}"
+            )
+            return Blamed(leaf, rejoin.twin, words, line=value.row.line)
+        line = value.row.line
+        if not found.is_whole:
+            region_lines = FaultLines(sides, trials.families, region.parted)
+            line = region_lines.of_operator(value)
+        return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
     return leaf_on_trial(sides, trials, region)
+
+
+def _put_together_for(sides: Sides, cut: Value) -> Value | None:
+    """Return the parameter of whose parts a call cuts the values, if a loader joined them.
+
+    None where the reference has the same parameter in one: then only the call can take
+    the parts in another order.
+    """
+    flow = sides.candidate
+    source = flow.behind(cut.key)
+    for _ in range(_LAYER):
+        leaves = leaves_of(flow, [source.key])
+        matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
+        if len(matrices) == 1:
+            is_joined = matrices[0].key not in sides.twins
+            return matrices[0] if is_joined else None
+        inputs = [flow.values[key] for key in source.inputs if key in flow.values]
+        made = [value for value in inputs if value.is_call and value.is_number]
+        if matrices or len(made) != 1:
+            return None
+        source = flow.behind(made[0].key)
+    return None
 
 
 def _between(
@@ -187,14 +225,16 @@ def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
 def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return the first call that reads one value where another is meant, each time.
 
-    In all that the wrong region computes, and nowhere else.
+    In all that the wrong region computes, and nowhere else. What is meant is another
+    value that the region reads, or one that the reference's reads.
     """
     trials.left = BUDGET
     flow = sides.candidate
     made = [value for value in before(flow, rejoin.region) if not value.inner]
-    made = [value for value in made if value.is_call and value.is_number]
+    made = [value for value in made if value.is_call and value.is_number][:MOST_READ]
+    meant = {value.key: value for value in (*made, *_read_by_reference(sides, rejoin))}
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
-    for one, other in permutations(made[:MOST_READ], 2):
+    for one, other in product(made, meant.values()):
         first, second = flow.tensor(one.key), flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
@@ -209,6 +249,20 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             first_reader = min(readers, key=lambda value: value.order)
             return Blamed(first_reader, rejoin.twin, words, is_operator=True)
     return None
+
+
+def _read_by_reference(sides: Sides, rejoin: Rejoin) -> list[Value]:
+    """Return the candidate's values that are what the reference reads there."""
+    wanted = {value.key for value in before(sides.reference, rejoin.expected)}
+    return [
+        value
+        for value in sides.candidate.in_order()
+        if value.is_call
+        and value.is_number
+        and not value.inner
+        and not value.says_nothing
+        and wanted.intersection(sides.all_twins(value))
+    ][:MOST_READ]
 
 
 def _origin(flow: Flow, one: Value, other: Value, rejoin: Rejoin) -> Blamed:
@@ -266,21 +320,41 @@ def left_out(
         twins = set(sides.all_twins(value))
         for twin in wanted:
             content = reference.tensor(twin.key)
-            if content is None or content.numel() != held.numel():
+            if content is None:
                 continue
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
-            for order in orders_of(content, held):
-                given = content.permute(order).reshape(held.shape).to(held.dtype)
-                if trials.outcome({}, {value.key: given.contiguous()})[0]:
-                    named = _Unlike(sides, rejoin).outside_of_right_lines(value)
+            for given in _in_layout_of(held, content):
+                if trials.outcome({}, {value.key: given})[0]:
+                    region = rejoin.region | {rejoin.value.key}
+                    lines = FaultLines(sides, trials.families, region)
+                    named, line = lines.of_left_out(value, twin)
                     words = f"left out is {_there(twin)}"
-                    return Blamed(named, twin, words, is_operator=True)
+                    return Blamed(named, twin, words, is_operator=True, line=line)
     return None
 
 
+def _in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor as it may stand in another one's place: broadcast, or with its axes
+    in each order."""
+    if content.numel() == held.numel():
+        for order in orders_of(content, held):
+            given = content.permute(order).reshape(held.shape)
+            yield given.to(held.dtype).contiguous()
+    elif _broadcasts(held.shape, content.shape):
+        yield content.to(held.dtype).contiguous()
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
+
+
 def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
-    """Return what a call reads, behind moves; with ``several`` all that it is made of."""
+    """Return what a call reads, behind moves and the steps inside the call.
+
+    With ``several`` all that it is made of.
+    """
     read: set[int] = set()
     waiting = list(value.inputs)
     while waiting:
@@ -289,7 +363,8 @@ def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
             continue
         read.add(key)
         source = flow.values[key]
-        if several or not source.computes or source.operator in _MOVE:
+        is_handed_on = not source.computes or source.operator in _MOVE
+        if several or source.inner or is_handed_on:
             waiting += source.inputs
     return read
 
@@ -306,6 +381,8 @@ class _Unlike:
         self._sides = sides
         self._rejoin = rejoin
         self._families = families_of(TracedProgram(sides.candidate))
+        region = rejoin.region | {rejoin.value.key}
+        self._lines = FaultLines(sides, self._families, region)
 
     def blamed(self) -> Blamed:
         """Name the first operator behind the values that agree.
@@ -322,77 +399,19 @@ class _Unlike:
         idle = next((v for v in before(flow, rejoin.region) if self._is_idle(v)), None)
         if idle is not None:
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
-            return Blamed(idle, rejoin.twin, words, is_operator=True)
+            line = self._lines.of_operator(idle)
+            return Blamed(idle, rejoin.twin, words, is_operator=True, line=line)
         first = heads[0] if heads else rejoin.value
         if first.inner:
             first = flow.values[first.row.record]
         words = f"with {_there(rejoin.twin)} all that follows is right"
-        return Blamed(first, rejoin.twin, words, is_operator=True)
+        line = self._lines.of_operator(first)
+        return Blamed(first, rejoin.twin, words, is_operator=True, line=line)
 
     def _is_idle(self, value: Value) -> bool:
         """Return True for a sum or product that is what it was made of, in each turn."""
-        if value.operator not in _PAIRS or value.inner or not value.is_call:
-            return False
-        if value.says_nothing:
-            return False
+        flow = self._sides.candidate
         calls = self._families.get(value.row.call, ())
         rows = [row for call in calls for row in call.rows]
-        return bool(rows) and all(self._changes_nothing(row.record) for row in rows)
-
-    def _changes_nothing(self, key: int) -> bool:
-        flow = self._sides.candidate
-        tensor = flow.tensor(key)
-        sources = [flow.tensor(k) for k in flow.values[key].inputs]
-        if flow.parameters_read(key):
-            return False
-        return tensor is not None and any(
-            source is not None
-            and source.shape == tensor.shape
-            and torch.equal(source, tensor)
-            for source in sources
-        )
-
-    def outside_of_right_lines(self, value: Value) -> Value:
-        """Return the first value made of one whose line gives no right values elsewhere.
-
-        What a function gives right in another call, it is not at fault for; its caller
-        may be.
-        """
-        flow = self._sides.candidate
-        last = self._rejoin.value
-        waiting = [value]
-        seen = {value.key}
-        while waiting:
-            each = waiting.pop(0)
-            if not each.inner and not self._is_right_elsewhere(each):
-                return each
-            keys = [k for k in flow.readers.get(each.key, ()) if k not in seen]
-            keys = [k for k in keys if k in self._rejoin.region or each is last]
-            seen.update(keys)
-            waiting += sorted((flow.values[k] for k in keys), key=lambda v: v.order)
-        return value
-
-    def _is_right_elsewhere(self, value: Value) -> bool:
-        """Return True where another call of the same line leads to a value that agrees."""
-        return any(
-            self._rejoins(row.record)
-            for call in self._families.get(value.row.call, ())
-            if call.first.call != value.row.call
-            for row in call.rows
-        )
-
-    def _rejoins(self, key: int) -> bool:
-        flow = self._sides.candidate
-        waiting = [key]
-        seen = {key}
-        while waiting and len(seen) < FAR:
-            for reader in flow.readers.get(waiting.pop(0), ()):
-                value = flow.values[reader]
-                if value.row.phase != "forward" or reader in seen:
-                    continue
-                agrees = reader in self._sides.twins and not value.says_nothing
-                if agrees and value.computes and value.operator not in _MOVE:
-                    return True
-                seen.add(reader)
-                waiting.append(reader)
-        return False
+        turns = [flow.values[row.record] for row in rows]
+        return bool(turns) and all(changes_nothing(flow, turn) for turn in turns)

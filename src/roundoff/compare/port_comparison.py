@@ -40,6 +40,7 @@ from roundoff.compare.faults_behind import (
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
+from roundoff.compare.misused_leaves import as_misused
 from roundoff.compare.port_results import (
     Results,
     buffers,
@@ -69,6 +70,7 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
+from roundoff.compare.unlike_operands import blamed_operand
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch
@@ -159,6 +161,13 @@ class Difference:
         """The candidate's value to name."""
         return self.blamed.value if self.blamed else self.part.candidate
 
+    @property
+    def line(self) -> str | None:
+        """The line at fault."""
+        if self.blamed is not None and self.blamed.line is not None:
+            return self.blamed.line
+        return None if self.value is None else self.value.row.line
+
 
 def _differences(sides: Sides) -> list[Difference]:
     """Return what differs: of the forward pass, else of what comes after it.
@@ -227,7 +236,7 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = _blamed(sides, part, (ours, theirs))
+            blamed = as_misused(sides, _blamed(sides, part, (ours, theirs)))
         return [Difference(part, blamed, sides.limit)]
     return []
 
@@ -248,6 +257,9 @@ def _blamed(
             return blamed
         table = blamed_table(sides, part)
         return table or blamed_leaf(sides, part) or blamed_step(sides, part)
+    operand = blamed_operand(sides, part)
+    if operand is not None:
+        return operand
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     last = last_result(sides.candidate)
     needed = [*results[1], *([last.key] if last is not None else [])]
@@ -555,7 +567,7 @@ class _Rows:
             cause=OWN,
             contribution=1.0,
             blamed=row.site,
-            blamed_line=row.line,
+            blamed_line=difference.line,
             blamed_phase=row.phase,
             blamed_reference=twin.site if twin else None,
             blamed_reference_line=twin.line if twin else None,

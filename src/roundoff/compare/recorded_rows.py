@@ -35,6 +35,7 @@ class RecordedRow:
     overload: str | None = None
     name: str | None = None
     line: str | None = None
+    callers: str | None = None
     inputs: Sequence[int] = ()
     arguments: str | None = None
     view_of: int | None = None

@@ -123,6 +123,8 @@ class Repair:
         unlikely: see ``call_edits``.
         gives_first: True where the first value of the reference that the candidate
             lacked is among those.
+        exchanges: True where it exchanges parts of one value.
+        is_whole: True where it is made in all calls of the place.
     """
 
     call: TracedCall
@@ -131,6 +133,8 @@ class Repair:
     gained: int
     unlikely: int
     gives_first: bool = False
+    exchanges: bool = False
+    is_whole: bool = True
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -351,7 +355,16 @@ def _tried(
         agrees, _ = trials.outcome(edits)
         call = trials.program.calls[min(edits)] if agrees else call
     is_first = trials.goal.first in gained
-    return Repair(call, edit.words, agrees, len(gained), proposal.unlikely, is_first)
+    return Repair(
+        call,
+        edit.words,
+        agrees,
+        len(gained),
+        proposal.unlikely,
+        is_first,
+        proposal.exchanges,
+        is_whole=len(edits) >= len(family),
+    )
 
 
 def best_repair(

@@ -79,6 +79,7 @@ from .set_up import SetUp as SetUp
 from .set_up import TensorContent as TensorContent
 from .setting import Setting as Setting
 from .setting import settings_of as settings_of
+from .source_lines import CALLED_FROM as CALLED_FROM
 from .source_lines import user_line as user_line
 from .statistics import STATISTICS as STATISTICS
 from .statistics import in_memory_order as in_memory_order

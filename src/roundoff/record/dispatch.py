@@ -33,7 +33,7 @@ from roundoff.record.source_lines import (
     defined_at,
     in_compiled,
     prepares_gradients,
-    user_line,
+    user_place,
 )
 
 _COLLECTIVE = (
@@ -96,11 +96,16 @@ class OperatorSchema:
             ),
         )
 
-    def at(self, line: str | None) -> str | None:
-        """Return the line of a call, with that of its kernel where the user wrote it."""
+    def at(
+        self, line: str | None, callers: str | None
+    ) -> tuple[str | None, str | None]:
+        """Return the line of a call, with that of its kernel where the user wrote it.
+
+        And the callers as they are.
+        """
         if self.kernel is None or line is COMPILED:
-            return line
-        return ", ".join(filter(None, (line, f"kernel {self.kernel}")))
+            return line, callers
+        return ", ".join(filter(None, (line, f"kernel {self.kernel}"))), callers
 
 
 def _kernel_line(name: str) -> str | None:
@@ -345,7 +350,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if source.phase != "forward" or source.module or call.inputs is None:
             return
         if self._gradient_work.reads(tensors, call.inputs):
-            call.source = Source("optimizer", "", source.line)
+            call.source = Source("optimizer", "", source.line, source.callers)
             call.on_gradients = True
 
     def _wants(self, module: str, operator: str) -> bool:
@@ -411,7 +416,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._wants(path, "compiled"):
             return
         try:
-            source = Source("forward", path, user_line(2))
+            source = Source("forward", path, *user_place(2))
             with torch.no_grad(), self.paused():
                 self._record_boundary(source, module, inputs, output)
         except Exception as error:  # noqa: BLE001
@@ -431,7 +436,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         phase = "backward" if in_backward else self.phase
-        source = Source(phase, self.paths.current(), user_line(4))
+        source = Source(phase, self.paths.current(), *user_place(4))
         if not self._wants(source.module, f"triton::{name}"):
             return
         with torch.no_grad(), self.paused():
@@ -463,7 +468,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._backward_source(schema)
         path = self.paths.current()
         phase = "collective" if schema.collective else self._phase_of_call(path)
-        source = Source(phase, path, schema.at(user_line(4)))
+        source = Source(phase, path, *schema.at(*user_place(4)))
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         thread = threading.get_ident()
         if sequence != self._sequences.get(thread, 0):
@@ -495,23 +500,24 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = "collective" if schema.collective else "backward"
         path = self.paths.current()
         if path:  # a checkpoint computes its forward again
-            return Source(phase, path, schema.at(user_line(5)), recomputed=True)
+            return Source(phase, path, *schema.at(*user_place(5)), recomputed=True)
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return Source(phase, "", None)
         if node.name() in _CHECKPOINTS and torch.is_grad_enabled():
             # its function, outside of any module
-            return Source(phase, "", schema.at(user_line(5)), recomputed=True)
+            return Source(phase, "", *schema.at(*user_place(5)), recomputed=True)
         if node.name().startswith("CompiledFunction") and in_compiled():
             return Source(phase, "", COMPILED)
         forward = self._forward_source(node)
-        line = user_line(5, in_engine=True)  # the user's own backward, or a hook
+        place = user_place(5, in_engine=True)  # the user's own backward, or a hook
         if forward is not None:
-            at = schema.at(line or forward.line)
-            return Source(phase, forward.module, at)
+            if place[0] is None:
+                place = forward.line, forward.callers
+            return Source(phase, forward.module, *schema.at(*place))
         variable = getattr(node, "variable", None)
         name = None if variable is None else self.paths.name_of(variable)
-        return Source(phase, (name or "").rpartition(".")[0], schema.at(line))
+        return Source(phase, (name or "").rpartition(".")[0], *schema.at(*place))
 
 
 class ThreadMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

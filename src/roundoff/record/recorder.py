@@ -60,17 +60,25 @@ _OF_TORCH = ("aten", "prims")
 
 
 class Source:
-    """Where a call stands: phase, module path and user source line; ``recomputed``: a
-    checkpoint computes its forward again."""
+    """Where a call stands: phase, module path, user source line and the lines that
+    called it (see ``source_lines``); ``recomputed``: a checkpoint computes its forward
+    again."""
 
-    __slots__ = ("line", "module", "phase", "recomputed")
+    __slots__ = ("callers", "line", "module", "phase", "recomputed")
 
     def __init__(
-        self, phase: str, module: str, line: str | None, recomputed: bool = False
+        self,
+        phase: str,
+        module: str,
+        line: str | None,
+        callers: str | None = None,
+        *,
+        recomputed: bool = False,
     ) -> None:
         self.phase = phase
         self.module = module
         self.line = line
+        self.callers = callers
         self.recomputed = recomputed
 
 
@@ -87,6 +95,7 @@ class _CallHead:
     recomputed: bool
     overload: str | None
     line: str | None
+    callers: str | None
     group: str | None
     reason: str | None
     is_given: bool
@@ -102,6 +111,7 @@ _CALL_COLUMNS = {
     "recomputed": "recomputed",
     "overload": "overload",
     "line": "line",
+    "callers": "callers",
     "group": "group",
 }
 
@@ -341,7 +351,7 @@ class Recorder:
             if self.rows[r].view_of is not None
             and self.rows[r].head.phase == head.phase
         ]
-        source = Source(head.phase, head.module, head.line)
+        source = Source(head.phase, head.module, head.line, head.callers)
         self.call(source, UNSEEN, None, [*before[-1:], *since], [], written=[tensor])
 
     def named_gradient(self, name: str, gradient: Tensor) -> None:
@@ -396,6 +406,7 @@ class Recorder:
             source.recomputed,
             overload,
             source.line,
+            source.callers,
             group,
             reason,
             cannot_run_again(operator, overload, arguments),
@@ -487,6 +498,7 @@ class Recorder:
             False,
             None,
             source.line,
+            source.callers,
             None,
             None,
             latest is None or self._is_given(latest),

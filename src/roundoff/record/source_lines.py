@@ -6,6 +6,8 @@ import inspect
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +26,13 @@ _skipped: dict[Any, bool] = {}
 #: Where a call stands that the compiler's code makes: what that code writes between such
 #: calls is not seen.
 COMPILED = "compiled"
+#: Between the lines of a call's callers.
+CALLED_FROM = " < "
+#: Where more called a line than this, none is noted: stacks are compared from their outer
+#: end.
+MOST_CALLERS = 100
 _lines: dict[tuple[Any, int], str] = {}
+_places: dict[tuple[str, ...], tuple[str | None, str | None]] = {}
 
 
 #: The function in which autograd's engine runs, called by the user's ``backward()``.
@@ -53,18 +61,40 @@ def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
     engine has called no code of the user's (a backward kernel, a hook). Frames below
     ``depth`` are not looked at.
     """
-    frame = _frame(depth)
+    return next(_user_lines(_frame(depth), in_engine), None)
+
+
+def user_place(
+    depth: int = 2, *, in_engine: bool = False
+) -> tuple[str | None, str | None]:
+    """The line as ``user_line`` gives it, and those that it was called from.
+
+    These are joined by ``CALLED_FROM``, the innermost first; None where there is none,
+    or more than ``MOST_CALLERS``.
+    """
+    lines = tuple(islice(_user_lines(_frame(depth), in_engine), 2 + MOST_CALLERS))
+    place = _places.get(lines)
+    if place is None:
+        line = lines[0] if lines else None
+        callers = lines[1:] if len(lines) <= 1 + MOST_CALLERS else ()
+        place = _places[lines] = line, CALLED_FROM.join(callers) or None
+    return place
+
+
+def _user_lines(frame: FrameType | None, in_engine: bool) -> Iterator[str]:
+    """Yield the lines of the user's frames, the innermost first."""
     while frame is not None:
         code = frame.f_code
         if in_engine and code.co_name == _ENGINE:
-            return None
+            return
         skip = _skipped.get(code)
         if skip is None:
             name = code.co_filename
             if in_compiled(name):
-                return COMPILED
+                yield COMPILED
+                return
             if name.startswith(_OURS) and not name.startswith(_RECORDING):
-                return None  # who called roundoff has not written the call
+                return  # who called roundoff has not written the call
             is_ours = name.startswith((_OURS, _TORCH, "<"))
             skip = _skipped[code] = is_ours or "/importlib/" in name
         if not skip:
@@ -72,9 +102,8 @@ def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
             line = _lines.get(key)
             if line is None:
                 line = _lines[key] = f"{_short(code.co_filename)}:{frame.f_lineno}"
-            return line
+            yield line
         frame = frame.f_back
-    return None
 
 
 #: torch's functions between the backward pass and the optimizer's step, by file.

@@ -82,6 +82,8 @@ class TensorRecord:
     name: str | None = _column(pl.Utf8)
     #: "train.py:31"
     line: str | None = _column(pl.Utf8)
+    #: the lines that called it, the innermost first: "train.py:80 < train.py:112"
+    callers: str | None = _column(pl.Utf8)
     #: records of the call's tensor arguments, in order
     inputs: Sequence[int] | None = _column(_INTEGERS)
     #: JSON of the others, {"record": id} in place of tensors; null: unwritable

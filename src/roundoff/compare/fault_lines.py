@@ -1,0 +1,290 @@
+"""Which line is at fault: that of an operator, or one that has called its function?
+
+A function that gives right values where another line calls it is not at fault: what this
+line hands to it is. What is left out between two operators is left out on the way from
+one to the other, and belongs to the function that both are called from, to that of the
+first, or to that of the second. How the reference calls the operator that is missing
+says which.
+
+A *stack* is the lines of the user's functions, the outermost first: the last one is the
+operator's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.traced_calls import TracedCall
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_regions import Sides
+from roundoff.ops import operators_that
+from roundoff.record import CALLED_FROM
+
+#: Values that are looked at behind one of a function's, among which one has to agree
+#: where the function is right: twice the longest way to write out an operator (see
+#: ``repair_trials.PATIENCE``), as half of them only move values.
+FAR = 34
+
+_MOVE = operators_that("move values")
+_PAIRS = operators_that("pair elements")
+_FORWARD = "forward"
+
+
+def stack_of(row: RecordedRow) -> tuple[str, ...]:
+    """Return the lines that led to a call; empty where nobody knows."""
+    callers = row.callers.split(CALLED_FROM) if row.callers else []
+    return (*reversed(callers), row.line) if row.line else ()
+
+
+def shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return at which place of two stacks the function stands that both run in.
+
+    Its lines may differ there; before it they are the same.
+
+    >>> shared(("a:9", "a:5", "a:2"), ("a:9", "a:5", "a:3"))
+    2
+    >>> shared(("a:9", "a:5", "a:2"), ("a:9", "a:6"))
+    1
+    """
+    place = 0
+    for first, second in zip(one[:-1], other[:-1], strict=False):
+        if first != second:
+            break
+        place += 1
+    return place
+
+
+def changes_nothing(flow: Flow, value: Value) -> bool:
+    """Return True for a sum or product that is what it was made of; False if unknown."""
+    if value.operator not in _PAIRS or value.inner or not value.is_call:
+        return False
+    tensor = flow.tensor(value.key)
+    if tensor is None or value.says_nothing or flow.parameters_read(value.key):
+        return False
+    sources = [flow.tensor(key) for key in value.inputs]
+    return any(
+        source is not None
+        and source.shape == tensor.shape
+        and torch.equal(source, tensor)
+        for source in sources
+    )
+
+
+def _alike_inside(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many lines two stacks share at their inner end."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class FaultLines:
+    """The lines to name for values of the candidate.
+
+    Attributes:
+        sides: both programs.
+        families: for each call those that the same place of its line has made.
+        region: the candidate's values that lead to results that differ.
+    """
+
+    sides: Sides
+    families: Mapping[int, Sequence[TracedCall]]
+    region: Collection[int]
+
+    def of_operator(self, value: Value) -> str | None:
+        """Return the line of an operator that computes something else.
+
+        The innermost whose function gives right values wherever another line calls it.
+        """
+        stack = stack_of(value.row)
+        return stack[self._innermost(value, stack)] if stack else value.row.line
+
+    def of_left_out(self, value: Value, missing: Value) -> tuple[Value, str | None]:
+        """Return where an operator of the reference is left out: behind what, on which line.
+
+        Named is what makes the value, or the first that reads it, which is nearer.
+
+        Args:
+            value: the candidate's, which it should be applied to.
+            missing: what the reference makes of it.
+        """
+        value = _moved_from(self.sides.candidate, value)
+        reader = self._wrong_reader(value)
+        made = stack_of(value.row) if value.is_call else ()
+        read = stack_of(reader.row) if reader is not None else ()
+        if reader is None or not read or not made:
+            named = value if reader is None or made else reader
+            return named, self.of_operator(named)
+        from_made, from_read = self._places_in_reference(value, missing)
+        both = shared(made, read)
+        right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
+        within = [shared(read, stack_of(v.row)) for v in right]
+        is_made_right = bool(within) or self._is_right_in_other_turns(value, made)
+        is_idle = changes_nothing(self.sides.candidate, value)
+        if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
+            place = both
+            if from_made.depth > from_read.depth:
+                place = max(both, len(made) - 1 - from_made.above)
+            return value, made[min(place, self._innermost(value, made))]
+        place = both
+        if from_read.depth > from_made.depth:
+            place = min(len(read) - 1 - from_read.above, self._innermost(reader, read))
+        return reader, read[max(place, both, *within)]
+
+    def _innermost(self, value: Value, stack: Sequence[str]) -> int:
+        """Return the innermost place of a stack whose function may be wrong."""
+        place = len(stack) - 1
+        for call in self.families.get(value.row.call, ()):
+            other = stack_of(call.first)
+            if call.first.call == value.row.call or other == tuple(stack):
+                continue
+            if any(self._leads_to_right(row.record) for row in call.rows):
+                place = min(place, len(stack) - 1 - _alike_inside(stack, other))
+        return max(place, 0)
+
+    def _is_right_in_other_turns(self, value: Value, stack: Sequence[str]) -> bool:
+        """Return True where the same lines give a right value in another turn or layer."""
+        return any(
+            self._leads_to_right(row.record)
+            for call in self.families.get(value.row.call, ())
+            if call.first.call != value.row.call
+            and stack_of(call.first) == tuple(stack)
+            for row in call.rows
+        )
+
+    def _leads_to_right(self, key: int) -> bool:
+        """Return True where something is computed of a value that agrees."""
+        flow = self.sides.candidate
+        waiting = [key]
+        seen = {key}
+        while waiting and len(seen) < FAR:
+            for reader in _readers(flow, waiting.pop(0)):
+                if reader.key in seen:
+                    continue
+                if self._agrees(reader):
+                    return True
+                seen.add(reader.key)
+                waiting.append(reader.key)
+        return False
+
+    def _agrees(self, value: Value) -> bool:
+        if value.key not in self.sides.twins or value.says_nothing:
+            return False
+        return value.computes and value.operator not in _MOVE
+
+    def _wrong_reader(self, value: Value) -> Value | None:
+        """Return the first that computes with a value and does not agree."""
+        wrong = [
+            reader
+            for reader in _computing_readers(self.sides.candidate, value)
+            if reader.key in self.region
+            and reader.row.line is not None
+            and not self._agrees(reader)
+        ]
+        return min(wrong, key=lambda reader: reader.order, default=None)
+
+    def _right_readers(self, value: Value, missing: Value) -> list[Value]:
+        """Return what computes with a value as it is, as the reference does too."""
+        twins = self.sides.all_twins(value)
+        theirs = [self.sides.reference.values[key] for key in twins]
+        reading = {
+            reader.operator
+            for twin in theirs
+            for reader in _computing_readers(self.sides.reference, twin)
+            if reader.key != missing.key and not twin.inner
+        }
+        readers = _computing_readers(self.sides.candidate, value)
+        return [v for v in readers if self._agrees(v) or v.operator in reading]
+
+    def _places_in_reference(
+        self, value: Value, missing: Value
+    ) -> tuple[_Place, _Place]:
+        """Return where an operator stands beside what it reads, and beside what reads it."""
+        flow = self.sides.reference
+        at = stack_of(missing.row)
+        twins = set(self.sides.all_twins(value))
+        source = _source(flow, missing, twins)
+        made = _place(at, stack_of(source.row) if source is not None else ())
+        readers = sorted(_computing_readers(flow, missing), key=lambda v: v.order)
+        read = _place(at, stack_of(readers[0].row) if readers else ())
+        return made, read
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an operator stands beside another one.
+
+    Attributes:
+        depth: of the function that both run in; -1 where nobody knows.
+        is_on_line: True where both stand on one line there.
+        above: how many calls are between that function and the other operator.
+    """
+
+    depth: int
+    is_on_line: bool
+    above: int
+
+    def is_nearer(self, other: _Place) -> bool:
+        """Return True for the same function, or one further inside, and a line as near."""
+        return (self.depth, self.is_on_line) >= (other.depth, other.is_on_line)
+
+
+def _place(one: Sequence[str], other: Sequence[str]) -> _Place:
+    if not one or not other:
+        return _Place(-1, False, 0)
+    depth = shared(one, other)
+    return _Place(depth, one[depth] == other[depth], len(other) - 1 - depth)
+
+
+def _moved_from(flow: Flow, value: Value) -> Value:
+    """Return the call that made what a value hands on in another place or shape."""
+    source = value
+    while source.is_call and not source.inner:
+        value = source
+        is_handed_on = not value.computes or value.operator in _MOVE
+        if not is_handed_on or len(value.inputs) != 1:
+            break
+        source = flow.values[value.inputs[0]]
+    return value
+
+
+def _readers(flow: Flow, key: int) -> Iterator[Value]:
+    for reader in flow.readers.get(key, ()):
+        value = flow.values[reader]
+        if value.row.phase == _FORWARD:
+            yield value
+
+
+def _computing_readers(flow: Flow, value: Value) -> Iterator[Value]:
+    """Yield the calls that compute with a value, or with what it is moved to."""
+    waiting = [value.key]
+    seen = {value.key}
+    while waiting:
+        for reader in _readers(flow, waiting.pop(0)):
+            if reader.key in seen:
+                continue
+            seen.add(reader.key)
+            is_handed_on = not reader.computes or reader.operator in _MOVE
+            if reader.inner or is_handed_on:
+                waiting.append(reader.key)
+            else:
+                yield reader
+
+
+def _source(flow: Flow, missing: Value, twins: Collection[int]) -> Value | None:
+    """Return what an operator is made of that the candidate has too."""
+    waiting = list(missing.inputs)
+    seen = set(waiting)
+    while waiting and len(seen) < FAR:
+        value = flow.values.get(waiting.pop(0))
+        if value is None:
+            continue
+        if value.key in twins:
+            return value
+        waiting += [key for key in value.inputs if key not in seen]
+        seen.update(value.inputs)
+    return None

@@ -1,0 +1,78 @@
+"""Does a parameter hold the wrong values, or is it used in the wrong place?
+
+Blocks that run in another order, or one of them twice, read parameters that hold what the
+reference reads elsewhere, as if the loader had exchanged them. Contents alone do not tell
+the two apart. The numbers in the names do, where both programs count their layers: a
+parameter that has the number of what it holds was loaded rightly.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from roundoff.compare.blamed_leaves import Blamed, parameters_of_the_same
+from roundoff.compare.fault_lines import shared, stack_of
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_regions import Sides
+
+_NUMBER = re.compile(r"\d+")
+
+
+def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
+    """Return what reads a blamed parameter instead of it, where its name says it is right.
+
+    Anything else that is blamed is returned as it is.
+    """
+    if blamed is None or blamed.is_operator or blamed.value.is_call:
+        return blamed
+    wanted = blamed.reference
+    held = parameters_of_the_same(sides, blamed.value)
+    if wanted is None or not wanted.row.name or not held:
+        return blamed
+    numbers = _numbers(blamed.value)
+    is_loaded_right = any(_numbers(leaf) == numbers for leaf in held)
+    if not numbers or not is_loaded_right or _numbers(wanted) == numbers:
+        return blamed
+    reader = _first_reader(sides.candidate, blamed.value)
+    if reader is None:
+        return blamed
+    words = (
+        f"it reads {blamed.value.row.name}, where the reference reads {wanted.row.name}"
+    )
+    line = _line_of_block(sides.candidate, blamed.value, reader)
+    return replace(
+        blamed, value=reader, evidence=words, other=None, is_operator=True, line=line
+    )
+
+
+def _numbers(leaf: Value) -> list[str]:
+    return _NUMBER.findall(leaf.row.name or "")
+
+
+def _first_reader(flow: Flow, leaf: Value) -> Value | None:
+    readers = [flow.values[key] for key in flow.readers.get(leaf.key, ())]
+    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+    return min(readers, key=lambda v: v.order, default=None)
+
+
+def _line_of_block(flow: Flow, leaf: Value, reader: Value) -> str | None:
+    """Return the line that runs all that has the same number as a parameter."""
+    stack = stack_of(reader.row)
+    if not stack:
+        return reader.row.line
+    place = len(stack) - 1
+    for other in flow.values.values():
+        if other.is_call or not other.row.name or _block(other) != _block(leaf):
+            continue
+        first = _first_reader(flow, other)
+        if first is not None and stack_of(first.row):
+            place = min(place, shared(stack, stack_of(first.row)))
+    return stack[max(place - 1, 0)]
+
+
+def _block(leaf: Value) -> str:
+    """Return a parameter's name up to its first number."""
+    name = leaf.row.name or ""
+    match = _NUMBER.search(name)
+    return name[: match.end()] if match else name

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
 from roundoff.cli.app import main
 from roundoff.record.disk.writer import Writer
@@ -277,3 +278,14 @@ def test_every_option_is_documented(verb, capsys):
 def test_the_help_of_overflow_says_its_exit_code(capsys):
     main(["overflow", "--help"])
     assert "exit code is 1" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["overflow run", "show run"])
+def test_no_line_is_wider_than_a_terminal(run, capsys, monkeypatch, command):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    main(command.split())
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "head/exp" in shown
+    assert max(cell_len(line.rstrip()) for line in shown.splitlines()) <= 60

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
 import pytest
+from rich.cells import cell_len
 
 from roundoff.advise import (
     AdviceRow,
@@ -23,8 +25,9 @@ from roundoff.advise import (
     UnknownOperator,
 )
 from roundoff.cli.app import main
-from roundoff.report import advice_as_text, write_advice
+from roundoff.report import HarmlessConsole, advice_as_text, write_advice
 from roundoff.report.advise_answer import answer, bound, sentence
+from roundoff.report.advise_text import print_advice
 
 SPEED = Speed(median=1.5, low=1.4, high=1.6, rounds=5, clock="CPU time")
 ROOFLINE = Roofline(1e11, 1e10, 1)
@@ -120,6 +123,15 @@ def test_the_whole_step_is_known_from_a_part():
     assert row(speed=twice, of="layer").step_speed is None
     assert row(speed=twice).step_speed == 2.0
     assert row(speed=None).step_speed is None
+
+
+def test_no_line_is_wider_than_a_terminal():
+    page = io.StringIO()
+    shown = summary([row(name="autocast", place="encoder.layers.0.attention.linear")])
+    print_advice(shown, HarmlessConsole(width=60, file=page))
+    lines = page.getvalue().splitlines()
+    assert max(cell_len(line.rstrip()) for line in lines) <= 60
+    assert "encoder.layers" in page.getvalue()
 
 
 def test_text_shows_speed_and_precision_side_by_side():

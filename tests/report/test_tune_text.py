@@ -3,6 +3,8 @@
 import io
 from dataclasses import replace
 
+import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from roundoff.report import print_tuning
@@ -81,6 +83,16 @@ def show(tuning):
 
 def test_the_runs_are_beside_each_other():
     assert show(TUNING).split() == TEXT.split()
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_wider_than_the_terminal(width):
+    page = io.StringIO()
+    print_tuning(TUNING, Console(width=width, file=page))
+    lines = page.getvalue().splitlines()
+    assert max(cell_len(line.rstrip()) for line in lines) <= width
+    for word in ("cost", "native", "1.51", "last loss", "loss error"):
+        assert any(word in line for line in lines)
 
 
 def test_a_plan_that_misses_and_its_notes():

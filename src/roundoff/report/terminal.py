@@ -5,7 +5,7 @@ What is printed may be of somebody else's file: see ``HarmlessConsole``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len
@@ -65,37 +65,75 @@ def print_table(
 ) -> None:
     """Print a table whose numbers keep their width, whatever the console's.
 
-    Only the columns named in ``prose`` wrap; cells that are broken into lines stay so (see
-    ``names.wrap``). ``styles`` has a style for each row.
+    The columns named in ``prose`` wrap; where the table is wider than the console, all
+    columns of text do. What is wider still goes on below, the first column repeated.
+    Cells that are broken into lines stay so (see ``names.wrap``). ``styles`` has a style
+    for each row.
     """
-    fixed = {
-        name: ["x" * PROSE_LEAST] if name in prose else cells
+    folding = set(prose)
+    if table_width(_narrowed(columns, folding), 1) > console.width:
+        folding |= LEFT_ALIGNED & columns.keys()
+    has_bold_header = bool(prose) or styles is None
+    for part in _parts(columns, folding, console.width):
+        table = _table(part, folding, console.width, is_bold=has_bold_header)
+        for index, values in enumerate(zip(*part.values(), strict=True)):
+            cells = [Text(visible(value)) for value in values]
+            table.add_row(*cells, style=styles[index] if styles else None)
+        console.print(table, crop=False, highlight=False)
+
+
+def _narrowed(columns: Columns, folding: Collection[str]) -> Columns:
+    """Return columns of which those that wrap are as narrow as they may become."""
+    return {
+        name: _narrow_cells(name, cells) if name in folding else cells
         for name, cells in columns.items()
     }
+
+
+def _narrow_cells(name: str, cells: Sequence[str]) -> Sequence[str]:
+    return ["x" * PROSE_LEAST] if _cell_width(name, cells) > PROSE_LEAST else cells
+
+
+def _parts(
+    columns: Columns, folding: Collection[str], width: int
+) -> Iterator[dict[str, Sequence[str]]]:
+    """Yield the columns, as many at a time as fit, each time with the first one."""
+    [(first, cells), *rest] = columns.items()
+    part = {first: cells}
+    for name, others in rest:
+        wider = {**part, name: others}
+        if len(part) > 1 and table_width(_narrowed(wider, folding), 1) > width:
+            yield part
+            wider = {first: cells, name: others}
+        part = wider
+    yield part
+
+
+def _table(
+    columns: Columns, folding: Collection[str], width: int, *, is_bold: bool
+) -> Table:
+    """Return a table without rows that takes its place in a console of this width."""
+    narrow = _narrowed(columns, folding)
     # rich's divider, and a space on either side
-    gap = 3 if table_width(fixed, 3) <= console.width else 1
-    needed = table_width(fixed, gap)
-    has_bold_header = bool(prose) or styles is None
+    gap = 3 if table_width(narrow, 3) <= width else 1
+    needed = table_width(narrow, gap)
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, gap // 2),
         pad_edge=False,
         show_edge=False,
-        header_style="bold" if has_bold_header else "",
-        width=None if needed <= console.width else needed,
+        header_style="bold" if is_bold else "",
+        width=None if needed <= width else needed,
     )
     for name in columns:
         table.add_column(
             Text(name),
             justify="left" if name in LEFT_ALIGNED else "right",
-            no_wrap=name not in prose,
+            no_wrap=name not in folding,
             overflow="fold",
-            min_width=_cell_width(name, fixed[name]),
+            min_width=_cell_width(name, narrow[name]),
         )
-    for index, values in enumerate(zip(*columns.values(), strict=True)):
-        cells = [Text(visible(value)) for value in values]
-        table.add_row(*cells, style=styles[index] if styles else None)
-    console.print(table, crop=False, highlight=False)
+    return table
 
 
 def heading(console: Console, text: str) -> None:

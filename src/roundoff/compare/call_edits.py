@@ -153,6 +153,7 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
             on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
             everywhere = kind in (_transferred, _switches, _constants)
             exchanges = kind in (_exchanged_parts, _other_order_of_results)
+            exchanges |= kind is _exchanged_inputs and _is_move(call, _JOIN)
             yield Proposal(unlikely, template, on_line, everywhere, exchanges)
 
 

@@ -12,14 +12,13 @@ operator's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 
 from roundoff.compare.recorded_rows import RecordedRow
-from roundoff.compare.traced_calls import TracedCall
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
 from roundoff.ops import operators_that
@@ -87,12 +86,10 @@ class FaultLines:
 
     Attributes:
         sides: both programs.
-        families: for each call those that the same place of its line has made.
         region: the candidate's values that lead to results that differ.
     """
 
     sides: Sides
-    families: Mapping[int, Sequence[TracedCall]]
     region: Collection[int]
 
     def of_operator(self, value: Value) -> str | None:
@@ -128,33 +125,57 @@ class FaultLines:
         if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
             place = both
             if from_made.depth > from_read.depth:
-                place = max(both, len(made) - 1 - from_made.above)
-            return value, made[min(place, self._innermost(value, made))]
-        place = both
-        if from_read.depth > from_made.depth:
-            place = min(len(read) - 1 - from_read.above, self._innermost(reader, read))
-        return reader, read[max(place, both, *within)]
+                place = max(both, self._innermost(value, made) - from_made.above)
+            return value, made[place]
+        place = max([both, *within])
+        if from_read.depth > from_made.depth and not within:
+            place = max(both, self._innermost(reader, read) - from_read.above)
+        return reader, read[place]
 
     def _innermost(self, value: Value, stack: Sequence[str]) -> int:
         """Return the innermost place of a stack whose function may be wrong."""
         place = len(stack) - 1
-        for call in self.families.get(value.row.call, ()):
-            other = stack_of(call.first)
-            if call.first.call == value.row.call or other == tuple(stack):
-                continue
-            if any(self._leads_to_right(row.record) for row in call.rows):
-                place = min(place, len(stack) - 1 - _alike_inside(stack, other))
+        for other in self._of_same_code(value):
+            its_stack = stack_of(other.row)
+            if its_stack != tuple(stack) and self._leads_to_right(other.key):
+                place = min(place, len(stack) - 1 - _alike_inside(stack, its_stack))
         return max(place, 0)
 
     def _is_right_in_other_turns(self, value: Value, stack: Sequence[str]) -> bool:
         """Return True where the same lines give a right value in another turn or layer."""
         return any(
-            self._leads_to_right(row.record)
-            for call in self.families.get(value.row.call, ())
-            if call.first.call != value.row.call
-            and stack_of(call.first) == tuple(stack)
-            for row in call.rows
+            stack_of(other.row) == tuple(stack)
+            and not self._is_of_expression(other, value)
+            and self._leads_to_right(other.key)
+            for other in self._of_same_code(value)
         )
+
+    def _of_same_code(self, value: Value) -> Iterator[Value]:
+        """Yield the other values that the same operator of the same line makes."""
+        for other in self.sides.candidate.values.values():
+            if other.inner or not other.is_call or other.row.phase != _FORWARD:
+                continue
+            is_same = (other.row.line, other.operator) == (
+                value.row.line,
+                value.operator,
+            )
+            if is_same and other.row.call != value.row.call:
+                yield other
+
+    def _is_of_expression(self, part: Value, value: Value) -> bool:
+        """Return True for what a value is made of without leaving the line."""
+        flow = self.sides.candidate
+        waiting = list(value.inputs)
+        seen = set(waiting)
+        while waiting:
+            source = flow.values.get(waiting.pop())
+            if source is None or source.row.line != value.row.line:
+                continue
+            if source.key == part.key:
+                return True
+            waiting += [key for key in source.inputs if key not in seen]
+            seen.update(source.inputs)
+        return False
 
     def _leads_to_right(self, key: int) -> bool:
         """Return True where something is computed of a value that agrees."""

@@ -94,8 +94,7 @@ def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
             apart = _constants_of(sides, twin, value)
             if apart:
                 words = f"{'; '.join(apart)}, on what the reference's reads too"
-                families = families_of(TracedProgram(sides.candidate))
-                line = FaultLines(sides, families, rejoin.region).of_operator(value)
+                line = FaultLines(sides, rejoin.region).of_operator(value)
                 return Blamed(value, twin, words, is_operator=True, line=line)
     return None
 
@@ -160,7 +159,7 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             return Blamed(leaf, rejoin.twin, words, line=value.row.line)
         line = value.row.line
         if not found.is_whole:
-            region_lines = FaultLines(sides, trials.families, region.parted)
+            region_lines = FaultLines(sides, region.parted)
             line = region_lines.of_operator(value)
         return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
     return leaf_on_trial(sides, trials, region)
@@ -169,11 +168,15 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
 def _put_together_for(sides: Sides, cut: Value) -> Value | None:
     """Return the parameter of whose parts a call cuts the values, if a loader joined them.
 
-    None where the reference has the same parameter in one: then only the call can take
-    the parts in another order.
+    Or with which the parts that a call joins are multiplied. None where the reference has
+    the same parameter in one: then only the call can take the parts in another order.
     """
     flow = sides.candidate
     source = flow.behind(cut.key)
+    if cut.operator in _JOIN:
+        readers = [flow.values[key] for key in flow.readers.get(cut.key, ())]
+        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        source = min(readers, key=lambda v: v.order, default=source)
     for _ in range(_LAYER):
         leaves = leaves_of(flow, [source.key])
         matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
@@ -327,7 +330,7 @@ def left_out(
             for given in _in_layout_of(held, content):
                 if trials.outcome({}, {value.key: given})[0]:
                     region = rejoin.region | {rejoin.value.key}
-                    lines = FaultLines(sides, trials.families, region)
+                    lines = FaultLines(sides, region)
                     named, line = lines.of_left_out(value, twin)
                     words = f"left out is {_there(twin)}"
                     return Blamed(named, twin, words, is_operator=True, line=line)
@@ -382,7 +385,7 @@ class _Unlike:
         self._rejoin = rejoin
         self._families = families_of(TracedProgram(sides.candidate))
         region = rejoin.region | {rejoin.value.key}
-        self._lines = FaultLines(sides, self._families, region)
+        self._lines = FaultLines(sides, region)
 
     def blamed(self) -> Blamed:
         """Name the first operator behind the values that agree.

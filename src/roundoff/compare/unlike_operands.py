@@ -9,23 +9,30 @@ of the image.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.parameter_content import relation
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, first_of
+from roundoff.ops import operators_that
+
+_MOVE = operators_that("move values")
+_RESHAPE = operators_that("reshape")
+_PERMUTE = operators_that("permute axes")
 
 
 def blamed_operand(sides: Sides, part: Part) -> Blamed | None:
-    """Return the parameter that stands in another order in the first calls that part.
+    """Return what stands in another order in the first calls that part.
 
     None where no such call has its counterpart's operator and shapes, or all else that it
     reads is not the same place by place.
     """
-    for value in first_of(sides.candidate, set(part.region)):
-        for twin in first_of(sides.reference, set(part.expected)):
-            if value.inner or twin.inner or value.operator != twin.operator:
+    for value in _first_calls(sides.candidate, part.region):
+        for twin in _first_calls(sides.reference, part.expected):
+            if value.operator != twin.operator:
                 continue
             pair = _only_unlike(sides, twin, value)
             if pair is not None:
@@ -33,13 +40,21 @@ def blamed_operand(sides: Sides, part: Part) -> Blamed | None:
     return None
 
 
+def _first_calls(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return the first calls of a region; for a step inside one the whole call."""
+    firsts = first_of(flow, set(region))
+    calls = {value.row.record: flow.values[value.row.record] for value in firsts}
+    return list(calls.values())
+
+
 def _only_unlike(sides: Sides, twin: Value, value: Value) -> tuple[Value, Value] | None:
     """Return the operand that differs, and the reference's, where just one does."""
     ours, theirs = sides.reference, sides.candidate
-    if len(twin.row.inputs) != len(value.row.inputs) or len(value.row.inputs) < 2:
+    if min(len(twin.row.inputs), len(value.row.inputs)) < 2:
         return None
     unlike = []
-    for key, other in zip(twin.row.inputs, value.row.inputs, strict=True):
+    # a bias may be added before or after
+    for key, other in zip(twin.row.inputs, value.row.inputs, strict=False):
         one, two = _tensor(ours, key), _tensor(theirs, other)
         if one is None or two is None or one.shape != two.shape:
             return None
@@ -62,12 +77,12 @@ def _equal(sides: Sides, one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _in_another_order(sides: Sides, wanted: Value, read: Value) -> bool:
-    if wanted.says_nothing or not of_leaves_alone(sides.candidate, read):
-        return False
-    return wanted.key in sides.all_twins(read)
+    return not wanted.says_nothing and wanted.key in sides.all_twins(read)
 
 
 def _blamed(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
+    if not of_leaves_alone(sides.candidate, read):
+        return _blamed_layout(sides, wanted, read)
     leaf = _only_leaf(sides.candidate, read)
     source = _only_leaf(sides.reference, wanted)
     if leaf is None or source is None:
@@ -80,6 +95,20 @@ def _blamed(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     words = "in another order" if how is None else how.words
     name = f"{leaf.row.name} is the reference's {source.row.name} {words}"
     return Blamed(leaf, source, f"{name}, which its layer does not undo")
+
+
+def _blamed_layout(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
+    """Return the call that puts what is computed where it is read."""
+    moved = read
+    while moved.is_call and (not moved.computes or moved.operator in _MOVE):
+        if moved.operator in _RESHAPE | _PERMUTE and moved.row.line:
+            words = f"{moved.operator} puts the elements into another order than in"
+            there = f"{wanted.row.site} ({wanted.row.line})"
+            return Blamed(moved, wanted, f"{words} {there}")
+        if len(moved.inputs) != 1:
+            return None
+        moved = sides.candidate.values[moved.inputs[0]]
+    return None
 
 
 def _only_leaf(flow: Flow, value: Value) -> Value | None:

@@ -10,6 +10,7 @@ that stand in several axes may have two of these exchanged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, product
@@ -24,15 +25,18 @@ from roundoff.compare.transplants import before
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
 from roundoff.compare.value_sketch import sketch_of_tensor
+from roundoff.ops import operators_that
 
+_PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
 MOST_LEAVES = 12
 #: Calls between a layer and what a region reads of it: moves, a bias, a factor.
 MOST_BEFORE = 12
 #: Axes from the last on of which two may stand the other way round.
 MOST_AXES = 3
-#: Parameters that a loader turned alike, of those that a region reads.
-MOST_ALIKE = 3
+#: Parameters that a loader turned alike, where it turned not all of one kind: two
+#: projections with their biases.
+MOST_ALIKE = 4
 #: How many parts a fused parameter may have: key and value, with query, four gates.
 PARTS = (2, 3, 4)
 
@@ -110,14 +114,14 @@ def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
 
 
 def _layer_of(flow: Flow, value: Value) -> Iterator[Value]:
-    """Yield what a value is made of one by one, back to the call that reads a parameter.
+    """Yield what a value is made of one by one, back to the product with a weight.
 
     Scaled or not, its elements stand where that call has put them.
     """
     for _ in range(MOST_BEFORE):
         inputs = [flow.values[key] for key in value.inputs if key in flow.values]
         made = [each for each in inputs if each.is_call and each.is_number]
-        if len(made) != 1 or flow.parameters_read(value.key):
+        if len(made) != 1 or value.operator in _PRODUCTS:
             return
         [value] = made
         yield value
@@ -162,8 +166,8 @@ def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
     """Return the parameters of each layer by the last word of their names."""
     layers: dict[str, dict[str, Value]] = {}
     for leaf in leaves:
-        layer, _, last = (leaf.row.name or "").rpartition(".")
-        layers.setdefault(layer, {})[last] = leaf
+        *layer, last = re.split(r"[._]", leaf.row.name or "")
+        layers.setdefault(".".join(layer), {})[last] = leaf
     return layers
 
 
@@ -176,10 +180,22 @@ def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
         if len(members) > 1:
             yield from _parts_alike(members)
     for places in combinations(range(-MOST_AXES, 0), 2):
-        for change in (_axes_exchanged, _axes_split_otherwise):
-            changed = {leaf: change(tensor, places) for leaf, tensor in present}
-            for count in range(2, MOST_ALIKE + 1):
-                yield from _together(changed, count, places)
+        for group in _of_equal_axes(present, places):
+            for change in (_axes_exchanged, _axes_split_otherwise):
+                changed = [(leaf, change(tensor, places)) for leaf, tensor in group]
+                yield from _together(changed, places)
+
+
+def _of_equal_axes(
+    present: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
+) -> Iterator[list[tuple[Value, Tensor]]]:
+    """Yield the parameters that have two axes of the same sizes, two at least."""
+    groups: dict[tuple[int, ...], list[tuple[Value, Tensor]]] = {}
+    for leaf, tensor in present:
+        if tensor.dim() >= -places[0]:
+            sizes = tuple(tensor.shape[place] for place in places)
+            groups.setdefault(sizes, []).append((leaf, tensor))
+    yield from (group for group in groups.values() if len(group) > 1)
 
 
 def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]:
@@ -199,36 +215,30 @@ def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]
                 yield _Exchange(members[0][0], tensors, words)
 
 
-def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor | None:
+def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor:
     """Return what stands in two axes the other way round, in the shape that it has."""
-    if tensor.dim() < -places[0]:
-        return None
     return tensor.transpose(*places).reshape(tensor.shape)
 
 
-def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor | None:
+def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor:
     """Return the same elements where one axis was cut in two the other way round."""
-    if tensor.dim() < -places[0]:
-        return None
     shape = list(tensor.shape)
     first, second = places
-    if shape[first] == shape[second]:
-        return None
     shape[first], shape[second] = shape[second], shape[first]
     return tensor.reshape(shape).transpose(*places).contiguous()
 
 
 def _together(
-    changed: Mapping[Value, Tensor | None], count: int, places: tuple[int, int]
+    changed: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
 ) -> Iterator[_Exchange]:
-    present = [leaf for leaf, tensor in changed.items() if tensor is not None]
-    for group in combinations(present, count):
-        tensors = {leaf.key: changed[leaf] for leaf in group}
-        names = " and ".join(leaf.row.name or "" for leaf in group)
-        words = f"{names} have axes {places[0]} and {places[1]} the other way round"
-        yield _Exchange(
-            group[0], {k: t for k, t in tensors.items() if t is not None}, words
-        )
+    """Yield all of them changed, then some."""
+    counts = dict.fromkeys((len(changed), *range(2, MOST_ALIKE + 1)))
+    for count in counts:
+        for group in combinations(changed, count):
+            tensors = {leaf.key: tensor for leaf, tensor in group}
+            names = " and ".join(leaf.row.name or "" for leaf, _ in group)
+            words = f"{names} have axes {places[0]} and {places[1]} the other way round"
+            yield _Exchange(group[0][0], tensors, words)
 
 
 def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:

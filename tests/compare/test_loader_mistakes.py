@@ -1,0 +1,128 @@
+"""What a loader did wrong to several parameters in one way, or what a layout did instead.
+
+The reference is a convolution, an attention with heads and a gated layer; the port keeps
+heads as an axis of its parameters, and joins what the reference has apart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.explain import EarlierSteps, Sides
+from roundoff.compare.port_comparison import compare_port
+
+HEADS, WIDTH = 2, 4
+DIM = HEADS * WIDTH
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {
+    "stem": drawn(DIM, 3, 3, 3, seed=1),
+    **{f"{n}_w": drawn(DIM, DIM, seed=s) * 0.5 for s, n in enumerate("qkv", 2)},
+    **{f"{n}_b": drawn(DIM, seed=s) for s, n in enumerate("qkv", 5)},
+    "gate": drawn(10, DIM, seed=8),
+    "up": drawn(10, DIM, seed=9),
+    "down": drawn(3, 10, seed=10),
+}
+X = drawn(2, 3, 5, 5, seed=11)
+
+
+def split(x):
+    return x.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+
+
+def reference(m, x):
+    x = torch.tanh(F.conv2d(x, m.stem, padding=1)).flatten(2).transpose(1, 2)
+    q = split(F.linear(x, m.q_w, m.q_b))
+    k = split(F.linear(x, m.k_w, m.k_b))
+    v = split(F.linear(x, m.v_w, m.v_b))
+    x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return F.linear(F.silu(F.linear(x, m.gate)) * F.linear(x, m.up), m.down)
+
+
+def leaves(fault):
+    w = {name: tensor.clone() for name, tensor in LEAVES.items()}
+    held = {"kernel": w["stem"].permute(2, 3, 1, 0)}
+    if fault == "kernel turned":
+        held["kernel"] = w["stem"].permute(3, 2, 1, 0)
+    source = {"query": "q", "key": "k", "value": "v"}
+    if fault == "layers exchanged":
+        source = {"query": "q", "key": "v", "value": "k"}
+    for name, letter in source.items():
+        matrix = w[f"{letter}_w"].t()
+        heads = matrix.reshape(DIM, HEADS, WIDTH)
+        if fault == "heads last" and name != "value":
+            heads = matrix.reshape(DIM, WIDTH, HEADS).transpose(1, 2)
+        held[f"{name}_kernel"] = heads
+        held[f"{name}_bias"] = w[f"{letter}_b"].reshape(HEADS, WIDTH)
+    if fault == "heads last":
+        for letter, name in (("q", "query"), ("k", "key")):
+            bias = w[f"{letter}_b"].reshape(WIDTH, HEADS).t()
+            held[f"{name}_bias"] = bias
+    parts = [w["gate"], w["up"]]
+    if fault == "parts joined the other way round":
+        parts.reverse()
+    held["both"] = torch.cat(parts)
+    held["down"] = w["down"]
+    return {name: tensor.contiguous() for name, tensor in held.items()}
+
+
+def port(m, x, fault):
+    x = F.conv2d(x, m.kernel.permute(3, 2, 0, 1), padding=1)
+    x = torch.tanh(x).permute(0, 2, 3, 1).reshape(2, 25, DIM)
+    q = torch.einsum("bnc,chd->bnhd", x, m.query_kernel) + m.query_bias
+    k = torch.einsum("bnc,chd->bnhd", x, m.key_kernel) + m.key_bias
+    v = torch.einsum("bnc,chd->bnhd", x, m.value_kernel) + m.value_bias
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if fault == "queries viewed":
+        q = q.transpose(1, 2).reshape(2, HEADS, 25, WIDTH)
+    y = F.scaled_dot_product_attention(q, k, v)
+    x = y.permute(0, 2, 1, 3).reshape(2, 25, DIM) + x
+    gate, up = (x @ m.both.t()).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up) @ m.down.t()
+
+
+def named(program, step_of, fault):
+    ours = program(reference, **LEAVES)
+    theirs = program(lambda m, x: port(m, x, fault), **leaves(fault))
+    sides = Sides(step_of(ours, X, tensors=True), step_of(theirs, X, tensors=True))
+    return [row for row in compare_port(sides, EarlierSteps()) if row.cause == "own"]
+
+
+def test_the_port_is_right(program, step_of):
+    assert not named(program, step_of, "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "names", "words"),
+    [
+        ("kernel turned", {"kernel"}, "in the order [3, 2, 1, 0]"),
+        ("layers exchanged", {"key_kernel", "value_kernel"}, "stand in for each other"),
+        ("heads last", {"query_kernel", "key_kernel"}, "the other way round"),
+        ("parts joined the other way round", {"both"}, "stand in another order than"),
+    ],
+)
+def test_the_parameter_is_named(program, step_of, fault, names, words):
+    [row] = named(program, step_of, fault)
+    assert row.name in names, row.evidence
+    assert words in row.evidence
+
+
+def test_a_joined_parameter_is_named_with_the_line_that_cuts(program, step_of):
+    [row] = named(program, step_of, "parts joined the other way round")
+    text = Path(__file__).read_text().splitlines()
+    assert ".chunk(2, -1)" in text[int(row.blamed_line.rpartition(":")[2]) - 1]
+
+
+def test_an_operand_that_a_layout_put_in_another_order(program, step_of):
+    [row] = named(program, step_of, "queries viewed")
+    text = Path(__file__).read_text().splitlines()
+    assert "reshape(2, HEADS" in text[int(row.blamed_line.rpartition(":")[2]) - 1]
+    assert row.looks_like == "wrong axis or layout"

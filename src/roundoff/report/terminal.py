@@ -130,9 +130,9 @@ def _telling(columns: Sequence[_Column], width: int) -> int:
     return 1
 
 
-def _needed(columns: Sequence[_Column], gap: int = 1, *, whole: bool = False) -> int:
-    widths = [c.width(NAME_LEAST, has_whole_heading=whole) for c in columns]
-    return sum(widths) + gap * (len(columns) - 1)
+def _needed(columns: Sequence[_Column]) -> int:
+    widths = [c.width(NAME_LEAST, has_whole_heading=False) for c in columns]
+    return sum(widths) + len(columns) - 1
 
 
 def _widths(columns: Sequence[_Column], room: int) -> list[int]:
@@ -153,9 +153,10 @@ def _widths(columns: Sequence[_Column], room: int) -> list[int]:
 def _print_part(
     columns: Sequence[_Column], console: Console, styles: Sequence[str] | None
 ) -> None:
-    # rich's divider, and a space on either side
-    gap = 3 if _needed(columns, 3, whole=True) <= console.width else 1
-    gaps = gap * (len(columns) - 1)
+    between = len(columns) - 1
+    # rich's divider, with a space on either side where nothing has to wrap for it
+    gap = 3 if sum(c.whole for c in columns) + 3 * between <= console.width else 1
+    gaps = gap * between
     widths = _widths(columns, console.width - gaps)
     table = Table(
         box=box.SIMPLE_HEAD,

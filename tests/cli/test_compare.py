@@ -106,13 +106,12 @@ def test_a_narrow_terminal_keeps_the_numbers(here, capsys, monkeypatch):
     assert main("compare good bad".split()) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 70
-    assert "Left out at 70 columns" in out
+    assert all(heading in out for heading in ("tolerance", "looks like", "line"))
 
 
 def test_to_a_pipe_every_column_and_name_is_whole(here, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = said("compare good bad", capsys, 1)
-    assert "Left out" not in text
     assert "tolerance" in text
     assert "norm/native_layer_norm" in text
 

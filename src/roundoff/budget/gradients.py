@@ -40,6 +40,7 @@ from roundoff.ops import (
     Operand,
     float_tensors,
     is_floating,
+    numbers_of,
     round_gradient,
     round_operand,
     round_output,
@@ -490,7 +491,7 @@ def rerunnable(call: Call) -> list[Any]:
 
 def power_sum(tensors: Iterable[Tensor], power: int) -> float:
     """Return the sum of absolute values (1) or squares (2) of all elements."""
-    return sum(float(t.double().abs().pow(power).sum()) for t in tensors)
+    return sum(numbers_of([t.double().abs().pow(power).sum() for t in tensors]))
 
 
 def measure_gradients(

@@ -157,7 +157,9 @@ class Projector:
         if error is None:
             samples = self.probes.shape[0]
             self._project()
-            zeros = self.probes.new_zeros(samples, 1, len(self.gradients))
+            zeros = torch.zeros(
+                samples, 1, len(self.gradients), dtype=self.probes.dtype
+            )
             self._values.append(zeros)
             self._overflow.append(0)
             return
@@ -184,7 +186,8 @@ class Projector:
         if not errors:
             return
         joined = errors[0] if len(errors) == 1 else torch.cat(errors, dim=1)
-        values = torch.bmm(joined, self.probes)
+        # the copy that is kept: its numbers are looked at where they cost no second one
+        values = torch.bmm(joined, self.probes).cpu()
         if not math.isfinite(float(values.sum())):
             projected = [project(self.probes, error) for error in errors]
             values = torch.stack([lost.T for lost, _ in projected], dim=1)
@@ -218,13 +221,13 @@ def arrange(error: Tensor, axis: tuple[int, int] | None, samples: int) -> Tensor
 
 
 def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
-    """Return inner products ``(K, S)`` of an error with the probe gradients.
+    """Return inner products ``(K, S)`` of an error with the probe gradients, on the CPU.
 
     With them comes how many errors are not finite. An infinite error (the format
     overflowed) that no probe looks at, a masked position say, costs nothing; one that a
     probe looks at costs everything: its projection is infinite.
     """
-    values = torch.bmm(error, probes)[:, 0, :].T
+    values = torch.bmm(error, probes).cpu()[:, 0, :].T
     if math.isfinite(float(values.sum())):
         return values, 0
     bad = ~error.isfinite()
@@ -234,8 +237,8 @@ def project(probes: Tensor, error: Tensor) -> tuple[Tensor, int]:
     looked_at = probes.ne(0)  # (S, n, K)
     lost = (looked_at & bad_elements).any(dim=1)  # (S, K)
     count = int((bad_elements & looked_at.any(dim=2, keepdim=True)).sum())
-    values = torch.bmm(error.masked_fill(bad, 0.0), probes)[:, 0, :].T
-    return values.masked_fill(lost.T, float("inf")), count
+    values = torch.bmm(error.masked_fill(bad, 0.0), probes).cpu()[:, 0, :].T
+    return values.masked_fill(lost.T.cpu(), float("inf")), count
 
 
 def _wide(tensor: Tensor) -> Tensor:

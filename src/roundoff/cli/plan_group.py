@@ -240,21 +240,20 @@ def explain(
 
 def _print_decisions(decisions: Sequence[SiteDecision], *, with_autocast: bool) -> None:
     """Print a table of deciding rules, with what autocast's own lists say."""
-    from rich.table import Table
-    from rich.text import Text
-
     from roundoff.plan import DEVICES
+    from roundoff.report import print_table
 
     devices = DEVICES if with_autocast else ()
-    columns = [f"autocast, {device}" for device in devices]
-    table = Table(box=None)
-    for heading in ("site", "format", "decided by", *columns):
-        table.add_column(heading, overflow="fold")  # a name that is cut names nothing
-    for row in decisions:
-        listed = [row.listed.get(device, "–") for device in devices]
-        # Text: a name in brackets is no markup
-        table.add_row(*map(Text, (row.site, row.format, row.why, *listed)))
-    o.console().print(table)
+    columns = {
+        "site": [row.site for row in decisions],
+        "format": [row.format for row in decisions],
+        "decided by": [row.why for row in decisions],
+    }
+    for device in devices:
+        columns[f"autocast, {device}"] = [
+            row.listed.get(device, "–") for row in decisions
+        ]
+    print_table(o.console(), columns)
 
 
 def _is_ascend(source: Path, tool: str | None) -> bool:

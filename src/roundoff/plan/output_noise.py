@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from roundoff.ops import numbers_of
 from roundoff.workload import output_names
 
 
@@ -76,13 +77,19 @@ def powers(candidate: Tensor, exact: Tensor) -> tuple[float, float]:
     """Return the powers of the difference and of ``exact`` in float64, where that is finite."""
     wanted = exact.double()
     values = candidate.double()
-    signal = float(wanted.square().sum())
+    error, signal = _squares(values, wanted)
     if not math.isfinite(signal):
         finite = wanted.isfinite()
-        values = values[finite]
-        wanted = wanted[finite]
-        signal = float(wanted.square().sum())
-    return float((values - wanted).square().sum()), signal
+        error, signal = _squares(values[finite], wanted[finite])
+    return error, signal
+
+
+def _squares(values: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Sum the squares of the difference and of ``wanted``, in one copy to the host."""
+    error, signal = numbers_of(
+        [(values - wanted).square().sum(), wanted.square().sum()]
+    )
+    return error, signal
 
 
 def output_noises(

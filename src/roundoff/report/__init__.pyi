@@ -56,6 +56,7 @@ from .strict import plain as plain
 from .strict import strict as strict
 from .strict import write_json as write_json
 from .terminal import HarmlessConsole as HarmlessConsole
+from .terminal import print_table as print_table
 from .text import print_plan as print_plan
 from .text import print_ranking as print_ranking
 from .text import print_summary as print_summary

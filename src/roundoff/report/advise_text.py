@@ -72,7 +72,6 @@ def _print_rows(rows: Sequence[AdviceRow], console: Console) -> None:
             "verdict": [row.verdict for row in rows],
             "at": [row.place for row in rows],
         },
-        prose=("at",),
     )
     for row in rows:
         say(console, f"{title_of(row.name)}: {sentence(row)} Do: {row.do}.")

@@ -19,23 +19,14 @@ if TYPE_CHECKING:
     from roundoff.train import BenchRow, BenchSummary
 
 STYLES = {"different": "yellow", "undecided": ""}
-#: Columns that a narrow console does without, the first one first.
-DISPENSABLE = ("by CPU time", "quartiles", "memory")
 
 
 def print_bench(summary: BenchSummary, console: Console) -> None:
-    """Print a bench.
-
-    Columns for which the console is too narrow are left out, and a line says so.
-    """
+    """Print a bench."""
     _print_header(summary, console)
     columns = _columns(summary)
-    left_out = _fit(columns, console.width)
     styles = [_style(row) for row in summary.rows]
-    print_table(console, columns, prose=("verdict",), styles=styles)
-    if left_out:
-        text = f"Left out at {console.width} columns: {', '.join(left_out)}."
-        say(console, text, style="dim")
+    print_table(console, columns, styles=styles)
     for row in summary.rows:
         lines = details(row)
         if lines:
@@ -91,21 +82,6 @@ def _style(row: BenchRow) -> str:
     if row.failed or row.worse:
         return "red"
     return STYLES.get(row.verdict or "", "")
-
-
-def _fit(columns: dict[str, list[str]], width: int) -> list[str]:
-    """Delete dispensable columns until the others fit; return their names."""
-    left_out = []
-    for name in DISPENSABLE:
-        if table_width(columns) <= width:
-            break
-        del columns[name]
-        left_out.append(name)
-    return left_out
-
-
-def table_width(columns: dict[str, list[str]]) -> int:
-    return sum(max(map(len, [name, *cells])) + 2 for name, cells in columns.items())
 
 
 def details(row: BenchRow) -> list[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from roundoff.report.figures import NONE, count
-from roundoff.report.run_text import columns_of, print_fitting
-from roundoff.report.terminal import heading, say
+from roundoff.report.run_text import columns_of
+from roundoff.report.terminal import heading, print_table, say
 
 if TYPE_CHECKING:
     from roundoff.check import CheckpointCheck, TensorChange
@@ -26,7 +26,7 @@ def print_checkpoints(
     if differing:
         heading(console, "Tensors that differ, the largest relative change first")
         cells = [_cells(change) for change in differing[:limit]]
-        print_fitting(columns_of(cells), console, ("dtype", "shape", "cosine"))
+        print_table(console, columns_of(cells))
     hidden = len(differing) - limit
     if hidden > 0:
         say(console, f"{count(hidden, 'more tensor')}: --rows {len(differing)}.")

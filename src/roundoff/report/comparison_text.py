@@ -20,8 +20,9 @@ from roundoff.report.comparison_answer import (
     times,
 )
 from roundoff.report.figures import NONE, count, db, percent
-from roundoff.report.run_text import Columns, number, print_fitting
+from roundoff.report.run_text import Columns, number
 from roundoff.report.terminal import heading as _heading
+from roundoff.report.terminal import print_table
 from roundoff.report.terminal import print_text as _print
 from roundoff.report.terminal import say as _say
 
@@ -34,19 +35,6 @@ if TYPE_CHECKING:
     )
 
 STYLES = {"fail": "red", "undecided": "yellow"}
-#: Columns that a narrow console leaves out, the first first.
-_CULPRIT_COLUMNS = ("times", "rank", "step", "phase", "share", "looks like", "line")
-_ROW_COLUMNS = (
-    "ulp max",
-    "status",
-    "SQNR",
-    "cosine",
-    "from",
-    "phase",
-    "tolerance",
-    "rank",
-    "step",
-)
 
 
 def print_comparison(
@@ -56,7 +44,6 @@ def print_comparison(
 ) -> None:
     """Print the comparison with at most ``limit`` culprits and rows.
 
-    A column for which the console is too narrow is left out, and a line says so.
     ``own error`` is the relative error that the operator made itself, ``times`` the
     same in units of what rounding explains.
     """
@@ -82,7 +69,7 @@ def _colour(summary: ComparisonSummary) -> str:
 def _print_culprits(culprits: Sequence[Culprit], console: Console, limit: int) -> None:
     shown = culprits[:limit]
     _heading(console, "Operators that made an error of their own, likeliest first")
-    print_fitting(_culprit_columns(shown), console, _CULPRIT_COLUMNS)
+    print_table(console, _culprit_columns(shown))
     for place, culprit in enumerate(shown, 1):
         detail = _detail(culprit)
         if detail:
@@ -142,7 +129,7 @@ def _print_rows(summary: ComparisonSummary, console: Console, limit: int) -> Non
     )
     _heading(console, f"Values, those that fail and weigh most first ({counts})")
     styles = [STYLES.get(row.verdict, "") for row in rows]
-    print_fitting(_row_columns(summary, rows), console, _ROW_COLUMNS, styles)
+    print_table(console, _row_columns(summary, rows), styles=styles)
     every = max(summary.rows_total, len(summary.rows))
     left = every - len(rows)
     if left > 0:

@@ -11,7 +11,7 @@ from rich.console import Console
 from roundoff.report.comparison_answer import call_name, size, times
 from roundoff.report.comparison_text import cosine, value_name
 from roundoff.report.figures import NONE, db, percent
-from roundoff.report.run_text import BAR, Columns, number, print_fitting, shape, whole
+from roundoff.report.run_text import BAR, Columns, number, shape, whole
 from roundoff.report.terminal import heading, print_table, say
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _print_inputs(inputs: Sequence[InputDifference], console: Console) -> None:
         "error": [size(each.error) for each in inputs],
         "counterpart": [_counterpart(each) for each in inputs],
     }
-    print_fitting(columns, console, ("counterpart",))
+    print_table(console, columns)
 
 
 def _counterpart(difference: InputDifference) -> str:

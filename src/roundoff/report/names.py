@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from rich.cells import cell_len, chop_cells
+
 from roundoff.foreign import visible
 
 GAP = "…"
@@ -13,8 +15,8 @@ BREAKS = re.compile(r"(?<=[./_# ])")
 
 
 def wrap(name: str, width: int) -> str:
-    """Break a name into lines of at most ``width`` characters, behind a dot or slash if
-    it can be.
+    """Break a name into lines of at most ``width`` columns of the terminal, behind a dot or
+    slash if it can be.
 
     Nothing is left out: joined, the lines are the name, its control characters made
     visible, ends of lines too.
@@ -24,13 +26,10 @@ def wrap(name: str, width: int) -> str:
     """
     lines = [""]
     for part in BREAKS.split(visible(name, lines=False)):
-        if len(lines[-1]) + len(part) > width and lines[-1]:
+        if cell_len(lines[-1]) + cell_len(part) > width and lines[-1]:
             lines.append("")
-        while len(part) > width:
-            lines[-1] = part[:width]
-            lines.append("")
-            part = part[width:]
-        lines[-1] += part
+        *full, rest = chop_cells(part, width) or [""]
+        lines[-1:] = [*full, lines[-1] + rest]
     return "\n".join(lines).rstrip("\n")
 
 

@@ -34,6 +34,6 @@ def print_outputs(
         heading(console, HEADING)
         styles = ["red" if row.met is False else "" for row in rows]
         columns = output_columns(rows, file)
-        print_table(console, columns, styles=styles, prose={"note"})
+        print_table(console, columns, styles=styles)
     for sentence in together(rows):
         say(console, sentence, style="dim")

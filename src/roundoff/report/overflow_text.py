@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from roundoff.report.figures import NONE, count, listing, percent
-from roundoff.report.run_text import columns_of, number, print_fitting, whole
+from roundoff.report.run_text import columns_of, number, whole
 from roundoff.report.terminal import heading, print_table, print_text, say
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _print_events(
     if not has_several_steps:
         del columns["step"]
     styles = [_STYLES.get(event.kind, "") for event in shown]
-    print_fitting(columns, console, ("dtype", "phase", "of"), styles)
+    print_table(console, columns, styles=styles)
     if has_several_steps:
         say(console, "step is step.rank.", style="dim")
     hidden = len(events) - len(shown)
@@ -209,8 +209,7 @@ def _print_margins(overflow: Overflow, console: Console, limit: int) -> None:
         say(console, "No floating-point values were recorded.")
         return
     shown = rows[:limit]
-    columns = columns_of([_margin_cells(margin) for margin in shown])
-    print_fitting(columns, console, ("limit", "phase", "line", "largest"))
+    print_table(console, columns_of([_margin_cells(margin) for margin in shown]))
     hidden = len(rows) - len(shown)
     if hidden:
         more = f"{count(hidden, 'more row')}: --rows {len(rows)}."
@@ -242,8 +241,9 @@ def _print_formats(rows: Sequence[FormatShare], console: Console) -> None:
     fates_of: dict[tuple[str, str], dict[str, FormatShare]] = {}
     for row in rows:
         fates_of.setdefault((row.phase, row.format), {})[row.fate] = row
-    columns = columns_of([_format_cells(fates) for fates in fates_of.values()])
-    print_fitting(columns, console, ())
+    print_table(
+        console, columns_of([_format_cells(fates) for fates in fates_of.values()])
+    )
     say(
         console,
         "site: where overflow is most frequent, or where nothing overflows, underflow "

@@ -49,7 +49,6 @@ def print_files(summary: Summary, folder: str, console: Console) -> None:
             "size": [quantize_answer.size(file.bytes) for file in summary.files],
             "what": [file.reason or file.what for file in summary.files],
         },
-        prose={"what"},
     )
 
 
@@ -71,7 +70,6 @@ def _print_steps(summary: Summary, console: Console) -> None:
             "after": [db(step.after) for step in summary.steps],
             "note": [step.note for step in summary.steps],
         },
-        prose={"note"},
     )
 
 
@@ -91,7 +89,6 @@ def _print_trials(summary: Summary, console: Console) -> None:
             "metric": [line.metric for line in lines],
             summary.asked.cost: [line.cost for line in lines],
         },
-        prose={"formats"},
     )
 
 
@@ -140,7 +137,6 @@ def _print_coverage(summary: Summary, console: Console) -> None:
                 "reason": [reason for reason, _ in groups],
                 "for example": [", ".join(sites[:EXAMPLES]) for _, sites in groups],
             },
-            prose={"reason", "for example"},
         )
     for row in quantize_answer.without_integer_kernel(summary)[:EXAMPLES]:
         say(
@@ -165,7 +161,7 @@ def _print_tradeoff(summary: Summary, console: Console) -> None:
         columns[summary.result.metric_name] = [metric(row.metric) for row in rows]
     if any(row.reason for row in rows):
         columns["reason"] = [row.reason for row in rows]
-    print_table(console, columns, prose={"reason"})
+    print_table(console, columns)
     say(
         console,
         "Work: bit operations as a share of fp32's, by a cost model; speed is measured for model.onnx alone.",

@@ -36,13 +36,13 @@ def print_replay(replay: Replay, console: Console, *, top: int = 20) -> None:
     >>> print_replay(replay, Console(width=80))
     <BLANKLINE>
     Own error against fp64 on cpu: 1 result
-    step     phase   site...        output    SQNR   max error
-    ──────────────────────────────────────────────────────────
-       3   forward   head/addmm          0   120.0       5e-07
+    step   phase     site         output    SQNR   max error
+    ────────────────────────────────────────────────────────
+    3      forward   head/addmm        0   120.0       5e-07
     <BLANKLINE>
     Not run again: 1 result
-    count   reason                 for example...
-    ───────────────────────────────────────────
+    count   reason                 for example
+    ──────────────────────────────────────────
         1   draws random numbers   /dropout...
     """
     compared = [
@@ -83,7 +83,6 @@ def _print_errors(rows: Sequence[ReplayedOutput], console: Console) -> None:
             "SQNR": [_sqnr(row) for row in rows],
             "max error": [f"{row.own_max:.3g}" for row in rows],
         },
-        prose={"site"},
     )
 
 
@@ -108,5 +107,4 @@ def _print_reasons(rows: Sequence[ReplayedOutput], console: Console) -> None:
             "reason": reasons,
             "for example": [sites[reason][0] for reason in reasons],
         },
-        prose={"reason", "for example"},
     )

@@ -12,13 +12,10 @@ from rich.console import Console
 from roundoff.foreign import visible
 from roundoff.record import SiteDetails, SiteInput
 from roundoff.report.figures import NONE, count, percent, ratio
-from roundoff.report.names import wrap
 from roundoff.report.terminal import (
-    SITE_LEAST,
     heading,
     print_table,
     say,
-    table_width,
 )
 
 if TYPE_CHECKING:
@@ -49,8 +46,7 @@ def print_show(
 ) -> None:
     """Print what ``roundoff.show`` returns: coverage first, then rows or one site.
 
-    At most ``limit`` rows; a line says how many are left out, and which columns where
-    the console is narrow.
+    At most ``limit`` rows; a line says how many are left out.
     """
     for line in headline(shown):
         say(console, line)
@@ -72,8 +68,7 @@ def _print_rows(table: SiteTable, console: Console, limit: int) -> None:
     if all(row.own_l2 is None for row in rows):
         del columns["own error"]
     styles = ["bold red" if row.nan or _infinite(row) else "" for row in rows]
-    spare = ("line", "mean", "shape", "zero", "min", "phase")
-    print_fitting(columns, console, spare, styles)
+    print_table(console, columns, styles=styles)
     for row in rows:
         if row.reason:
             say(console, f"! {row.site}: {row.reason}", style="yellow")
@@ -273,8 +268,7 @@ def _print_inputs(
     if not inputs:
         return
     heading(console, "Inputs")
-    columns = columns_of([_input_cells(entry) for entry in inputs])
-    print_fitting(columns, console, ("shape", "line", "min"))
+    print_table(console, columns_of([_input_cells(entry) for entry in inputs]))
 
 
 def _input_cells(entry: SiteInput | UnrecordedInput) -> dict[str, str]:
@@ -358,28 +352,6 @@ def histogram(bins: Sequence[HistogramBin]) -> list[str]:
         cells = [f"{power:<{width}}", bar, f"{entry.count:,}"]
         lines.append(" ".join(cell for cell in cells if cell))
     return lines
-
-
-def print_fitting(
-    columns: Columns,
-    console: Console,
-    spare: Sequence[str],
-    styles: Sequence[str] | None = None,
-) -> None:
-    """Print a table with a column ``site``, in which names wrap, without those of
-    ``spare`` that it has no room for."""
-    left_out = []
-    for name in spare:
-        if console.width - table_width({**columns, "site": []}, 1) >= SITE_LEAST:
-            break
-        if columns.pop(name, None) is not None:
-            left_out.append(name)
-    room = max(console.width - table_width({**columns, "site": []}, 1), 3)
-    columns["site"] = [wrap(name, room) for name in columns["site"]]
-    print_table(console, columns, styles=styles)
-    if left_out:
-        text = f"Left out at {console.width} columns: {', '.join(left_out)}."
-        say(console, text, style="dim")
 
 
 def number(value: float | None) -> str:

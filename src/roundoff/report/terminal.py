@@ -5,7 +5,8 @@ What is printed may be of somebody else's file: see ``HarmlessConsole``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.cells import cell_len
@@ -15,16 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from roundoff.foreign import visible
+from roundoff.report.names import BREAKS, wrap
 
 #: Cells of each column, by heading.
 Columns = Mapping[str, Sequence[str]]
 
-#: Fewest characters of a column of names, and of a column that wraps.
-SITE_LEAST = 16
-PROSE_LEAST = 12
+#: Fewest columns of the terminal for names; fewer only where nothing else is left.
+NAME_LEAST = 16
+NAME_FEWEST = 3
+#: Columns of names and sentences, by heading: they wrap.
 LEFT_ALIGNED = frozenset(
     "site|format|plan|operator|plan runs|reason|for example|then|phase|dtype|line|event|verdict|looks like|status|from|"
-    "counterpart|configuration|note|file|what|step|observer|formats|name|at".split("|")
+    "counterpart|configuration|note|file|what|step|observer|formats|name|at|decided by".split(
+        "|"
+    )
 )
 
 
@@ -42,98 +47,140 @@ class HarmlessConsole(Console):
                 yield segment._replace(text=visible(segment.text))
 
 
-def table_width(columns: Columns, gap: int) -> int:
-    """Return the columns of the terminal that a table takes.
+@dataclass(frozen=True)
+class _Column:
+    """A column of a table.
 
-    A heading without cells takes nothing itself.
+    Attributes:
+        whole: its width where nothing is broken.
+        least: that of its numbers, and of the longest word of its heading.
     """
-    widths = [_cell_width(name, cells) for name, cells in columns.items() if cells]
-    return sum(widths) + gap * (len(columns) - 1)
+
+    heading: str
+    cells: tuple[str, ...]
+    whole: int
+    least: int
+
+    @property
+    def has_names(self) -> bool:
+        return self.heading in LEFT_ALIGNED
+
+    def width(self, names: int, *, has_whole_heading: bool) -> int:
+        """Return its width where names have at most ``names`` columns of the terminal."""
+        if self.has_names:
+            return min(self.whole, names)
+        return self.whole if has_whole_heading else self.least
 
 
-def _cell_width(heading: str, cells: Sequence[str]) -> int:
-    lines = [line for cell in cells for line in cell.split("\n")]
-    return max(map(cell_len, [heading, *lines]))
+def _column(heading: str, cells: Sequence[str]) -> _Column:
+    shown = tuple(visible(cell, lines=False) for cell in cells)
+    widest = max(map(cell_len, shown), default=0)
+    word = max(map(cell_len, BREAKS.split(heading)))
+    return _Column(heading, shown, max(cell_len(heading), widest), max(word, widest))
 
 
 def print_table(
-    console: Console,
-    columns: Columns,
-    *,
-    prose: Collection[str] = (),
-    styles: Sequence[str] | None = None,
+    console: Console, columns: Columns, *, styles: Sequence[str] | None = None
 ) -> None:
-    """Print a table whose numbers keep their width, whatever the console's.
+    """Print a table that fits the console: all of its columns, and every cell whole.
 
-    The columns named in ``prose`` wrap; where the table is wider than the console, all
-    columns of text do. What is wider still goes on below, the first column repeated.
-    Cells that are broken into lines stay so (see ``names.wrap``). ``styles`` has a style
-    for each row.
+    Names wrap (the columns of ``LEFT_ALIGNED``), then headings do; numbers never. Columns
+    for which there is no room all the same stand in a second table below, beside the
+    first ones again. ``styles`` has a style for each row.
+
+    >>> columns = {"site": ["encoder.layer.0/linear", "head/linear"], "SQNR": ["31.3", "40.0"]}
+    >>> print_table(Console(width=24), columns)
+    site                SQNR
+    ────────────────────────
+    encoder.layer.0/    31.3
+    linear
+    head/linear         40.0
     """
-    folding = set(prose)
-    if table_width(_narrowed(columns, folding), 1) > console.width:
-        folding |= LEFT_ALIGNED & columns.keys()
-    has_bold_header = bool(prose) or styles is None
-    for part in _parts(columns, folding, console.width):
-        table = _table(part, folding, console.width, is_bold=has_bold_header)
-        for index, values in enumerate(zip(*part.values(), strict=True)):
-            cells = [Text(visible(value)) for value in values]
-            table.add_row(*cells, style=styles[index] if styles else None)
-        console.print(table, crop=False, highlight=False)
+    if not columns:
+        return
+    every = [_column(name, cells) for name, cells in columns.items()]
+    for place, part in enumerate(_parts(every, console.width)):
+        if place:
+            console.print()
+        _print_part(part, console, styles)
 
 
-def _narrowed(columns: Columns, folding: Collection[str]) -> Columns:
-    """Return columns of which those that wrap are as narrow as they may become."""
-    return {
-        name: _narrow_cells(name, cells) if name in folding else cells
-        for name, cells in columns.items()
-    }
+def _parts(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
+    """Divide columns into tables that fit; the first columns stand in each."""
+    first = columns[: _telling(columns, width)]
+    part = list(first)
+    parts = [part]
+    for column in columns[len(first) :]:
+        if len(part) > len(first) and _needed([*part, column]) > width:
+            part = list(first)
+            parts.append(part)
+        part.append(column)
+    return parts
 
 
-def _narrow_cells(name: str, cells: Sequence[str]) -> Sequence[str]:
-    return ["x" * PROSE_LEAST] if _cell_width(name, cells) > PROSE_LEAST else cells
+def _telling(columns: Sequence[_Column], width: int) -> int:
+    """Return how many of the first columns tell rows apart; one if they leave no room."""
+    for number in range(1, len(columns)):
+        rows = list(zip(*(column.cells for column in columns[:number]), strict=True))
+        if len(set(rows)) == len(rows):
+            first = columns[:number]
+            rest = columns[number:]
+            fits = all(_needed([*first, column]) <= width for column in rest)
+            return number if fits else 1
+    return 1
 
 
-def _parts(
-    columns: Columns, folding: Collection[str], width: int
-) -> Iterator[dict[str, Sequence[str]]]:
-    """Yield the columns, as many at a time as fit, each time with the first one."""
-    [(first, cells), *rest] = columns.items()
-    part = {first: cells}
-    for name, others in rest:
-        wider = {**part, name: others}
-        if len(part) > 1 and table_width(_narrowed(wider, folding), 1) > width:
-            yield part
-            wider = {first: cells, name: others}
-        part = wider
-    yield part
+def _needed(columns: Sequence[_Column]) -> int:
+    widths = [c.width(NAME_LEAST, has_whole_heading=False) for c in columns]
+    return sum(widths) + len(columns) - 1
 
 
-def _table(
-    columns: Columns, folding: Collection[str], width: int, *, is_bold: bool
-) -> Table:
-    """Return a table without rows that takes its place in a console of this width."""
-    narrow = _narrowed(columns, folding)
-    # rich's divider, and a space on either side
-    gap = 3 if table_width(narrow, 3) <= width else 1
-    needed = table_width(narrow, gap)
+def _widths(columns: Sequence[_Column], room: int) -> list[int]:
+    """Return the widths of columns in ``room``: that of names is as large as it can be.
+
+    Headings are broken before names get fewer than ``NAME_LEAST``.
+    """
+    most = max(NAME_LEAST, *(column.whole for column in columns), 0)
+    widths: list[int] = []
+    for whole, least in ((True, NAME_LEAST), (False, NAME_FEWEST)):
+        for names in range(most, least - 1, -1):
+            widths = [c.width(names, has_whole_heading=whole) for c in columns]
+            if sum(widths) <= room:
+                return widths
+    return widths
+
+
+def _print_part(
+    columns: Sequence[_Column], console: Console, styles: Sequence[str] | None
+) -> None:
+    between = len(columns) - 1
+    # rich's divider, with a space on either side where nothing has to wrap for it
+    gap = 3 if sum(c.whole for c in columns) + 3 * between <= console.width else 1
+    gaps = gap * between
+    widths = _widths(columns, console.width - gaps)
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, gap // 2),
         pad_edge=False,
         show_edge=False,
-        header_style="bold" if is_bold else "",
-        width=None if needed <= width else needed,
+        header_style="bold",
+        width=sum(widths) + gaps,
     )
-    for name in columns:
+    for column, width in zip(columns, widths, strict=True):
         table.add_column(
-            Text(name),
-            justify="left" if name in LEFT_ALIGNED else "right",
-            no_wrap=name not in folding,
+            Text(wrap(column.heading, width)),
+            justify="left" if column.has_names else "right",
+            no_wrap=True,
             overflow="fold",
-            min_width=_cell_width(name, narrow[name]),
+            width=width,
         )
-    return table
+    wrapped = [
+        [Text(wrap(cell, width)) for cell in column.cells]
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    for index, cells in enumerate(zip(*wrapped, strict=True)):
+        table.add_row(*cells, style=styles[index] if styles else None)
+    console.print(table, crop=False, highlight=False)
 
 
 def heading(console: Console, text: str) -> None:

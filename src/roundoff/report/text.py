@@ -29,17 +29,14 @@ from roundoff.report.diagnosis import (
     VerifiedRound,
 )
 from roundoff.report.figures import amount, count, db, listing, metric, percent, ratio
-from roundoff.report.names import wrap
 from roundoff.report.output_columns import named
 from roundoff.report.output_table import print_outputs
 from roundoff.report.terminal import (
-    SITE_LEAST,
     Columns,
     heading,
     print_table,
     print_text,
     say,
-    table_width,
 )
 
 #: From this many columns on, headings are spelled out.
@@ -104,9 +101,8 @@ def print_ranking(
     SQNR in dB with standard error (``run`` where the model ran with this site rounded,
     which has none), share of the noise with every site in that format,
     own parts. A part shown as ``–`` does not apply or makes no error; SQNR is ``exact``
-    where rounding changes nothing and ``lost`` where the result is not finite. Where
-    the console is too narrow, own parts and then the plan's format are left out, and a
-    line says so. ``is_planned`` is false before there is a plan: it has no column then.
+    where rounding changes nothing and ``lost`` where the result is not finite.
+    ``is_planned`` is false before there is a plan: it has no column then.
 
     >>> from roundoff.report import RankingRow
     >>> row = RankingRow(rank=1, site="head/linear", format="int8", sqnr_db=31.26,
@@ -123,7 +119,7 @@ def print_ranking(
         say(console, "No site was measured in any format.")
         return
     shown = rows[:top]
-    left_out = _print_rows(shown, console, is_planned=is_planned)
+    _print_rows(shown, console, is_planned=is_planned)
     for row in shown:
         if row.needs_note:
             note = f"! {row.rank}: {row.site} in {row.format}: {row.note}"
@@ -132,9 +128,6 @@ def print_ranking(
     if tried:
         rows_tried = count(tried, "row")
         say(console, f"run: {rows_tried} measured by running the model.", style="dim")
-    if left_out:
-        columns = f"Left out at {console.width} columns: {listing(left_out)}."
-        say(console, columns, style="dim")
     hidden = len(rows) - len(shown)
     if hidden:
         say(console, f"{count(hidden, 'more row')} below.", style="dim")
@@ -145,11 +138,8 @@ def _print_rows(
     console: Console,
     *,
     is_planned: bool,
-) -> list[str]:
-    """Print ranked rows; names wrap in the columns that the numbers leave them.
-
-    Returns what had to be left out.
-    """
+) -> None:
+    """Print ranked rows."""
     is_wide = console.width >= WIDE
     parts = ("activation", "weight", "output") if is_wide else ("act.", "wt.", "out.")
     share = "share of noise" if is_wide else "noise"
@@ -169,30 +159,12 @@ def _print_rows(
     if is_planned:
         cells["plan"] = lambda row: row.chosen
     columns = {name: list(map(cell, rows)) for name, cell in cells.items()}
-    left_out = []
-    droppable: dict[str, tuple[str, ...]] = {
-        "own parts (activation, weight, output)": parts,
-    }
-    if is_planned:
-        droppable["the format in the plan"] = ("plan",)
-    for label, names in droppable.items():
-        if _room_for_sites(columns, console) < SITE_LEAST:
-            for name in names:
-                del columns[name]
-            left_out.append(label)
-    room = max(_room_for_sites(columns, console), 3)
-    columns["site"] = [wrap(name, room) for name in columns["site"]]
     styles = ["bold" if is_planned and row.format == row.chosen else "" for row in rows]
     print_table(console, columns, styles=styles)
-    return left_out
 
 
 def _rank(row: RankingRow) -> str:
     return f"{row.rank}!" if row.needs_note else str(row.rank)
-
-
-def _room_for_sites(columns: Columns, console: Console) -> int:
-    return console.width - table_width({**columns, "site": []}, 1)
 
 
 def print_plan(plan: PlanSummary, console: Console) -> None:
@@ -289,7 +261,7 @@ def print_verify(verification: VerificationSummary, console: Console) -> None:
     heading(console, "Verification: predicted beside measured")
     if verification.rounds:
         columns = _round_columns(verification.rounds)
-        print_table(console, columns, prose={"then"})
+        print_table(console, columns)
     else:
         say(console, "Nothing was run.")
     _print_result(result, console)
@@ -385,7 +357,6 @@ def _print_left_out(rows: Sequence[LeftOutCalls], console: Console) -> None:
             "reason": [_reason(row) for row in rows],
             "for example": [" ".join(row.examples[:1]) for row in rows],
         },
-        prose={"operator", "reason", "for example"},
     )
 
 

@@ -18,13 +18,10 @@ from roundoff.report.figures import (
     percent,
     ratio,
 )
-from roundoff.report.terminal import PROSE_LEAST, heading, print_table, say
+from roundoff.report.terminal import heading, print_table, say
 
 if TYPE_CHECKING:
     from roundoff.train import TunedRun, Tuning
-
-#: Width of the ranking beside its column of sites.
-RANKING_WIDTH = 60
 
 
 def print_tuning(tuning: Tuning, console: Console, *, top: int = 20) -> None:
@@ -124,8 +121,7 @@ def _print_ranking(tuning: Tuning, console: Console, top: int) -> None:
         "out.": [db(site.output_db) for site in sites],
         "grad.": [db(site.gradient_db) for site in sites],
     }
-    is_narrow = console.width < RANKING_WIDTH + PROSE_LEAST
-    print_table(console, columns, prose={"site"} if is_narrow else set())
+    print_table(console, columns)
     left = len(tuning.ranking) - len(sites)
     if left:
         say(console, f"{count(left, 'more row')} below.", style="dim")

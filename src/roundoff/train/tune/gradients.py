@@ -42,7 +42,7 @@ from roundoff.budget import (
 )
 from roundoff.errors import GradientPathError, NonFiniteError, WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import Call, CallMode, runs, watch
+from roundoff.ops import Call, CallMode, numbers_of, runs, watch
 from roundoff.packages import installed_version
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
@@ -364,7 +364,10 @@ def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -
     Raises ``NonFiniteError`` where one is not finite, and ``GradientPathError`` where
     there is no power or no way to it.
     """
-    bad = [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+    finite = numbers_of([g.isfinite().all() for g in gradients.values()])
+    bad = [
+        name for name, is_finite in zip(gradients, finite, strict=True) if not is_finite
+    ]
     if bad:
         raise NonFiniteError(
             "a gradient before any rounding holds NaN or Inf",
@@ -373,7 +376,7 @@ def _gradient_power(gradients: Mapping[str, Tensor], edges: Edges, place: str) -
             got=f"{bad[0]} and {len(bad) - 1} more" if bad[1:] else bad[0],
             do="roundoff capture the training script, then roundoff overflow, says where it is born",
         )
-    total = sum(float(g.double().square().sum()) for g in gradients.values())
+    total = sum(numbers_of([g.double().square().sum() for g in gradients.values()]))
     if edges.reached and total:
         return total
     what = "every gradient is zero, so no ratio to it exists"

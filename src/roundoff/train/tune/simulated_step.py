@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from roundoff.errors import WorkloadError
 from roundoff.formats import Format, parse_format
-from roundoff.ops import Call, Operand, autocast_class, runs, watch
+from roundoff.ops import Call, Operand, autocast_class, numbers_of, runs, watch
 from roundoff.plan import Plain
 from roundoff.preserve import preserve
 from roundoff.train.autocast.simulate import simulated
@@ -105,7 +105,7 @@ class BatchGradients:
     @property
     def are_finite(self) -> bool:
         """True if no gradient holds NaN or Inf."""
-        return all(bool(g.isfinite().all()) for g in self.weights.values())
+        return all(numbers_of([g.isfinite().all() for g in self.weights.values()]))
 
 
 def gradients_of(

@@ -13,7 +13,12 @@ from collections.abc import Collection
 
 import torch
 
-from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
+from roundoff.compare.blamed_leaves import (
+    Blamed,
+    leaves_of,
+    of_leaves_alone,
+    same_layout,
+)
 from roundoff.compare.parameter_content import relation
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, first_of
@@ -98,17 +103,47 @@ def _blamed(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
 
 
 def _blamed_layout(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
-    """Return the call that puts what is computed where it is read."""
-    moved = read
-    while moved.is_call and (not moved.computes or moved.operator in _MOVE):
-        if moved.operator in _RESHAPE | _PERMUTE and moved.row.line:
-            words = f"{moved.operator} puts the elements into another order than in"
+    """Return the move from which on no order of the axes gives what the reference reads.
+
+    Or the one before it in code of the candidate's own, where both programs run that.
+    """
+    flow = sides.candidate
+    content = sides.reference.tensor(wanted.key)
+    moves = [value for value in _moves_to(flow, read) if value.row.line]
+    wrong = next(
+        (
+            place
+            for place, value in enumerate(moves)
+            if not _is_layout_of(content, flow.tensor(value.key))
+        ),
+        None,
+    )
+    if wrong is None:
+        return None
+    shared = {row.line for row in sides.reference.step.rows.values()}
+    for move in reversed(moves[: wrong + 1]):
+        if move.row.line not in shared:
             there = f"{wanted.row.site} ({wanted.row.line})"
-            return Blamed(moved, wanted, f"{words} {there}")
-        if len(moved.inputs) != 1:
-            return None
-        moved = sides.candidate.values[moved.inputs[0]]
+            words = "puts the elements into another order than in"
+            return Blamed(move, wanted, f"{move.operator} {words} {there}")
     return None
+
+
+def _moves_to(flow: Flow, read: Value) -> list[Value]:
+    """Return the calls that move what is computed to where it is read, in order."""
+    moves = []
+    value = read
+    while value.is_call and (not value.computes or value.operator in _MOVE):
+        if value.operator in _RESHAPE | _PERMUTE:
+            moves.append(value)
+        if len(value.inputs) != 1:
+            break
+        value = flow.values[value.inputs[0]]
+    return moves[::-1]
+
+
+def _is_layout_of(content: torch.Tensor | None, held: torch.Tensor | None) -> bool:
+    return content is None or held is None or same_layout(content, held)
 
 
 def _only_leaf(flow: Flow, value: Value) -> Value | None:

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from roundoff.cli.app import app
+from roundoff.lint.rules.table import RULES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -290,3 +291,9 @@ def test_make_bench_leaves_out_what_other_scripts_start() -> None:
     ]
     assert len(others) == 4
     assert [name for name in others if f"%/{name}" not in rule] == []
+
+
+def test_lint_has_as_many_rules_as_the_readme_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (count,) = re.findall(r"`lint` knows \[(\d+) mistakes\]", readme)
+    assert int(count) == len(RULES)

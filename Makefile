@@ -91,7 +91,7 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for file in $(filter-out %/common.py %/capture_models.py %/peer_msprobe.py \
-		%/fashion_nets.py %/quantize_peers.py %/every.py,$(wildcard benchmarks/*.py)); do \
+		%/peer_skip.py %/fashion_nets.py %/quantize_peers.py %/every.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(RUN)/python "$$file"; done
 
 bench-quick: $(STAMP)

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundoff.advise import count
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "advise"))
-from hand_tables import CASES, Case
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.advise.hand_tables import CASES, Case
 
 
 def main() -> None:

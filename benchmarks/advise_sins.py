@@ -14,7 +14,7 @@ import torch
 from common import table
 
 import roundoff
-from roundoff.advise import Runner, Setup, changed, measure_speed
+from roundoff.advise import AdviceRow, Runner, Setup, Speed, changed, measure_speed
 
 WORKLOADS = Path(__file__).parents[1] / "tests" / "advise" / "workloads"
 #: What the comments of the workload call the rules.
@@ -74,7 +74,7 @@ def main() -> None:
     )
 
 
-def _cells(name: str, row: roundoff.advise.AdviceRow | None) -> tuple[str, ...]:
+def _cells(name: str, row: AdviceRow | None) -> tuple[str, ...]:
     if row is None:
         return name, "", "", "not named"
     speeds = [
@@ -84,7 +84,7 @@ def _cells(name: str, row: roundoff.advise.AdviceRow | None) -> tuple[str, ...]:
     return name, *speeds, row.verdict
 
 
-def _speed(speed: roundoff.advise.Speed) -> tuple[str, str]:
+def _speed(speed: Speed) -> tuple[str, str]:
     return f"{speed.median:.2f}", f"{speed.low:.2f}–{speed.high:.2f}"
 
 

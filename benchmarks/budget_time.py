@@ -14,6 +14,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from common import FORMATS, clock, middle, options, progress, table, verdict, workloads
@@ -60,14 +61,14 @@ def main() -> None:
             )
             times["site"].append(
                 [
-                    clock(lambda p=p: _site_trial(workload, reference, targets, *p))
-                    for p in one[0]
+                    clock(partial(_site_trial, workload, reference, targets, *pair))
+                    for pair in one[0]
                 ]
             )
             times["param"].append(
                 [
-                    clock(lambda p=p: _param_trial(workload, reference, targets, *p))
-                    for p in one[1]
+                    clock(partial(_param_trial, workload, reference, targets, *pair))
+                    for pair in one[1]
                 ]
             )
             progress(f"{name}: round {number + 1} of {rounds}")

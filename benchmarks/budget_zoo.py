@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def _all_trials(workload: Workload, budget: ro.Budget) -> float:
             torch.no_grad(),
             rounding_alone(workload.model, targets[site], chosen) as mode,
         ):
-            seconds += clock(lambda begin=mode.begin: _outputs(workload, begin))[1]
+            seconds += clock(partial(_outputs, workload, mode.begin))[1]
     return seconds * len(pairs) / len(tried)
 
 

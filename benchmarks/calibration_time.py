@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,10 +115,9 @@ def main() -> None:
             powers = [
                 torch.rand(batch.shape, generator=random).square_() for batch in batches
             ]
-            calls = {"baseline": lambda: ifmr_on_all_values(batches, fmt)}
+            calls = {"baseline": partial(ifmr_on_all_values, batches, fmt)}
             calls |= {
-                name: lambda name=name: calibrated(name, batches, powers, fmt)
-                for name in NAMES
+                name: partial(calibrated, name, batches, powers, fmt) for name in NAMES
             }
             found: dict[str, list[tuple[float, QParams]]] = {}
             for _ in range(rounds):

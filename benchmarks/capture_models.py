@@ -32,7 +32,10 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        output: Tensor = self.relu(
+            y + (x if self.downsample is None else self.downsample(x))
+        )
+        return output
 
 
 class ResNet18(nn.Module):
@@ -57,7 +60,8 @@ class ResNet18(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        return self.fc(self.avgpool(self.blocks(x)).flatten(1))
+        output: Tensor = self.fc(self.avgpool(self.blocks(x)).flatten(1))
+        return output
 
 
 class Block(nn.Module):
@@ -81,7 +85,8 @@ class Block(nn.Module):
         # through the module: a peer may replace its functions
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.c_proj(y.transpose(1, 2).reshape(x.shape))
-        return x + self.c_out(self.gelu(self.c_fc(self.ln_2(x))))
+        output: Tensor = x + self.c_out(self.gelu(self.c_fc(self.ln_2(x))))
+        return output
 
 
 class GPT2(nn.Module):
@@ -107,7 +112,8 @@ class GPT2(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-        return self.lm_head(self.ln_f(self.h(x)))
+        output: Tensor = self.lm_head(self.ln_f(self.h(x)))
+        return output
 
 
 def _resnet18(width: int = 64) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,8 @@ def coverage(name: str) -> tuple[int, int, set[str]]:
     rows = rows.filter(
         (rows["call"] >= 0) & ~rows["operator"].is_in(list(VIEWS))
     ).unique("call")
-    left = list(rows["overload"])
-    missing = [call for call in trace.calls if call not in left or left.remove(call)]
-    return len(trace.calls), len(trace.calls) - len(missing), set(missing)
+    missing = Counter(trace.calls) - Counter(rows["overload"])
+    return len(trace.calls), len(trace.calls) - missing.total(), set(missing)
 
 
 def memory(name: str, how: str) -> float:

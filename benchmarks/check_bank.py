@@ -18,9 +18,9 @@ from common import ROOT, progress, table
 import roundoff as ro
 from roundoff.check import Check
 
-sys.path.insert(0, str(ROOT / "tests"))
-from check.other_styles import FRESH, FRESH_ALIKE
-from check.planted import ALIKE, KEPT_APART, PLANTED, Alike, Planted, record_pair
+sys.path.insert(0, str(ROOT))
+from tests.check.other_styles import FRESH, FRESH_ALIKE
+from tests.check.planted import ALIKE, KEPT_APART, PLANTED, Alike, Planted, record_pair
 
 
 def main() -> None:

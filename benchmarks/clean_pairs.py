@@ -21,10 +21,10 @@ import roundoff as ro
 from roundoff.errors import RoundoffError
 from roundoff.site import matches
 
-sys.path.insert(0, str(ROOT / "tests"))
-from faults.equivalent.layouts import LAYOUTS, launch, one_process
-from faults.equivalent.pairs import pairs
-from faults.equivalent.schedules import SCHEDULES
+sys.path.insert(0, str(ROOT))
+from tests.faults.equivalent.layouts import LAYOUTS, launch, one_process
+from tests.faults.equivalent.pairs import pairs
+from tests.faults.equivalent.schedules import SCHEDULES
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9

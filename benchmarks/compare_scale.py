@@ -17,6 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -62,7 +63,10 @@ class Block(nn.Module):
             .softmax(-1)
         )
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        output: torch.Tensor = x + self.down(
+            F.gelu(self.up(self.ln_2(x)), approximate="tanh")
+        )
+        return output
 
 
 class Decoder(nn.Module):
@@ -84,7 +88,8 @@ class Decoder(nn.Module):
         y = self.tokens(x) + self.places(torch.arange(x.shape[1]))
         for block in self.blocks:
             y = block(y)
-        return self.head(self.norm(y))
+        output: torch.Tensor = self.head(self.norm(y))
+        return output
 
 
 def captured(folder: Path) -> tuple[pl.DataFrame, dict[str, object]]:
@@ -129,7 +134,7 @@ def written(
     folder: Path,
     ranks: int,
     steps: int,
-    fault: dict | None,
+    fault: dict[str, Any] | None,
 ) -> None:
     """A run of these rows in the files that ``Writer`` makes, the columns without a value left out as it does."""
     folder.mkdir()
@@ -191,7 +196,7 @@ def written(
 
 
 def generate(
-    folder: Path, ranks: int, steps: int, fault: dict
+    folder: Path, ranks: int, steps: int, fault: dict[str, Any]
 ) -> tuple[Path, Path, int]:
     """Reference, candidate, and the number of operator calls in a step."""
     rows, about = captured(folder / "captured")
@@ -212,7 +217,7 @@ def generate(
     )
 
 
-def measured(reference: Path, candidate: Path) -> tuple[float, float, dict]:
+def measured(reference: Path, candidate: Path) -> tuple[float, float, dict[str, Any]]:
     """Seconds, peak resident GB of the process, and what it printed."""
     command = [
         sys.executable,

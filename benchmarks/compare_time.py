@@ -131,7 +131,8 @@ def peers(names: list[str]) -> dict[str, dict[str, float]]:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    figures: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 if __name__ == "__main__":

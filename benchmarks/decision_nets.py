@@ -43,7 +43,8 @@ class TopKExperts(nn.Module):
             if len(rows):
                 part = expert(tokens[rows]) * gates[rows, slots, None]
                 mixed = mixed.index_add(0, rows, part)
-        return self.leave(x + mixed.reshape(x.shape))
+        output: Tensor = self.leave(x + mixed.reshape(x.shape))
+        return output
 
 
 class SwitchRouting(nn.Module):
@@ -65,7 +66,8 @@ class SwitchRouting(nn.Module):
             mask = functional.one_hot(place, shares.shape[-1]).to(x.dtype)
             every = torch.einsum("bti,eij->btej", x, weight)
             x = self.norm(x + gate[..., None] * (every * mask[..., None]).sum(-2))
-        return self.leave(x)
+        output: Tensor = self.leave(x)
+        return output
 
 
 class HardAttention(nn.Module):
@@ -81,7 +83,8 @@ class HardAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.query(x) @ self.key(x).transpose(1, 2)
         best = functional.one_hot(scores.argmax(-1), x.shape[1]).to(x.dtype)
-        return self.leave(x + best @ self.value(x))
+        output: Tensor = self.leave(x + best @ self.value(x))
+        return output
 
 
 class Codebook(nn.Module):
@@ -108,7 +111,8 @@ class Codebook(nn.Module):
         )
         nearest = self.entries[distances.argmin(-1)]
         straight = vectors + (nearest - vectors).detach()
-        return self.decode(straight.transpose(1, 2))
+        output: Tensor = self.decode(straight.transpose(1, 2))
+        return output
 
 
 class GraphAttention(nn.Module):
@@ -137,7 +141,8 @@ class GraphAttention(nn.Module):
             x = functional.elu(
                 torch.zeros_like(h).index_add(0, target, share[:, None] * h[source])
             )
-        return self.leave(x)
+        output: Tensor = self.leave(x)
+        return output
 
 
 class Detector(nn.Module):
@@ -185,11 +190,15 @@ class MaxPoolNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        output: Tensor = self.net(x)
+        return output
 
 
 class Spectrum(nn.Module):
     """Log magnitudes of a short-time Fourier transform, then a recurrent layer."""
+
+    real: Tensor
+    imaginary: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +216,8 @@ class Spectrum(nn.Module):
         magnitude = (real.square() + imaginary.square()).clamp(min=1e-10).sqrt()
         h = functional.relu(self.mix(magnitude.log()))
         h, _ = self.recurrent(h.transpose(1, 2))
-        return self.leave(h).sigmoid()
+        output: Tensor = self.leave(h).sigmoid()
+        return output
 
 
 class RecurrentEncoder(nn.Module):
@@ -236,7 +246,8 @@ class Rounder(nn.Module):
         h = self.enter(x)
         bins = torch.bucketize(h[..., 0].contiguous(), torch.linspace(-1, 1, 8))
         steps = h + ((h * 4).round() / 4 - h).detach()
-        return self.leave(steps * torch.sign(h).detach() + self.table(bins))
+        output: Tensor = self.leave(steps * torch.sign(h).detach() + self.table(bins))
+        return output
 
 
 class Nearest(nn.Module):
@@ -255,7 +266,8 @@ class Nearest(nn.Module):
         around = h[rows, near]
         centre = h[:, :, None].expand_as(around)
         edges = self.edge(torch.cat([centre, around - centre], -1))
-        return self.leave(edges.amax(2).amax(1))
+        output: Tensor = self.leave(edges.amax(2).amax(1))
+        return output
 
 
 class EarlyExit(nn.Module):
@@ -273,7 +285,8 @@ class EarlyExit(nn.Module):
         unsure = self.sure(h)[..., 0] < 0
         h = h.clone()
         h[unsure] = self.second(h[unsure])
-        return self.leave(h)
+        output: Tensor = self.leave(h)
+        return output
 
 
 class Attention(nn.Module):
@@ -287,7 +300,8 @@ class Attention(nn.Module):
         self.leave = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.layer(x))
+        output: Tensor = self.leave(self.layer(x))
+        return output
 
 
 def _tokens(generator: torch.Generator) -> Tensor:

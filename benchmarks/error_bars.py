@@ -10,6 +10,8 @@ them, and the rank correlation of the sites. Bars: coverage 0.93 to 0.99, rms at
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +45,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        output: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return output
 
 
 class Language(nn.Module):
@@ -64,7 +67,8 @@ class Language(nn.Module):
         logits = self.head(self.norm(self.blocks(x)))
         if self.centred:
             logits = logits - logits.mean(0)
-        return logits.flatten(0, 1) if self.rows else logits
+        output: Tensor = logits.flatten(0, 1) if self.rows else logits
+        return output
 
 
 class Graph(nn.Module):
@@ -82,7 +86,8 @@ class Graph(nn.Module):
         for said, kept in zip(self.said, self.kept, strict=True):
             heard = torch.zeros_like(h).index_add(0, edges[1], said(h)[edges[0]])
             h = torch.relu(kept(h) + heard)
-        return self.last(h)
+        output: Tensor = self.last(h)
+        return output
 
 
 def _sentences(batches: int = 4) -> list[Tensor]:
@@ -98,7 +103,9 @@ def _centred() -> Language:
 
 
 #: Model, data, and how many rows may be tried: None leaves it to the budget.
-CASES = {
+CASES: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], int | None]
+] = {
     "GPT, (batch x tokens, vocabulary)": (
         lambda: Language(rows=True),
         _sentences,
@@ -163,7 +170,7 @@ def _row(
     runs: list[ro.Budget],
 ) -> tuple[object, ...]:
     errors = []
-    within = []
+    within: list[bool] = []
     ranks = []
     for run in runs:
         found = _rows(run)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -29,6 +28,7 @@ from torch.nn import functional
 import roundoff as ro
 
 STEPS = 2
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 @dataclass
@@ -42,6 +42,13 @@ class Training:
     before_step: Callable[[], object] = lambda: None
     after_step: Callable[[], object] = lambda: None
     around: list[AbstractContextManager[object]] = field(default_factory=list)
+
+    def layer(self, name: str, kind: type[Layer]) -> Layer:
+        """The layer of this name, which is of this kind."""
+        layer = self.model.get_submodule(name)
+        if not isinstance(layer, kind):
+            raise TypeError(f"{name} is a {type(layer).__name__}")
+        return layer
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,12 @@ def gelu_by_tanh(t: Training) -> None:
 
 @mistake("words")
 def no_bias(t: Training) -> None:
-    t.model.up.bias = None  # type: ignore[assignment]
+    t.layer("up", nn.Linear).register_parameter("bias", None)
 
 
 @mistake("words")
 def norm_eps(t: Training) -> None:
-    t.model.norm1.eps = 1e-3  # type: ignore[assignment]
+    t.layer("norm1", nn.LayerNorm).eps = 1e-3
 
 
 @mistake("words")
@@ -138,12 +145,12 @@ def attention_scale(t: Training) -> None:
 
 @mistake("pictures")
 def norm_momentum(t: Training) -> None:
-    t.model.batch.momentum = 0.01  # type: ignore[assignment]
+    t.layer("batch", nn.BatchNorm2d).momentum = 0.01
 
 
 @mistake("pictures")
 def no_convolution_bias(t: Training) -> None:
-    t.model.depth.bias = None  # type: ignore[assignment]
+    t.layer("depth", nn.Conv2d).register_parameter("bias", None)
 
 
 @mistake("pictures")
@@ -169,12 +176,12 @@ def nesterov(t: Training) -> None:
 
 @mistake("pictures")
 def fewer_groups(t: Training) -> None:
-    t.model.group.num_groups = 2  # type: ignore[assignment]
+    t.layer("group", nn.GroupNorm).num_groups = 2
 
 
 @mistake("pictures")
 def statistics_of_evaluation(t: Training) -> None:
-    t.model.batch.eval()  # type: ignore[operator]
+    t.layer("batch", nn.BatchNorm2d).eval()
 
 
 @mistake("pictures")
@@ -431,4 +438,4 @@ def show(answers: Sequence[Answer], clean: Sequence[Answer], keep: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from roundoff.budget import sqnr_db
 from roundoff.plan import noise
 
-sys.path.insert(0, str(ROOT / "examples"))
-from fashion_mnist import read
+sys.path.insert(0, str(ROOT))
+from examples.fashion_mnist import read
 
 NAMES = ("resnet", "mobile", "skew")
 #: where train_fashion.py leaves its networks

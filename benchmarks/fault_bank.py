@@ -23,8 +23,8 @@ from common import ROOT, progress, table, verdict
 import roundoff as ro
 from roundoff.compare import Culprit
 
-sys.path.insert(0, str(ROOT / "tests"))
-from faults import FAULTS, Fault, clean_pairs, record
+sys.path.insert(0, str(ROOT))
+from tests.faults import FAULTS, Fault, clean_pairs, record
 
 #: what is kept -> the share of faults named first, and among the first three
 BARS: dict[str, tuple[float | None, float | None]] = {

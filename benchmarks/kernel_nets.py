@@ -291,7 +291,8 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.depth(self.expand(x))
         y = self.project(y * self.gate(y))
-        return x + y if self.same else y
+        output: Tensor = x + y if self.same else y
+        return output
 
 
 def mobilenet() -> nn.Module:
@@ -539,6 +540,9 @@ class RMSNorm(nn.Module):
 class Llama(nn.Module):
     """A block with RMSNorm, rotary places and SwiGLU."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, width: int = 192, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -603,9 +607,10 @@ def sound(channels: int, length: int) -> Callable[[int], Tensor]:
     def sample(count: int) -> Tensor:
         time = torch.linspace(0, 60, length)
         u, phase, weight = torch.randn(3, count, channels, 1)
-        return weight * torch.sin(u * time + 3 * phase) + 0.2 * torch.randn(
+        output: Tensor = weight * torch.sin(u * time + 3 * phase) + 0.2 * torch.randn(
             count, channels, length
         )
+        return output
 
     return sample
 

@@ -195,7 +195,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.bn1(self.conv1(x)))
-        return self.last(self.bn2(self.conv2(y)) + self.short(x))
+        output: Tensor = self.last(self.bn2(self.conv2(y)) + self.short(x))
+        return output
 
 
 def network() -> nn.Module:
@@ -240,7 +241,8 @@ class Shuffled:
 
 
 def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return model(batch[0])
+    output: Tensor = model(batch[0])
+    return output
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from common import middle, progress, table, verdict
 
@@ -147,7 +148,7 @@ def shares(
 ) -> list[list[object]]:
     times = turns(
         {"sum": lambda: (r.sum(), c.sum())}
-        | {k: lambda w=w: w(r, c) for k, w in works.items()},
+        | {name: partial(work, r, c) for name, work in works.items()},
         rounds,
     )
     size = (r.numel() * r.element_size() + c.numel() * c.element_size()) / 1e9
@@ -218,7 +219,7 @@ def small(rounds: int) -> None:
             row.append(
                 1e6
                 * statistics.median(
-                    seconds(lambda r=r, c=c: measure(r, c)) for _ in range(rounds)
+                    seconds(partial(measure, r, c)) for _ in range(rounds)
                 )
             )
         rows.append(row)

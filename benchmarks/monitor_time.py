@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def main() -> None:
     args = options(__doc__)
     torch.set_num_threads(1)
     cases: dict[str, Callable[[], tuple[nn.Module, Callable[[], None]]]] = {
-        name: lambda name=name: _capture_model(name) for name in BUILDERS
+        name: partial(_capture_model, name) for name in BUILDERS
     }
     cases |= {
         "transformers GPT-2": lambda: _transformers("gpt2"),
@@ -160,14 +161,14 @@ def _transformers(name: str) -> tuple[nn.Module, Callable[[], None]]:
         batch = {"input_ids": torch.randint(8192, (4, 128))}
         batch["labels"] = batch["input_ids"]
     else:
-        config = t.ResNetConfig(
+        shape = t.ResNetConfig(
             embedding_size=64,
             hidden_sizes=[64, 128, 256, 512],
             depths=[2, 2, 2, 2],
             layer_type="basic",
-            num_labels=10,
         )
-        model = t.ResNetForImageClassification(config)
+        shape.num_labels = 10
+        model = t.ResNetForImageClassification(shape)
         batch = {
             "pixel_values": torch.randn(16, 3, 64, 64),
             "labels": torch.randint(10, (16,)),

@@ -85,7 +85,7 @@ def show(results: Sequence[Result], alarms: Sequence[tuple[str, ...]]) -> None:
     ]
     header = ("net", "candidate", "phase", "operator", "1 % wrong", "rank", "first")
     table("Faults that were not named first", header, missed)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for label, key in (
         ("candidate", lambda r: r.fault.format),
         ("phase", lambda r: r.fault.phase),
@@ -382,4 +382,4 @@ def records_of(rows: pl.DataFrame, fault: WrongCall) -> set[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

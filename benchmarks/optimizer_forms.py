@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +24,10 @@ from common import ROOT, progress, table, verdict
 from torch import nn
 
 import roundoff as ro
+from roundoff.compare import Culprit
 
-sys.path.insert(0, str(ROOT / "tests"))
-from faults.damage import Damage, tail, times
+sys.path.insert(0, str(ROOT))
+from tests.faults.damage import Damage, tail, times
 
 #: The share of the planted faults that must be named first.
 BAR = 0.9
@@ -48,6 +49,10 @@ FURTHER: dict[str, list[Options]] = {
 }
 #: Written for sparse gradients, or for a closure that is called several times.
 LEFT_OUT = ("Optimizer", "LBFGS", "SparseAdam")
+
+
+#: A comparison, its culprits and its answer.
+Told = tuple[ro.Comparison, Sequence[Culprit], str]
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,9 @@ def network() -> nn.Module:
     )
 
 
-def record(folder: Path, kind: Any, options: Options, keep: Any, wrong: Any = None):
+def record(
+    folder: Path, kind: Any, options: Options, keep: Any, wrong: Wrong | None = None
+) -> None:
     """Train for a few steps and record them."""
     model = network()
     draw = torch.Generator().manual_seed(1)
@@ -261,7 +268,13 @@ def rights(names: list[str], kept: list[str]) -> None:
     print(f"false alarms {false}/{pairs}, bar 0: {verdict(false, 0, at_most=True)}")
 
 
-def _compared(kind, reference, candidate, keep, wrong=None):
+def _compared(
+    kind: Any,
+    reference: Options,
+    candidate: Options,
+    keep: str,
+    wrong: Wrong | None = None,
+) -> Told:
     with tempfile.TemporaryDirectory() as folder:
         sides = Path(folder, "reference"), Path(folder, "candidate")
         record(sides[0], kind, reference, keep)
@@ -270,7 +283,7 @@ def _compared(kind, reference, candidate, keep, wrong=None):
         return compared, compared.culprits(3), compared.answer
 
 
-def _alarm(told) -> str | None:
+def _alarm(told: Told) -> str | None:
     compared, culprits, _ = told
     if not compared.verdicts.get("fail") and not compared.fails:
         return None
@@ -299,7 +312,9 @@ def wrongs(names: list[str], kept: list[str], show: bool) -> None:
         print(f"{first}, bar {BAR:.0%}: {verdict(share, BAR)}")
 
 
-def _row(wrong, name, kind, form, other, keep, show):
+def _row(
+    wrong: Wrong, name: str, kind: Any, form: str, other: Options, keep: str, show: bool
+) -> tuple[str, str, str, str, str, bool]:
     told = _compared(
         kind,
         {**wrong.reference, **single(kind)},
@@ -317,7 +332,7 @@ def _row(wrong, name, kind, form, other, keep, show):
     return wrong.name, name, form, keep, site[:60], is_right
 
 
-def _is_of_the_optimizer(culprit: ro.Culprit) -> bool:
+def _is_of_the_optimizer(culprit: Culprit) -> bool:
     return culprit.phase == "optimizer" or culprit.looks_like == "other setting"
 
 

@@ -189,7 +189,7 @@ def dump(name: str, change: float, folder: Path) -> None:
 def compared(name: str) -> dict[str, float]:
     """Bytes of two dumps, and seconds of comparing them, start-up included, the files in the page cache."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = []
+        paths: list[Path] = []
         for side, change in (("reference", "0"), ("candidate", "1e-7")):
             here = Path(folder, side)
             here.mkdir()

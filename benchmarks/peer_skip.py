@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "train" / "scaling"))
-from planted import CASES, build
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.train.scaling.planted import CASES, build
 
 SCALE = 2.0**14
 

@@ -17,7 +17,7 @@ TARGETS = (20.0, 30.0, 40.0, 50.0)
 
 def main() -> None:
     args = options(__doc__)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name, workload in workloads(
         args, ("minilm", "digits", "fashion_mnist", "gpt2", "resnet18")
     ):

@@ -28,8 +28,8 @@ from roundoff.plan import Variant, variant
 from roundoff.verbs.diagnose_candidate import record
 from roundoff.workload import Workload
 
-sys.path.insert(0, str(ROOT / "tests"))
-from ports import KEPT_APART, NETWORKS, Port, faults, ports, written
+sys.path.insert(0, str(ROOT))
+from tests.ports import KEPT_APART, NETWORKS, Port, faults, ports, written
 
 #: What is compared -> the share of faults named first.
 BARS = {"tensors": 0.9, "statistics": 0.8}

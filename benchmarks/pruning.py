@@ -34,8 +34,8 @@ from roundoff.quantize import (
     taylor_importance,
 )
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from fashion_mnist import read
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from examples.fashion_mnist import read
 
 BATCH = 128
 

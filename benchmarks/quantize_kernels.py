@@ -96,8 +96,8 @@ def row(name: str, folder: Path, args: argparse.Namespace) -> tuple[list[str], f
     workload = ro.Workload(net, batches)
     reference, ours, theirs = (folder / f"{name}.{k}.onnx" for k in ("a", "b", "c"))
     export_onnx(workload, net, reference)
-    plain = {"rounding": MINMAX, "spread": False} if args.minmax else {}
-    quantized = ro.quantize(workload, "int8", **plain)
+    rounding = MINMAX if args.minmax else None
+    quantized = ro.quantize(workload, "int8", rounding=rounding, spread=not args.minmax)
     export_onnx(workload, Deployed(quantized), ours)
     files = {"ours": ours}
     reason = peer(reference, theirs, batches)

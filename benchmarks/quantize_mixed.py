@@ -68,7 +68,8 @@ def main() -> None:
     )
     data.images, data.labels = data.images[count:], data.labels[count:]
     calibration = list(zip(data.calibration, part("train")[1].split(32), strict=False))
-    rows, trials = [], []
+    rows: list[tuple[object, ...]] = []
+    trials: list[tuple[object, ...]] = []
     for name, net in nets(args):
         workload = Workload(
             net, calibration, forward=forward, metric=accuracy, held_out=kept, name=name

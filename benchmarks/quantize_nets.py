@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from calibration_time import error, ifmr_on_all_values
+from common import progress
 from fashion_nets import (
     Data,
     agreement,
@@ -35,7 +37,6 @@ from fashion_nets import (
     db,
     nets,
     options,
-    progress,
     table,
     verdict,
 )
@@ -70,7 +71,7 @@ LOW_BARS = {"resnet": 28.0, "mobile": 27.0, "skew": 28.0}
 #: AMCT, which no package index has: measured elsewhere on the three reference networks, with ONNX Runtime's MinMax per
 #: channel
 #: beside it. SQNR in dB, agreement in %, CPU seconds, and these over ONNX Runtime's.
-AMCT = {
+AMCT: dict[str, list[tuple[str, float, float | None, float | None, float | None]]] = {
     "resnet": [
         ("IFMR", 41.3, 99.84, 7.4, 14.0),
         ("HFMG", 41.8, 99.85, 26.0, 49.0),
@@ -420,7 +421,8 @@ def eight_bits(
     quickest = max(others, key=lambda r: speed[r.label][0])
     smallest = min(r.file.stat().st_size for r in others if r.file is not None)
     noise, size = db(first.logits, reference), first.file.stat().st_size
-    ratio, over = first.seconds / ort.seconds, AMCT[name][0][4]
+    ratio = first.seconds / ort.seconds
+    over = AMCT[name][0][4] or math.nan
     return [
         (
             name,

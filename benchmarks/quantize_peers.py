@@ -88,7 +88,7 @@ def ort(job: Job, method: str, per_channel: bool) -> float:
     )
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    class Reader(CalibrationDataReader):
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
             self.rest = iter(job.feeds())
 

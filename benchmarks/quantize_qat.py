@@ -15,6 +15,7 @@ import math
 import time
 
 import torch
+from common import progress
 from fashion_nets import (
     Data,
     agreement,
@@ -22,7 +23,6 @@ from fashion_nets import (
     nets,
     options,
     part,
-    progress,
     table,
     verdict,
 )

@@ -46,9 +46,8 @@ from roundoff.quantize import (
 )
 from roundoff.workload import Workload
 
-sys.path.insert(0, str(ROOT / "examples"))
-import gpt2_text
-import minilm
+sys.path.insert(0, str(ROOT))
+from examples import gpt2_text, minilm
 
 OUT = ROOT / "out" / "quantize_text"
 EPOCHS = 20
@@ -221,7 +220,8 @@ def trained(quick: bool) -> nn.Module:
     torch.manual_seed(0)
     model = gpt2_text.model()
     if quick:
-        model.transformer.h = model.transformer.h[:1]
+        blocks = list(model.get_submodule("transformer.h").children())
+        model.get_submodule("transformer").add_module("h", nn.ModuleList(blocks[:1]))
     path = OUT / ("gpt2_quick.pt" if quick else f"gpt2_{epochs}.pt")
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))

@@ -12,7 +12,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from fashion_nets import Data, db, nets, options, progress, table
+from common import progress
+from fashion_nets import Data, db, nets, options, table
 
 import roundoff as ro
 from roundoff.quantize import Rounding

@@ -41,7 +41,8 @@ BAR = 0.97
 
 def main() -> None:
     args = options(__doc__)
-    rows, notes = [], []
+    rows: list[tuple[object, ...]] = []
+    notes: list[str] = []
     for name, workload in workloads(args, ("minilm", "digits", "gpt2", "resnet18")):
         budget = ro.budget(workload, FORMATS)
         reference = run_batches(workload).targets
@@ -171,7 +172,8 @@ def _agreement(
     ranked = [pair for pair in pairs if any(pair)]
     if len(ranked) < 2:
         return "–", "–"
-    rank = float(spearmanr(*zip(*ranked, strict=True)).statistic)
+    predictions = [predicted for predicted, _ in ranked]
+    rank = float(spearmanr(predictions, [value for _, value in ranked]).statistic)
     near = [_is_near(predicted, value) for predicted, value in ranked]
     return f"{rank:.3f}", f"{np.mean(near):.0%}"
 

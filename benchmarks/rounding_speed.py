@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,26 +20,30 @@ from torch import Tensor
 from roundoff.formats import FORMATS, BlockFormat, PerAxis, PerTensor, round_tensor
 
 
+def there_and_back(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).to(x.dtype)
+
+
 def cases(x: Tensor) -> dict[str, Callable[[], Tensor]]:
     found: dict[str, Callable[[], Tensor]] = {
-        "two casts": lambda: x.to(torch.bfloat16).to(x.dtype)
+        "two casts": partial(there_and_back, x, torch.bfloat16)
     }
     for name, fmt in FORMATS.items():
         dtype = fmt.torch_dtype
         if dtype is not None and dtype.is_floating_point:
-            found[f"{name}: torch"] = lambda dtype=dtype: x.to(dtype).to(x.dtype)
+            found[f"{name}: torch"] = partial(there_and_back, x, dtype)
         if isinstance(fmt, BlockFormat) or fmt.one_quantum != 1.0:
-            found[f"{name}: cast"] = lambda fmt=fmt: round_tensor(x, fmt)
+            found[f"{name}: cast"] = partial(round_tensor, x, fmt)
         if (
             not isinstance(fmt, BlockFormat)
             and fmt.execution
             and fmt.execution.weight == "channel"
         ):
-            found[f"{name}: PerTensor"] = lambda fmt=fmt: round_tensor(
-                x, fmt, granularity=PerTensor()
+            found[f"{name}: PerTensor"] = partial(
+                round_tensor, x, fmt, granularity=PerTensor()
             )
-            found[f"{name}: PerAxis"] = lambda fmt=fmt: round_tensor(
-                x, fmt, granularity=PerAxis(0)
+            found[f"{name}: PerAxis"] = partial(
+                round_tensor, x, fmt, granularity=PerAxis(0)
             )
     return found
 

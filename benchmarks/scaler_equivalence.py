@@ -12,6 +12,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 from common import ROOT, options, table, verdict
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 import roundoff as ro
 from roundoff.train import Exponential, ScaleState
 
-sys.path.insert(0, str(ROOT / "tests" / "train" / "scaling"))
-from published import paddle, tensorflow
+sys.path.insert(0, str(ROOT))
+from tests.train.scaling.published import paddle, tensorflow
 
 BAR = 10_000
 #: shares of steps with a planted value: rare as in training, and often
 SHARES = (0.02, 0.3)
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD, momentum": lambda p: torch.optim.SGD(p, 0.01, 0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
@@ -65,13 +66,13 @@ def main() -> None:
         "seconds",
     )
     table("Steps after which scale, count and weights are the same bits", header, rows)
-    rows = [
-        (name, steps, good, verdict(good, steps)) for name, good in exponential(steps)
-    ]
     table(
         "Exponential rule: scales and counts equal to the published ones",
         ("rule of", "steps", "equal", "bar: all"),
-        rows,
+        [
+            (name, steps, good, verdict(good, steps))
+            for name, good in exponential(steps)
+        ],
     )
 
 
@@ -136,7 +137,8 @@ def loss_of(model: nn.Module, x: Tensor, planted: float) -> Tensor:
     y = model(x)
     if planted != 1.0:
         y.register_hook(lambda gradient: gradient * planted)
-    return y.square().mean()
+    output: Tensor = y.square().mean()
+    return output
 
 
 def exponential(steps: int) -> list[tuple[str, int]]:

@@ -26,8 +26,8 @@ from common import ROOT, progress, table, verdict
 import roundoff as ro
 from roundoff.errors import RoundoffError
 
-sys.path.insert(0, str(ROOT / "tests"))
-from scripts import (
+sys.path.insert(0, str(ROOT))
+from tests.scripts import (
     KEPT_APART,
     KINDS,
     NAMES,

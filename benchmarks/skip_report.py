@@ -26,8 +26,8 @@ from common import ROOT, progress, table, verdict
 import roundoff as ro
 from roundoff.train import Skip
 
-sys.path.insert(0, str(ROOT / "tests" / "train" / "scaling"))
-from planted import CASES, MODELS, Case, build
+sys.path.insert(0, str(ROOT))
+from tests.train.scaling.planted import CASES, MODELS, Case, build
 
 SCALE = 2.0**14
 

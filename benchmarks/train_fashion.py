@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from common import progress
 from fashion_nets import (
     NAMES,
     OWN,
@@ -22,13 +23,19 @@ from fashion_nets import (
     Data,
     options,
     part,
-    progress,
     table,
 )
 from torch import Tensor, nn
 from torch.nn import functional
 
 BATCH = 128
+
+
+class Unit(nn.Sequential):
+    """Its first two parts have these names."""
+
+    conv: nn.Conv2d
+    norm: nn.BatchNorm2d
 
 
 def unit(
@@ -38,16 +45,14 @@ def unit(
     act: nn.Module | None = None,
     stride: int = 1,
     groups: int = 1,
-) -> nn.Module:
+) -> Unit:
     """Convolution, BatchNorm, activation."""
     conv = nn.Conv2d(before, after, size, stride, size // 2, groups=groups, bias=False)
     layers: list[tuple[str, nn.Module]] = [
         ("conv", conv),
         ("norm", nn.BatchNorm2d(after)),
     ]
-    return nn.Sequential(
-        OrderedDict([*layers, ("act", act)] if act is not None else layers)
-    )
+    return Unit(OrderedDict([*layers, ("act", act)] if act is not None else layers))
 
 
 class Residual(nn.Module):
@@ -55,10 +60,8 @@ class Residual(nn.Module):
 
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
-        self.first, self.second = (
-            unit(before, after, 3, nn.ReLU(), stride),
-            unit(after, after, 3),
-        )
+        self.first = unit(before, after, 3, nn.ReLU(), stride)
+        self.second = unit(after, after, 3)
         self.short = (
             unit(before, after, 1, stride=stride)
             if before != after or stride > 1
@@ -67,7 +70,8 @@ class Residual(nn.Module):
         self.act = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.second(self.first(x)) + self.short(x))
+        output: Tensor = self.act(self.second(self.first(x)) + self.short(x))
+        return output
 
 
 class Inverted(nn.Module):
@@ -86,7 +90,8 @@ class Inverted(nn.Module):
         self.skips = before == after and stride == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x) if self.skips else self.body(x)
+        output: Tensor = x + self.body(x) if self.skips else self.body(x)
+        return output
 
 
 def head(width: int) -> list[nn.Module]:

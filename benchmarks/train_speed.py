@@ -44,7 +44,8 @@ class Float(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.float())
+        output: torch.Tensor = self.inner(x.float())
+        return output
 
 
 #: Modules that the rules for operators keep in fp32, and the operators that these call.
@@ -190,7 +191,8 @@ def take_turns(
     ways: dict[str, Callable[[], None]], warm: int, rounds: int
 ) -> dict[str, list[float]]:
     """Processor seconds of each way in each round after the first, ``warm`` ones."""
-    order, times = list(ways), {label: [] for label in ways}
+    order = list(ways)
+    times: dict[str, list[float]] = {label: [] for label in ways}
     shuffled = random.Random(0)
     for number in range(warm + rounds):
         shuffled.shuffle(order)
@@ -226,7 +228,8 @@ class Casts(TorchDispatchMode):
 
 
 def counted(step: Callable[[], None]) -> int:
-    with Casts() as casts:
+    casts = Casts()
+    with casts:
         step()
     return casts.count
 

@@ -133,7 +133,9 @@ def main() -> None:
     torch.set_num_threads(
         1
     )  # many small operators: two threads only wait for each other
-    rows, points, ranks = [], [], []
+    rows: list[tuple[object, ...]] = []
+    points: list[tuple[object, ...]] = []
+    ranks: list[tuple[object, ...]] = []
     for name in args.only or (list(WORKLOADS)[:1] if args.quick else WORKLOADS):
         try:
             workload = WORKLOADS[name]()
@@ -201,7 +203,7 @@ def main() -> None:
                 ]
                 progress(f"{name} {formats} {device} {cost}")
         ranks.append((name, *ranked(workload, budgets["bf16",])))
-    header = (
+    header: tuple[str, ...] = (
         "workload",
         "formats",
         "lists of",

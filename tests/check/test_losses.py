@@ -38,6 +38,7 @@ def test_losses_part_at_the_first_step_beyond_repeats(tmp_path):
     # without repeats 2 percent at the second step is no rounding
     losses = roundoff.check(ours, far).losses
     assert (losses.bound, losses.first) == ("derived", 1)
+    assert "0.51 in far, 0.5 in a, a relative 0.02 apart where" in losses.text
 
 
 def test_rounding_that_grows_is_none(tmp_path):

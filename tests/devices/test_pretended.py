@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import roundoff
+
 from . import conftest
 
 if not conftest.PRETENDS:
@@ -138,3 +140,18 @@ def test_an_error_of_a_hook_reaches_the_caller(x):
     y.register_hook(refuse)
     with pytest.raises(ValueError, match="no"):
         y.sum().backward()
+
+
+def test_a_recording_waits_no_more_often_for_more_calls(device, tmp_path):
+    def waited(activations):
+        layers = [nn.Linear(8, 8), *[nn.GELU() for _ in range(activations)]]
+        net = nn.Sequential(*layers).to(device)
+        batch = torch.ones(4, 8).to(device)
+        folder = tmp_path / str(activations)
+        with waits() as counted, roundoff.capture(folder, net, leaves=0) as run:
+            for _ in range(2):
+                net(batch).square().mean().backward()
+                run.step()
+        return counted.total()
+
+    assert waited(9) == waited(1)

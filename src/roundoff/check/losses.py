@@ -117,7 +117,7 @@ def _curves(
         text = (
             f"the losses part at step {first}: {number(theirs[at])} in "
             f"{pair.candidate.name}, {number(ours[at])} in {pair.reference.name}, "
-            f"{distance:.2g} apart where {bound} explains {allowed:.2g}"
+            f"a relative {distance:.2g} apart where {bound} explains {allowed:.2g}"
         )
     return LossCurves(
         steps=len(steps),

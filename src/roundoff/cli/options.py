@@ -90,7 +90,7 @@ CostTable = Annotated[
     kinds.option(
         "--cost-table",
         parse=kinds.input_file,
-        help="Seconds per operation (TOML); measured here when left out.",
+        help="Seconds per operation (TOML, JSON or CSV); measured here when left out.",
         metavar="FILE",
     ),
 ]

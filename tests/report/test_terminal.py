@@ -51,14 +51,15 @@ class Terminal(Console):
     """A console that keeps each table beside the lines that it became."""
 
     def __init__(self, width):
-        super().__init__(file=io.StringIO(), width=width)
+        self.page = io.StringIO()
+        super().__init__(file=self.page, width=width)
         self.tables = []
 
     def print(self, *objects, **options):
-        start = self.file.tell()
+        start = self.page.tell()
         super().print(*objects, **options)
         if objects and isinstance(objects[0], Table):
-            lines = self.file.getvalue()[start:].splitlines()
+            lines = self.page.getvalue()[start:].splitlines()
             self.tables.append((objects[0], lines))
 
     def columns(self):
@@ -81,7 +82,7 @@ def checked(function, data, width, **options):
     """Check that nothing is wider than a terminal, and that nothing is lost in it."""
     narrow = Terminal(width)
     function(data, narrow, **options)
-    lines = narrow.file.getvalue().splitlines()
+    lines = narrow.page.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     wide = Terminal(UNBOUNDED)
     function(data, wide, **options)
@@ -246,7 +247,7 @@ def test_any_table(width, names, numbers):
 def test_letters_of_two_columns_fit():
     terminal = Terminal(40)
     print_table(terminal, {"site": ["层" * 50], "SQNR": ["1.0"]})
-    text_of = terminal.file.getvalue()
+    text_of = terminal.page.getvalue()
     assert text_of.count("层") == 50
     for line in text_of.splitlines():
         assert len(line) + line.count("层") <= 40
@@ -265,10 +266,10 @@ def test_a_part_begins_with_what_tells_its_rows_apart():
 def test_without_a_terminal_nothing_wraps():
     terminal = Terminal(UNBOUNDED)
     print_table(terminal, {"site": [SITE * 20], "number of sites": ["1"]})
-    assert len(terminal.file.getvalue().splitlines()) == 3
+    assert len(terminal.page.getvalue().splitlines()) == 3
 
 
 def test_no_number_is_cut_where_nothing_fits():
     terminal = Terminal(10)
     print_table(terminal, {"site": ["head/linear"], "SQNR": ["123,456,789.5"]})
-    assert "123,456,789.5" in terminal.file.getvalue()
+    assert "123,456,789.5" in terminal.page.getvalue()

@@ -82,7 +82,8 @@ def port(m, x, fault):
     v = torch.einsum("bnc,chd->bnhd", x, m.value_kernel) + m.value_bias
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if fault == "queries viewed":
-        q = q.transpose(1, 2).reshape(2, HEADS, 25, WIDTH)
+        flat = x @ m.query_kernel.flatten(1) + m.query_bias.flatten()
+        q = flat.reshape(2, HEADS, 25, WIDTH)
     y = F.scaled_dot_product_attention(q, k, v)
     x = y.permute(0, 2, 1, 3).reshape(2, 25, DIM) + x
     gate, up = (x @ m.both.t()).chunk(2, -1)
@@ -125,4 +126,4 @@ def test_an_operand_that_a_layout_put_in_another_order(program, step_of):
     [row] = named(program, step_of, "queries viewed")
     text = Path(__file__).read_text().splitlines()
     assert "reshape(2, HEADS" in text[int(row.blamed_line.rpartition(":")[2]) - 1]
-    assert row.looks_like == "wrong axis or layout"
+    assert row.looks_like == "wrong axis or layout", row.evidence

@@ -70,7 +70,7 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
-from roundoff.compare.unlike_operands import blamed_operand
+from roundoff.compare.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch
@@ -324,7 +324,7 @@ def _tried(
     if repair is not None and repair.ends:
         return _as_blamed(sides, part, repair)
     if end is not None:
-        missing = _behind(sides, part, end, likely)
+        missing = blamed_move(sides, part) or _behind(sides, part, end, likely)
         if missing is not None:
             return missing
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):

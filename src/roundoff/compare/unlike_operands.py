@@ -9,7 +9,7 @@ of the image.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -30,19 +30,36 @@ _PERMUTE = operators_that("permute axes")
 
 
 def blamed_operand(sides: Sides, part: Part) -> Blamed | None:
-    """Return what stands in another order in the first calls that part.
+    """Return the parameter that stands in another order in the first calls that part.
 
     None where no such call has its counterpart's operator and shapes, or all else that it
     reads is not the same place by place.
     """
+    for wanted, read in _unlike_operands(sides, part):
+        if of_leaves_alone(sides.candidate, read):
+            return _blamed_leaf(sides, wanted, read)
+    return None
+
+
+def blamed_move(sides: Sides, part: Part) -> Blamed | None:
+    """Return the move that puts what is computed in another order into such a call.
+
+    It is the one from which on no order of the axes gives what the reference reads, or
+    the one before it in code of the candidate's own, where both programs run that.
+    """
+    for wanted, read in _unlike_operands(sides, part):
+        if not of_leaves_alone(sides.candidate, read):
+            return _blamed_move(sides, wanted, read)
+    return None
+
+
+def _unlike_operands(sides: Sides, part: Part) -> Iterator[tuple[Value, Value]]:
     for value in _first_calls(sides.candidate, part.region):
         for twin in _first_calls(sides.reference, part.expected):
-            if value.operator != twin.operator:
-                continue
-            pair = _only_unlike(sides, twin, value)
-            if pair is not None:
-                return _blamed(sides, *pair)
-    return None
+            if value.operator == twin.operator:
+                pair = _only_unlike(sides, twin, value)
+                if pair is not None:
+                    yield pair
 
 
 def _first_calls(flow: Flow, region: Collection[int]) -> list[Value]:
@@ -85,9 +102,7 @@ def _in_another_order(sides: Sides, wanted: Value, read: Value) -> bool:
     return not wanted.says_nothing and wanted.key in sides.all_twins(read)
 
 
-def _blamed(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
-    if not of_leaves_alone(sides.candidate, read):
-        return _blamed_layout(sides, wanted, read)
+def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     leaf = _only_leaf(sides.candidate, read)
     source = _only_leaf(sides.reference, wanted)
     if leaf is None or source is None:
@@ -102,11 +117,7 @@ def _blamed(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     return Blamed(leaf, source, f"{name}, which its layer does not undo")
 
 
-def _blamed_layout(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
-    """Return the move from which on no order of the axes gives what the reference reads.
-
-    Or the one before it in code of the candidate's own, where both programs run that.
-    """
+def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     flow = sides.candidate
     content = sides.reference.tensor(wanted.key)
     moves = [value for value in _moves_to(flow, read) if value.row.line]

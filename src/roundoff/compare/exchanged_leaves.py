@@ -27,6 +27,7 @@ from roundoff.compare.value_regions import Sides
 from roundoff.compare.value_sketch import sketch_of_tensor
 from roundoff.ops import operators_that
 
+_MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
 MOST_LEAVES = 12
@@ -95,11 +96,17 @@ def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
             value = sides.candidate.values[row.record]
             sketch = sketch_of_tensor(tensor)
             if value.is_number and not value.says_nothing and sketch is not None:
-                had.update(sides.all_twins(value))
+                twins = sides.all_twins(value)
+                had.update(key for key in twins if _is_computed(sides, key))
                 has.update(sides.near_in_reference(sketch))
     except CannotRun:
         return True
     return not had <= has
+
+
+def _is_computed(sides: Sides, key: int) -> bool:
+    value = sides.reference.values[key]
+    return value.computes and value.operator not in _MOVE
 
 
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
@@ -113,15 +120,21 @@ def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
     return leaves_of(flow, sorted(keys))[:MOST_LEAVES]
 
 
-def _layer_of(flow: Flow, value: Value) -> Iterator[Value]:
+def _layer_of(flow: Flow, value: Value, products: int = 1) -> Iterator[Value]:
     """Yield what a value is made of one by one, back to the product with a weight.
 
-    Scaled or not, its elements stand where that call has put them.
+    Scaled or not, its elements stand where that call has put them. A product of two
+    values that are computed, as scores are of queries and keys, is looked behind.
     """
     for _ in range(MOST_BEFORE):
         inputs = [flow.values[key] for key in value.inputs if key in flow.values]
         made = [each for each in inputs if each.is_call and each.is_number]
-        if len(made) != 1 or value.operator in _PRODUCTS:
+        if value.operator in _PRODUCTS:
+            for each in made if products and len(made) > 1 else ():
+                yield each
+                yield from _layer_of(flow, each, products - 1)
+            return
+        if len(made) != 1:
             return
         [value] = made
         yield value

@@ -87,10 +87,13 @@ class FaultLines:
     Attributes:
         sides: both programs.
         region: the candidate's values that lead to results that differ.
+        is_clear: False for a fault that does so little that the same one may not show
+            elsewhere: then values that agree there do not clear the function.
     """
 
     sides: Sides
     region: Collection[int]
+    is_clear: bool = True
 
     def of_operator(self, value: Value) -> str | None:
         """Return the line of an operator that computes something else.
@@ -109,6 +112,7 @@ class FaultLines:
             value: the candidate's, which it should be applied to.
             missing: what the reference makes of it.
         """
+        given = value
         value = _moved_from(self.sides.candidate, value)
         reader = self._wrong_reader(value)
         made = stack_of(value.row) if value.is_call else ()
@@ -126,6 +130,9 @@ class FaultLines:
             place = both
             if from_made.depth > from_read.depth:
                 place = max(both, self._innermost(value, made) - from_made.above)
+            moved = stack_of(given.row)
+            if place == len(made) - 1 and moved[:-1] == made[:-1]:
+                return given, moved[-1]
             return value, made[place]
         place = max([both, *within])
         if from_read.depth > from_made.depth and not within:
@@ -179,6 +186,8 @@ class FaultLines:
 
     def _leads_to_right(self, key: int) -> bool:
         """Return True where something is computed of a value that agrees."""
+        if not self.is_clear:
+            return False
         flow = self.sides.candidate
         waiting = [key]
         seen = {key}
@@ -289,8 +298,12 @@ def _computing_readers(flow: Flow, value: Value) -> Iterator[Value]:
             if reader.key in seen:
                 continue
             seen.add(reader.key)
-            is_handed_on = not reader.computes or reader.operator in _MOVE
-            if reader.inner or is_handed_on:
+            if reader.inner:
+                call = flow.values[reader.row.record]
+                if call.key not in seen:
+                    seen.add(call.key)
+                    yield call
+            elif not reader.computes or reader.operator in _MOVE:
                 waiting.append(reader.key)
             else:
                 yield reader

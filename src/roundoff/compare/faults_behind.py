@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.call_edits import INPUT
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf
@@ -27,6 +28,7 @@ from roundoff.compare.repair_trials import (
     PLAIN,
     Region,
     Trials,
+    apart,
     best_repair,
     families_of,
     leaf_on_trial,
@@ -79,6 +81,15 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     return _Unlike(sides, rejoin).blamed()
 
 
+def _is_clear(sides: Sides, rejoin: Rejoin) -> bool:
+    """Return True for a fault that does so much that it would show elsewhere too.
+
+    As far from what agrees as from values that have nothing in common.
+    """
+    present = sides.candidate.tensor(rejoin.value.key)
+    return present is not None and apart(rejoin.held, present) > sides.limit**0.5
+
+
 def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
     """Return a call that reads what the reference's reads, with other constants.
 
@@ -94,7 +105,10 @@ def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
             apart = _constants_of(sides, twin, value)
             if apart:
                 words = f"{'; '.join(apart)}, on what the reference's reads too"
-                line = FaultLines(sides, rejoin.region).of_operator(value)
+                lines = FaultLines(
+                    sides, rejoin.region, is_clear=_is_clear(sides, rejoin)
+                )
+                line = lines.of_operator(value)
                 return Blamed(value, twin, words, is_operator=True, line=line)
     return None
 
@@ -158,7 +172,7 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             )
             return Blamed(leaf, rejoin.twin, words, line=value.row.line)
         line = value.row.line
-        if not found.is_whole:
+        if found.unlikely == INPUT and not found.is_whole:
             region_lines = FaultLines(sides, region.parted)
             line = region_lines.of_operator(value)
         return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
@@ -276,11 +290,11 @@ def _origin(flow: Flow, one: Value, other: Value, rejoin: Rejoin) -> Blamed:
     reader = min(readers, key=lambda value: value.order, default=one)
     is_followed = False
     while one.row.call != other.row.call:
-        leaves = leaves_of(flow, [one.key])
-        others = leaves_of(flow, [other.key])
-        if leaves and others and leaves[0].key != others[0].key:
-            names = f"{leaves[0].row.name} and {others[0].row.name}"
-            return Blamed(leaves[0], rejoin.twin, f"{names} stand in for each other")
+        leaf, second = _largest(flow, one), _largest(flow, other)
+        if leaf is not None and second is not None and leaf.key != second.key:
+            names = f"{leaf.row.name} and {second.row.name}"
+            words = f"{names} stand in for each other, or what reads their results does"
+            return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
         pair = _unlike_inputs(flow, one, other)
         if pair is None:
             one = one if is_followed else reader
@@ -288,6 +302,12 @@ def _origin(flow: Flow, one: Value, other: Value, rejoin: Rejoin) -> Blamed:
         one, other = pair
         is_followed = True
     return Blamed(one, rejoin.twin, words, is_operator=True)
+
+
+def _largest(flow: Flow, value: Value) -> Value | None:
+    """Return the largest parameter that a value reads: the weight, not the bias."""
+    leaves = leaves_of(flow, [value.key])
+    return max(leaves, key=lambda leaf: leaf.row.numel or 0, default=None)
 
 
 def _unlike_inputs(flow: Flow, one: Value, other: Value) -> tuple[Value, Value] | None:
@@ -385,7 +405,8 @@ class _Unlike:
         self._rejoin = rejoin
         self._families = families_of(TracedProgram(sides.candidate))
         region = rejoin.region | {rejoin.value.key}
-        self._lines = FaultLines(sides, region)
+        is_clear = _is_clear(sides, rejoin)
+        self._lines = FaultLines(sides, region, is_clear=is_clear)
 
     def blamed(self) -> Blamed:
         """Name the first operator behind the values that agree.

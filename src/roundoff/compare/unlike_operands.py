@@ -129,7 +129,7 @@ def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
         ),
         None,
     )
-    if wrong is None:
+    if wrong is None or not _was_in_order(flow, content, moves[0]):
         return None
     shared = {row.line for row in sides.reference.step.rows.values()}
     for move in reversed(moves[: wrong + 1]):
@@ -138,6 +138,12 @@ def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
             words = "puts the elements into another order than in"
             return Blamed(move, wanted, f"{move.operator} {words} {there}")
     return None
+
+
+def _was_in_order(flow: Flow, content: torch.Tensor | None, first: Value) -> bool:
+    """Return True where what a move reads is what is wanted up to the order of axes."""
+    source = flow.values.get(first.inputs[0]) if first.inputs else None
+    return source is not None and _is_layout_of(content, flow.tensor(source.key))
 
 
 def _moves_to(flow: Flow, read: Value) -> list[Value]:

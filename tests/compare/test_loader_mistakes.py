@@ -27,6 +27,8 @@ LEAVES = {
     "stem": drawn(DIM, 3, 3, 3, seed=1),
     **{f"{n}_w": drawn(DIM, DIM, seed=s) * 0.5 for s, n in enumerate("qkv", 2)},
     **{f"{n}_b": drawn(DIM, seed=s) for s, n in enumerate("qkv", 5)},
+    **{f"n{n}_w": drawn(DIM, seed=20 + n) + 2 for n in (1, 2)},
+    **{f"n{n}_b": drawn(DIM, seed=22 + n) for n in (1, 2)},
     "gate": drawn(10, DIM, seed=8),
     "up": drawn(10, DIM, seed=9),
     "down": drawn(3, 10, seed=10),
@@ -40,10 +42,12 @@ def split(x):
 
 def reference(m, x):
     x = torch.tanh(F.conv2d(x, m.stem, padding=1)).flatten(2).transpose(1, 2)
+    x = F.layer_norm(x, (DIM,), m.n1_w, m.n1_b)
     q = split(F.linear(x, m.q_w, m.q_b))
     k = split(F.linear(x, m.k_w, m.k_b))
     v = split(F.linear(x, m.v_w, m.v_b))
     x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    x = F.layer_norm(x, (DIM,), m.n2_w, m.n2_b)
     return F.linear(F.silu(F.linear(x, m.gate)) * F.linear(x, m.up), m.down)
 
 
@@ -66,6 +70,12 @@ def leaves(fault):
         for letter, name in (("q", "query"), ("k", "key")):
             bias = w[f"{letter}_b"].reshape(WIDTH, HEADS).t()
             held[f"{name}_bias"] = bias
+    norms = ["n1", "n2"]
+    if fault == "norms exchanged":
+        norms.reverse()
+    for name, norm in zip(("early", "late"), norms, strict=True):
+        held[f"{name}_gain"] = w[f"{norm}_w"]
+        held[f"{name}_shift"] = w[f"{norm}_b"]
     parts = [w["gate"], w["up"]]
     if fault == "parts joined the other way round":
         parts.reverse()
@@ -77,6 +87,7 @@ def leaves(fault):
 def port(m, x, fault):
     x = F.conv2d(x, m.kernel.permute(3, 2, 0, 1), padding=1)
     x = torch.tanh(x).permute(0, 2, 3, 1).reshape(2, 25, DIM)
+    x = F.layer_norm(x, (DIM,), m.early_gain, m.early_shift)
     q = torch.einsum("bnc,chd->bnhd", x, m.query_kernel) + m.query_bias
     k = torch.einsum("bnc,chd->bnhd", x, m.key_kernel) + m.key_bias
     v = torch.einsum("bnc,chd->bnhd", x, m.value_kernel) + m.value_bias
@@ -86,6 +97,7 @@ def port(m, x, fault):
         q = flat.reshape(2, HEADS, 25, WIDTH)
     y = F.scaled_dot_product_attention(q, k, v)
     x = y.permute(0, 2, 1, 3).reshape(2, 25, DIM) + x
+    x = F.layer_norm(x, (DIM,), m.late_gain, m.late_shift)
     gate, up = (x @ m.both.t()).chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up) @ m.down.t()
 
@@ -106,6 +118,7 @@ def test_the_port_is_right(program, step_of):
     [
         ("kernel turned", {"kernel"}, "in the order [3, 2, 1, 0]"),
         ("layers exchanged", {"key_kernel", "value_kernel"}, "stand in for each other"),
+        ("norms exchanged", {"early_gain"}, "holds the reference's n2_w, not n1_w"),
         ("heads last", {"query_kernel", "key_kernel"}, "the other way round"),
         ("parts joined the other way round", {"both"}, "stand in another order than"),
     ],

@@ -17,6 +17,7 @@ from roundoff.compare.blamed_leaves import (
     Blamed,
     leaves_of,
     of_leaves_alone,
+    parameters_of_the_same,
     same_layout,
 )
 from roundoff.compare.parameter_content import relation
@@ -70,7 +71,11 @@ def _first_calls(flow: Flow, region: Collection[int]) -> list[Value]:
 
 
 def _only_unlike(sides: Sides, twin: Value, value: Value) -> tuple[Value, Value] | None:
-    """Return the operand that differs, and the reference's, where just one does."""
+    """Return the operand that stands in another order, and the reference's.
+
+    None where another one differs too. Or the first of several parameters each of which
+    holds what another of the reference's does, as weights and biases of exchanged layers.
+    """
     ours, theirs = sides.reference, sides.candidate
     if min(len(twin.row.inputs), len(value.row.inputs)) < 2:
         return None
@@ -82,9 +87,13 @@ def _only_unlike(sides: Sides, twin: Value, value: Value) -> tuple[Value, Value]
             return None
         if not _equal(sides, one, two):
             unlike.append((ours.values[key], theirs.values[other]))
-    if len(unlike) != 1 or not _in_another_order(sides, *unlike[0]):
-        return None
-    return unlike[0]
+    if len(unlike) == 1 and _in_another_order(sides, *unlike[0]):
+        return unlike[0]
+    count = min(len(twin.row.inputs), len(value.row.inputs))
+    is_exchanged = 0 < len(unlike) < count and all(
+        _other_parameter(sides, read) is not None for _, read in unlike
+    )
+    return unlike[0] if is_exchanged else None
 
 
 def _tensor(flow: Flow, key: int) -> torch.Tensor | None:
@@ -102,6 +111,14 @@ def _in_another_order(sides: Sides, wanted: Value, read: Value) -> bool:
     return not wanted.says_nothing and wanted.key in sides.all_twins(read)
 
 
+def _other_parameter(sides: Sides, read: Value) -> Value | None:
+    """Return the reference's parameter that a candidate's holds; None for no parameter."""
+    leaf = _only_leaf(sides.candidate, read)
+    if leaf is None or leaf.says_nothing:
+        return None
+    return next(iter(parameters_of_the_same(sides, leaf)), None)
+
+
 def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     leaf = _only_leaf(sides.candidate, read)
     source = _only_leaf(sides.reference, wanted)
@@ -111,6 +128,10 @@ def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     content = sides.reference.tensor(source.key)
     if held is None or content is None:
         return None
+    other = _other_parameter(sides, read)
+    if other is not None and not _in_another_order(sides, wanted, read):
+        words = f"{leaf.row.name} holds the reference's {other.row.name}, not"
+        return Blamed(leaf, source, f"{words} {source.row.name}")
     how = relation(content, held)
     words = "in another order" if how is None else how.words
     name = f"{leaf.row.name} is the reference's {source.row.name} {words}"

@@ -70,7 +70,11 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
-from roundoff.compare.unlike_operands import blamed_move, blamed_operand
+from roundoff.compare.unlike_operands import (
+    blamed_move,
+    blamed_operand,
+    with_other_reading,
+)
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch
@@ -236,7 +240,8 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = as_misused(sides, _blamed(sides, part, (ours, theirs)))
+            blamed = _blamed(sides, part, (ours, theirs))
+            blamed = with_other_reading(sides, as_misused(sides, blamed))
         return [Difference(part, blamed, sides.limit)]
     return []
 

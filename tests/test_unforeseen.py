@@ -1,10 +1,13 @@
 """Exceptions that nobody foresaw: what was going on, one message, a file without anything of the user's."""
 
+import polars as pl
 import pytest
 import torch
 from torch import nn
 
-from roundoff.errors import QuantizationError, WorkloadError
+import roundoff
+from roundoff.budget import Budget
+from roundoff.errors import QuantizationError, RoundoffError, WorkloadError
 from roundoff.quantize.graph import trace
 from roundoff.unforeseen import (
     going_on,
@@ -98,3 +101,22 @@ def test_what_torch_refuses_is_the_users():
     workload = Workload(Net(), [torch.ones(2, 3)])
     with pytest.raises(WorkloadError, match="x @ x"):
         trace(workload)
+
+
+class PanicException(BaseException):
+    """As pyo3 names what Rust raises."""
+
+
+@pytest.mark.parametrize("kind", ["comparison", "budget"])
+def test_a_panic_at_a_damaged_file_is_bad_input(kind, tmp_path, monkeypatch):
+    def panics(*_args, **_options):
+        raise PanicException("assertion failed: offset + length <= self.length")
+
+    monkeypatch.setattr(pl, "read_parquet", panics)
+    monkeypatch.setattr(pl, "read_parquet_metadata", panics)
+    (tmp_path / "comparison.json").write_text("{}")
+    (tmp_path / "comparison.parquet").write_bytes(b"PAR1")
+    load = roundoff.Comparison.load if kind == "comparison" else Budget.load
+    place = tmp_path if kind == "comparison" else tmp_path / "comparison.parquet"
+    with pytest.raises(RoundoffError, match="offset"):
+        load(place)

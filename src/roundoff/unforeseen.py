@@ -28,6 +28,7 @@ __all__ = [
     "going_on",
     "is_panic",
     "note",
+    "panics_raised",
     "save_report",
     "unforeseen_message",
 ]
@@ -153,6 +154,17 @@ def is_panic(error: BaseException) -> bool:
     Exception`` catches.
     """
     return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def panics_raised() -> Iterator[None]:
+    """Raise a ``ValueError`` where such a library panics: at a damaged file, as a rule."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ValueError(f"it cannot be read: {str(error)[:200]}") from None
 
 
 def summary(error: BaseException) -> str:

@@ -41,6 +41,7 @@ from roundoff.notebook import decibels as shown_db
 from roundoff.notebook import share
 from roundoff.notebook import table as html_table
 from roundoff.record import column, fault_of_table, schema_of
+from roundoff.unforeseen import panics_raised
 
 if TYPE_CHECKING:
     from roundoff.budget.sqnr_target import TargetText
@@ -391,12 +392,13 @@ class Budget:
         """Read a budget. Raises ``PlanError`` when the file is no budget, or a newer one."""
         path = as_path(path, "path", "the file of a budget")
         try:
-            facts = parse_json(
-                pl.read_parquet_metadata(regular(Path(path)))["roundoff"]
-            )
+            with panics_raised():
+                metadata = pl.read_parquet_metadata(regular(Path(path)))
+                table = pl.read_parquet(path, glob=False)
+            facts = parse_json(metadata["roundoff"])
             _check_schema(facts.get("schema", 1), path)
             budget = cls(
-                _whole(pl.read_parquet(path, glob=False)),
+                _whole(table),
                 tuple(MeasuredSite.from_dict(site) for site in facts["sites"]),
                 Measurement.from_dict(facts["about"]),
             )

@@ -185,10 +185,12 @@ class FaultLines:
         return False
 
     def _leads_to_right(self, key: int) -> bool:
-        """Return True where something is computed of a value that agrees."""
+        """Return True for a value that agrees, or of which one is computed that does."""
         if not self.is_clear:
             return False
         flow = self.sides.candidate
+        if self._agrees(flow.values[key]):
+            return True
         waiting = [key]
         seen = {key}
         while waiting and len(seen) < FAR:

@@ -218,6 +218,21 @@ def _between(
     )
 
 
+def _read(flow: Flow, rejoin: Rejoin) -> list[Value]:
+    """Return what the wrong region reads: what is computed before what that is moved to.
+
+    A value that is read twice goes through moves of each reader.
+    """
+    read = [value for value in before(flow, rejoin.region) if not value.inner]
+    read = [value for value in read if value.is_call and value.is_number]
+    read.sort(key=lambda v: v.operator not in _JOIN and _hands_on(v))
+    return read[:MOST_READ]
+
+
+def _hands_on(value: Value) -> bool:
+    return not value.computes or value.operator in _MOVE
+
+
 def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what puts two right values in each other's place.
 
@@ -226,9 +241,7 @@ def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """
     trials.left = BUDGET
     flow = sides.candidate
-    made = [value for value in before(flow, rejoin.region) if not value.inner]
-    made = [value for value in made if value.is_call and value.is_number]
-    for one, other in combinations(made[:MOST_READ], 2):
+    for one, other in combinations(_read(flow, rejoin), 2):
         first, second = flow.tensor(one.key), flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
@@ -247,8 +260,7 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """
     trials.left = BUDGET
     flow = sides.candidate
-    made = [value for value in before(flow, rejoin.region) if not value.inner]
-    made = [value for value in made if value.is_call and value.is_number][:MOST_READ]
+    made = _read(flow, rejoin)
     meant = {value.key: value for value in (*made, *_read_by_reference(sides, rejoin))}
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
     for one, other in product(made, meant.values()):
@@ -335,10 +347,9 @@ def left_out(
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]
     wanted = [twin for twin in wanted if twin.computes and twin.is_number]
-    read = [v for v in before(flow, rejoin.region) if v.is_call and v.is_number]
-    for value in read[:MOST_READ]:
+    for value in _read(flow, rejoin):
         held = flow.tensor(value.key)
-        if held is None or value.inner:
+        if held is None:
             continue
         twins = set(sides.all_twins(value))
         for twin in wanted:

@@ -56,6 +56,7 @@ from roundoff.foreign import parse_json, read_bytes, regular
 from roundoff.notebook import table as html_table
 from roundoff.record import Run, as_run
 from roundoff.report import answer_comparison, plain, span, write_comparison
+from roundoff.unforeseen import panics_raised
 
 VERSION = 1
 ABOUT_FILE = "comparison.json"
@@ -222,7 +223,8 @@ class Comparison:
             about = parse_json(_bytes(_within(path, ABOUT_FILE)))
             place = _within(path, TABLE_FILE)
             source = io.BytesIO(_bytes(place)) if is_url(path) else regular(Path(place))
-            table = pl.read_parquet(source, glob=False)
+            with panics_raised():
+                table = pl.read_parquet(source, glob=False)
         except FileNotFoundError as error:
             raise RunError(
                 "no comparison is saved here",

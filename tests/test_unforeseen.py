@@ -1,5 +1,7 @@
 """Exceptions that nobody foresaw: what was going on, one message, a file without anything of the user's."""
 
+import os
+
 import polars as pl
 import pytest
 import torch
@@ -13,6 +15,7 @@ from roundoff.unforeseen import (
     going_on,
     note,
     notes_of,
+    panics_raised,
     report_text,
     save_report,
     unforeseen_message,
@@ -108,8 +111,9 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize("kind", ["comparison", "budget"])
-def test_a_panic_at_a_damaged_file_is_bad_input(kind, tmp_path, monkeypatch):
+def test_a_panic_at_a_damaged_file_is_bad_input(kind, tmp_path, monkeypatch, capfd):
     def panics(*_args, **_options):
+        os.write(2, b"thread '<unnamed>' panicked at core/src/lib.rs")
         raise PanicException("assertion failed: offset + length <= self.length")
 
     monkeypatch.setattr(pl, "read_parquet", panics)
@@ -120,3 +124,30 @@ def test_a_panic_at_a_damaged_file_is_bad_input(kind, tmp_path, monkeypatch):
     place = tmp_path if kind == "comparison" else tmp_path / "comparison.parquet"
     with pytest.raises(RoundoffError, match="offset"):
         load(place)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_write_to_standard_error_meanwhile_comes_out(capfd):
+    with panics_raised():
+        os.write(2, b"from elsewhere\n")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "from elsewhere\n"
+
+
+def test_standard_error_comes_back_after_any_exception(capfd):
+    with pytest.raises(KeyError), panics_raised():
+        os.write(2, b"before\n")
+        raise KeyError("x")
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "before\nafter\n"
+
+
+def test_a_block_within_another_and_no_place_for_a_file(capfd, monkeypatch):
+    with panics_raised(), panics_raised():
+        os.write(2, b"twice\n")
+    assert capfd.readouterr().err == "twice\n"
+    with monkeypatch.context() as changed:
+        changed.setattr("tempfile.tempdir", "/nowhere/at/all")
+        with panics_raised():
+            os.write(2, b"at once\n")
+        assert capfd.readouterr().err == "at once\n"

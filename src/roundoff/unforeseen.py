@@ -14,11 +14,12 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import IO, ParamSpec, TypeVar
 
 from roundoff.errors import RoundoffError, warn
 from roundoff.packages import installed_version
@@ -36,6 +37,9 @@ __all__ = [
 #: Libraries whose versions a report has, as far as they are loaded.
 _LIBRARIES = ("torch", "numpy", "scipy", "polars", "onnx", "onnxruntime", "onnxscript")
 _BEGINS = "roundoff: "
+_STANDARD_ERROR = 2
+#: Of the thread that holds standard error.
+_HOLDS = threading.Lock()
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
@@ -158,13 +162,80 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise a ``ValueError`` where such a library panics: at a damaged file, as a rule."""
+    """Raise a ``ValueError`` where such a library panics: at a damaged file, as a rule.
+
+    The panic itself writes a trace to the standard error of the process, past ``sys.stderr``:
+    it is dropped. Anything else that is written there comes out at the end of the block.
+    """
+    with _standard_error_held() as held:
+        try:
+            yield
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            held.drop()
+            raise ValueError(f"it cannot be read: {str(error)[:200]}") from None
+
+
+@contextmanager
+def _standard_error_held() -> Iterator[_Held]:
+    """Keep what is written to standard error meanwhile; it comes out at the end.
+
+    Of two threads at a time the first does it; without a file or a standard error nobody.
+    """
+    held = _Held()
+    if not _HOLDS.acquire(blocking=False):
+        yield held
+        return
     try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise ValueError(f"it cannot be read: {str(error)[:200]}") from None
+        held.begin()
+        try:
+            yield held
+        finally:
+            held.end()
+    finally:
+        _HOLDS.release()
+
+
+class _Held:
+    """What goes to standard error, in a file until the end."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._standard_error = -1
+
+    def begin(self) -> None:
+        _flush()
+        with ExitStack() as opened:
+            try:
+                file = opened.enter_context(tempfile.TemporaryFile())
+                self._standard_error = os.dup(_STANDARD_ERROR)
+            except OSError:  # no place for a file, or a process without standard error
+                return
+            opened.pop_all()
+        self._file = file
+        os.dup2(file.fileno(), _STANDARD_ERROR)
+
+    def drop(self) -> None:
+        if self._file is not None:
+            self._file.truncate(0)
+
+    def end(self) -> None:
+        if self._file is None:
+            return
+        _flush()
+        os.dup2(self._standard_error, _STANDARD_ERROR)
+        os.close(self._standard_error)
+        with self._file as file:
+            file.seek(0)
+            said = file.read()
+        if said:
+            os.write(_STANDARD_ERROR, said)
+
+
+def _flush() -> None:
+    if sys.stderr is not None:
+        sys.stderr.flush()
 
 
 def summary(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from roundoff.errors import RunError
 from roundoff.foreign import parse_json, read_text, regular
 from roundoff.record.disk.schema import SCALAR_FILE, parse_rank, parse_step
 from roundoff.record.disk.tensors import checksum
-from roundoff.unforeseen import is_panic
+from roundoff.unforeseen import is_panic, panics_raised
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _T = TypeVar("_T")
@@ -70,7 +70,7 @@ def columns_of(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def _footer(path: Path) -> dict[str, Any]:
-    with regular(path).open("rb") as file:
+    with regular(path).open("rb") as file, panics_raised():
         return dict(pl.read_parquet_schema(file))
 
 

@@ -13,6 +13,7 @@ import polars as pl
 from roundoff.foreign import regular
 from roundoff.record.disk.checked_reading import damaged, read_checked
 from roundoff.record.disk.schema import OPS, parse_rank, parse_step
+from roundoff.unforeseen import panics_raised
 
 #: What each row of a recording has; other columns may be null.
 _ALWAYS = ("record", "call", "phase", "module", "operator", "index", "place")
@@ -36,7 +37,7 @@ def check_table(path: Path) -> None:
 
 
 def _read(path: Path) -> pl.DataFrame:
-    with regular(path).open("rb") as file:
+    with regular(path).open("rb") as file, panics_raised():
         return pl.read_parquet(file)
 
 

@@ -97,7 +97,10 @@ def port(m, x, fault):
         q = flat.reshape(2, HEADS, 25, WIDTH)
     y = F.scaled_dot_product_attention(q, k, v)
     x = y.permute(0, 2, 1, 3).reshape(2, 25, DIM) + x
-    x = F.layer_norm(x, (DIM,), m.late_gain, m.late_shift)
+    if fault == "first norm twice":
+        x = F.layer_norm(x, (DIM,), m.early_gain, m.early_shift)
+    else:
+        x = F.layer_norm(x, (DIM,), m.late_gain, m.late_shift)
     gate, up = (x @ m.both.t()).chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up) @ m.down.t()
 
@@ -140,3 +143,11 @@ def test_an_operand_that_a_layout_put_in_another_order(program, step_of):
     text = Path(__file__).read_text().splitlines()
     assert "reshape(2, HEADS" in text[int(row.blamed_line.rpartition(":")[2]) - 1]
     assert row.looks_like == "wrong axis or layout", row.evidence
+
+
+def test_a_parameter_that_serves_another_call_rightly_is_not_to_blame(program, step_of):
+    [row] = named(program, step_of, "first norm twice")
+    assert "it reads early_gain, where the reference reads n2_w" in row.evidence
+    text = Path(__file__).read_text().splitlines()
+    line = int(row.blamed_line.rpartition(":")[2])
+    assert "first norm twice" in text[line - 2]

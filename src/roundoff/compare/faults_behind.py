@@ -36,7 +36,7 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.transplants import Rejoin, before, orders_of, trials_of_value
 from roundoff.compare.value_flow import Flow, Value
-from roundoff.compare.value_regions import Sides, first_of
+from roundoff.compare.value_regions import Sides, first_of, upstream
 from roundoff.ops import operators_that
 
 #: Values that the wrong region reads, of which some may be exchanged or not complete.
@@ -297,6 +297,9 @@ def _read_by_reference(sides: Sides, rejoin: Rejoin) -> list[Value]:
 def _origin(flow: Flow, one: Value, other: Value, rejoin: Rejoin) -> Blamed:
     there = f"{one.operator} and {other.operator}"
     words = f"the results of {there} stand in each other's place"
+    if one.key in upstream(flow, [other.key], lambda _value: True):
+        # what is made of the other stands in its place
+        one, other = other, one
     readers = [flow.values[key] for key in flow.readers.get(one.key, ())]
     readers = [v for v in readers if v.key in rejoin.region and not v.inner]
     reader = min(readers, key=lambda value: value.order, default=one)

@@ -3,7 +3,8 @@
 Blocks that run in another order, or one of them twice, read parameters that hold what the
 reference reads elsewhere, as if the loader had exchanged them. Contents alone do not tell
 the two apart. The numbers in the names do, where both programs count their layers: a
-parameter that has the number of what it holds was loaded rightly.
+parameter that has the number of what it holds was loaded rightly. So was one with which
+another call gives what the reference has.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     held = parameters_of_the_same(sides, blamed.value)
     if wanted is None or not wanted.row.name or not held:
         return blamed
+    readers = _readers(sides.candidate, blamed.value)
+    wrong = [reader for reader in readers if not _gives_right(sides, reader)]
+    if not wrong:
+        return blamed
     numbers = _numbers(blamed.value)
-    is_loaded_right = any(_numbers(leaf) == numbers for leaf in held)
-    if not numbers or not is_loaded_right or _numbers(wanted) == numbers:
+    has_its_number = bool(numbers) and any(_numbers(leaf) == numbers for leaf in held)
+    is_counted = has_its_number and _numbers(wanted) != numbers
+    is_right_elsewhere = len(wrong) < len(readers)
+    if not is_counted and not is_right_elsewhere:
         return blamed
-    reader = _first_reader(sides.candidate, blamed.value)
-    if reader is None:
-        return blamed
+    reader = wrong[0]
+    line = reader.row.line
+    if not is_right_elsewhere:
+        line = _line_of_block(sides.candidate, blamed.value, reader)
     words = (
         f"it reads {blamed.value.row.name}, where the reference reads {wanted.row.name}"
     )
-    line = _line_of_block(sides.candidate, blamed.value, reader)
     return replace(
         blamed, value=reader, evidence=words, other=None, is_operator=True, line=line
     )
@@ -50,10 +57,19 @@ def _numbers(leaf: Value) -> list[str]:
     return _NUMBER.findall(leaf.row.name or "")
 
 
-def _first_reader(flow: Flow, leaf: Value) -> Value | None:
-    readers = [flow.values[key] for key in flow.readers.get(leaf.key, ())]
-    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
-    return min(readers, key=lambda v: v.order, default=None)
+def _readers(flow: Flow, leaf: Value) -> list[Value]:
+    """Return the calls of the forward pass that read a parameter, in order.
+
+    For a step inside a call that is the call.
+    """
+    read = [flow.values[key] for key in flow.readers.get(leaf.key, ())]
+    records = sorted({v.row.record for v in read if v.row.phase == "forward"})
+    return [flow.values[record] for record in records]
+
+
+def _gives_right(sides: Sides, reader: Value) -> bool:
+    """Return True for a call that computes what the reference has."""
+    return reader.computes and reader.key in sides.twins and not reader.says_nothing
 
 
 def _line_of_block(flow: Flow, leaf: Value, reader: Value) -> str | None:
@@ -65,9 +81,9 @@ def _line_of_block(flow: Flow, leaf: Value, reader: Value) -> str | None:
     for other in flow.values.values():
         if other.is_call or not other.row.name or _block(other) != _block(leaf):
             continue
-        first = _first_reader(flow, other)
-        if first is not None and stack_of(first.row):
-            place = min(place, shared(stack, stack_of(first.row)))
+        readers = _readers(flow, other)
+        if readers and stack_of(readers[0].row):
+            place = min(place, shared(stack, stack_of(readers[0].row)))
     return stack[max(place - 1, 0)]
 
 

@@ -225,12 +225,13 @@ def _read(flow: Flow, rejoin: Rejoin) -> list[Value]:
     """
     read = [value for value in before(flow, rejoin.region) if not value.inner]
     read = [value for value in read if value.is_call and value.is_number]
-    read.sort(key=lambda v: v.operator not in _JOIN and _hands_on(v))
+    read.sort(key=_hands_on)
     return read[:MOST_READ]
 
 
 def _hands_on(value: Value) -> bool:
-    return not value.computes or value.operator in _MOVE
+    is_move = value.operator in _MOVE and value.operator not in _JOIN
+    return not value.computes or is_move
 
 
 def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -365,10 +366,21 @@ def left_out(
                 if trials.outcome({}, {value.key: given})[0]:
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
-                    named, line = lines.of_left_out(value, twin)
+                    last = _moved_on(flow, value)
+                    named, line = lines.of_left_out(last, twin)
                     words = f"left out is {_there(twin)}"
                     return Blamed(named, twin, words, is_operator=True, line=line)
     return None
+
+
+def _moved_on(flow: Flow, value: Value) -> Value:
+    """Return what a value is moved to, as long as nothing else reads it."""
+    while True:
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+        readers = [v for v in readers if v.row.phase == value.row.phase]
+        if len(readers) != 1 or not _hands_on(readers[0]) or readers[0].inner:
+            return value
+        value = readers[0]
 
 
 def _in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:

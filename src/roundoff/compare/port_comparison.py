@@ -30,6 +30,7 @@ from roundoff.compare.blamed_leaves import (
 )
 from roundoff.compare.blamed_tables import blamed_table
 from roundoff.compare.call_arguments import argument_differences
+from roundoff.compare.contained_values import blamed_after_contained
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.faults_behind import (
@@ -275,15 +276,21 @@ def _blamed(
             return blamed
     if sides.made_up:
         # a transplant says where recorded values part, not where any values would
-        return _tried(sides, part, trials, blamed, None) or blamed_step(sides, part)
+        return (
+            _tried(sides, part, trials, blamed, None)
+            or blamed_step(sides, part)
+            or blamed_after_contained(sides, part)
+        )
     rejoin = rejoin_of(sides, part, trials)
     repaired = repaired_behind(sides, rejoin) if rejoin is not None else None
     if repaired is not None:
         return repaired
     trials.left = BUDGET
     end = _end_of(sides, part, results)
-    return _tried(sides, part, trials, blamed, rejoin or end) or blamed_step(
-        sides, part
+    return (
+        _tried(sides, part, trials, blamed, rejoin or end)
+        or blamed_step(sides, part)
+        or blamed_after_contained(sides, part)
     )
 
 

@@ -67,7 +67,7 @@ class Change:
         old: the text that is replaced, everywhere it stands.
         new: what stands there instead.
         at: a part of the lines that compute the wrong value, or several with ``|``
-            between, any of which is a right reading; None: the changed lines.
+            between; these and the changed lines are right readings.
         parameter: names of parameters that hold the wrong values, with ``|`` between;
             then no line is asked for,
             unless ``at`` says where either reading is right.
@@ -86,14 +86,13 @@ class Change:
     reference: str | None = None
 
     def lines(self, right: str) -> set[int]:
-        """Return the numbers of the lines that compute the wrong value."""
+        """Return the numbers of the changed lines and of those that compute the wrong value."""
         wrong = self.applied(right)
         numbered = list(enumerate(wrong.splitlines(), 1))
-        if self.at is not None:
-            parts = self.at.split("|")
-            return {n for n, line in numbered if any(part in line for part in parts)}
         before = right.splitlines()
-        return {number for number, line in numbered if line not in before}
+        changed = {number for number, line in numbered if line not in before}
+        parts = self.at.split("|") if self.at is not None else []
+        return changed | {n for n, line in numbered if any(p in line for p in parts)}
 
     def applied(self, right: str) -> str:
         """Return the port's text with the change."""

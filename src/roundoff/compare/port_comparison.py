@@ -42,6 +42,7 @@ from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.fp64_values import in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.misused_leaves import as_misused
+from roundoff.compare.other_readings import with_other_reading
 from roundoff.compare.port_results import (
     Results,
     buffers,
@@ -71,11 +72,7 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
-from roundoff.compare.unlike_operands import (
-    blamed_move,
-    blamed_operand,
-    with_other_reading,
-)
+from roundoff.compare.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.value_flow import Flow, Value, flow_of
 from roundoff.compare.value_regions import Part, Sides, limit_of, parted, upstream
 from roundoff.compare.value_sketch import Sketch

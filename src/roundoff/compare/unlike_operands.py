@@ -10,7 +10,6 @@ of the image.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -29,7 +28,6 @@ from roundoff.ops import operators_that
 _MOVE = operators_that("move values")
 _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
-_PRODUCTS = operators_that("multiply")
 
 
 def blamed_operand(sides: Sides, part: Part) -> Blamed | None:
@@ -53,56 +51,6 @@ def blamed_move(sides: Sides, part: Part) -> Blamed | None:
     for wanted, read in _unlike_operands(sides, part):
         if not of_leaves_alone(sides.candidate, read):
             return _blamed_move(sides, wanted, read)
-    return None
-
-
-def with_other_reading(sides: Sides, blamed: Blamed | None) -> Blamed | None:
-    """Return a parameter that should stand in another order with what else may be meant.
-
-    What it is multiplied with may be brought into that order instead: the line that does
-    so is named beside the parameter. Anything else is returned as it is.
-    """
-    if blamed is None or blamed.other is None or blamed.value.is_call:
-        return blamed
-    held = sides.candidate.tensor(blamed.value.key)
-    if (
-        blamed.line is not None
-        or held is None
-        or not _same_elements(held, blamed.other)
-    ):
-        return blamed
-    move = _permuted_beside(sides.candidate, blamed.value)
-    if move is None or move.row.line in (None, blamed.value.row.line):
-        return blamed
-    words = f"{blamed.evidence}, or {move.row.site} ({move.row.line}) brings what it is"
-    return replace(
-        blamed,
-        evidence=f"{words} multiplied with into another order",
-        line=move.row.line,
-    )
-
-
-def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() != other.numel():
-        return False
-    return torch.equal(one.reshape(-1).sort().values, other.reshape(-1).sort().values)
-
-
-def _permuted_beside(flow: Flow, leaf: Value) -> Value | None:
-    """Return the move of axes that leads to what a parameter is multiplied with."""
-    waiting = [leaf.key]
-    while waiting:
-        key = waiting.pop(0)
-        for reader in (flow.values[k] for k in flow.readers.get(key, ())):
-            if reader.row.phase != leaf.row.phase or reader.inner:
-                continue
-            if not reader.computes or reader.operator in _MOVE:
-                waiting.append(reader.key)
-            elif reader.operator in _PRODUCTS:
-                others = [k for k in reader.row.inputs if k != key and k in flow.values]
-                moves = [m for k in others for m in _moves_to(flow, flow.values[k])]
-                permuted = [m for m in moves if m.operator in _PERMUTE]
-                return permuted[-1] if permuted else None
     return None
 
 
@@ -193,7 +141,7 @@ def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
 def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     flow = sides.candidate
     content = sides.reference.tensor(wanted.key)
-    moves = [value for value in _moves_to(flow, read) if value.row.line]
+    moves = [value for value in moves_to(flow, read) if value.row.line]
     wrong = next(
         (
             place
@@ -219,7 +167,7 @@ def _was_in_order(flow: Flow, content: torch.Tensor | None, first: Value) -> boo
     return source is not None and _is_layout_of(content, flow.tensor(source.key))
 
 
-def _moves_to(flow: Flow, read: Value) -> list[Value]:
+def moves_to(flow: Flow, read: Value) -> list[Value]:
     """Return the calls that move what is computed to where it is read, in order."""
     moves = []
     value = read

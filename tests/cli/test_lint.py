@@ -78,6 +78,13 @@ def test_diff_can_be_applied(capsys):
     assert Path("a.py").read_text() == SCRIPT
 
 
+def test_controls_in_a_difference_are_escapes_and_a_form_feed_ends_no_line(capsys):
+    text = SCRIPT.replace("    y", "\t\x0c\n\x1b[2J\n    y", 1)
+    Path("a.py").write_text(text.replace("\x1b[2J", "    # \x1b[2J"))
+    _, out, _ = run("a.py --diff", capsys)
+    assert " \t\\x0c\n     # \\x1b[2J\n     y = model(x)\n" in out
+
+
 def test_json(capsys):
     _, out, _ = run("a.py bad.py --format json", capsys)
     answer = json.loads(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -56,14 +57,25 @@ def _sum(result: LintResult) -> str:
 
 
 def diff_lines(result: LintResult) -> Iterator[str]:
-    """Yield what mending changes, as a unified difference that ``patch`` takes."""
+    """Yield what mending changes, as a unified difference that ``patch`` takes.
+
+    Of a line with control characters other than tabs it does not: they are escapes.
+    """
     for file in result.fixed:
-        yield from difflib.unified_diff(
-            file.before.splitlines(keepends=True),
-            file.after.splitlines(keepends=True),
+        lines = difflib.unified_diff(
+            # a form feed ends no line
+            list(io.StringIO(file.before)),
+            list(io.StringIO(file.after)),
             fromfile=visible(file.path, lines=False),
             tofile=visible(file.path, lines=False),
         )
+        yield from map(_visible_but_tabs, lines)
+
+
+def _visible_but_tabs(line: str) -> str:
+    text = line.removesuffix("\n").removesuffix("\r")
+    end = line[len(text) :]
+    return "\t".join(map(visible, text.split("\t"))) + end
 
 
 def rule_text(rule: Rule) -> str:

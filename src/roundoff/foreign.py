@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import errno
 import functools
+import io
 import json
 import re
 import stat
@@ -32,6 +33,7 @@ __all__ = [
     "read_bytes",
     "read_text",
     "regular",
+    "script_lines",
     "visible",
     "without_secrets",
 ]
@@ -68,6 +70,17 @@ def visible(text: str, *, lines: bool = True) -> str:
 
 def _escaped(character: str) -> str:
     return ascii(character)[1:-1]
+
+
+def script_lines(text: str) -> list[str]:
+    r"""Return the lines of a script with their ends, as Python counts them.
+
+    A form feed ends none, as it does for ``str.splitlines``.
+
+    >>> script_lines("one\n\x0ctwo\r\nthree")
+    ['one\n', '\x0ctwo\r\n', 'three']
+    """
+    return list(io.StringIO(text, newline=""))
 
 
 def regular(path: Path) -> Path:

@@ -172,3 +172,10 @@ def test_a_loss_scale_that_moves_is_no_remark() -> None:
     code = (APEX + LOOP).replace('"O1")', '"O1", loss_scale="dynamic")')
     notes = [note.reason for note in migrated(code, "apex").notes]
     assert not any("loss_scale" in note for note in notes)
+
+
+def test_a_form_feed_ends_no_line_of_the_difference():
+    text = "import torch\n\x0c\nscaler = torch.cuda.amp.GradScaler()\n"
+    [_, _, place, *lines] = migrate_script(text).diff()
+    assert place == "@@ -1,3 +1,3 @@"
+    assert " \x0c" in lines

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from roundoff.foreign import script_lines
 from roundoff.lint.findings import Finding
 from roundoff.lint.rule import Edit, Hit, Rule
 from roundoff.lint.script import Script
@@ -95,17 +96,13 @@ def _silenced(text: str) -> dict[int, frozenset[str] | None]:
     if "noqa" not in text.lower():
         return {}
     lines: dict[int, frozenset[str] | None] = {}
-    for number, line in enumerate(_lines(text), 1):
+    for number, line in enumerate(script_lines(text), 1):
         match = _NOQA.search(line)
         if match is None:
             continue
         codes = re.findall(r"[A-Z]+\d*", (match["codes"] or "").upper())
         lines[number] = frozenset(codes) or None
     return lines
-
-
-def _lines(text: str) -> Iterator[str]:
-    yield from re.split(r"\r\n|\r|\n", text)
 
 
 def _is_silenced(silenced: dict[int, frozenset[str] | None], finding: Finding) -> bool:

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import replace
 
+from roundoff.foreign import script_lines
 from roundoff.lint import Script, parse
 from roundoff.migrate.mixed_precision import migrate_text
 from roundoff.migrate.result import Migration, NotUnderstoodError, Remark
@@ -72,8 +73,8 @@ def _then_torch_amp(plain: Migration, switch: str) -> Migration:
 
 def _lines_of_before(migration: Migration) -> dict[int, int]:
     """Return the line of the script that each line of the new text comes from."""
-    before = migration.before.splitlines()
-    after = migration.after.splitlines()
+    before = script_lines(migration.before)
+    after = script_lines(migration.after)
     lines = {}
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for _, start, end, new_start, new_end in matcher.get_opcodes():

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from roundoff.foreign import script_lines
+
 
 @dataclass(frozen=True, order=True)
 class Remark:
@@ -47,12 +49,16 @@ class Migration:
     def diff(self) -> Iterator[str]:
         """Yield the lines of a unified diff, without line ends."""
         yield from difflib.unified_diff(
-            self.before.splitlines(),
-            self.after.splitlines(),
+            _without_ends(self.before),
+            _without_ends(self.after),
             self.path,
             self.path,
             lineterm="",
         )
+
+
+def _without_ends(text: str) -> list[str]:
+    return [line.rstrip("\r\n") for line in script_lines(text)]
 
 
 class NotUnderstoodError(Exception):

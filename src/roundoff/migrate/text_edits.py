@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from roundoff.foreign import script_lines
 from roundoff.lint import Script
 from roundoff.migrate.result import NotUnderstoodError, Remark
 
@@ -221,5 +222,5 @@ def _tokens(text: str) -> list[tokenize.TokenInfo]:
 def _without_strings(script: Script) -> str:
     """Return the lines that begin outside of strings."""
     inside = _lines_in_strings(script.text)
-    lines = script.text.splitlines(keepends=True)
+    lines = script_lines(script.text)
     return "".join(line for number, line in enumerate(lines, 1) if number not in inside)

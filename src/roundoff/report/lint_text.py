@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from roundoff.foreign import visible
+from roundoff.foreign import script_lines, visible
 from roundoff.report.figures import count
 
 if TYPE_CHECKING:
@@ -63,9 +62,8 @@ def diff_lines(result: LintResult) -> Iterator[str]:
     """
     for file in result.fixed:
         lines = difflib.unified_diff(
-            # a form feed ends no line
-            list(io.StringIO(file.before)),
-            list(io.StringIO(file.after)),
+            script_lines(file.before),
+            script_lines(file.after),
             fromfile=visible(file.path, lines=False),
             tofile=visible(file.path, lines=False),
         )

@@ -35,10 +35,12 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     wrong = [reader for reader in readers if not _gives_right(sides, reader)]
     if not wrong:
         return blamed
+    right_lines = {reader.row.line for reader in readers if reader not in wrong}
     numbers = _numbers(blamed.value)
     has_its_number = bool(numbers) and any(_numbers(leaf) == numbers for leaf in held)
     is_counted = has_its_number and _numbers(wanted) != numbers
-    is_right_elsewhere = len(wrong) < len(readers)
+    # a turn of a loop that is right by chance is no other place
+    is_right_elsewhere = bool(right_lines) and wrong[0].row.line not in right_lines
     if not is_counted and not is_right_elsewhere:
         return blamed
     reader = wrong[0]

@@ -83,13 +83,13 @@ def _ratio_error(noise: Array, signal: Array, measured: Sequence[int]) -> float:
     """
     is_sound = np.isfinite(noise) & np.isfinite(signal)
     chosen = [index for index in measured if is_sound[index]]
-    here = noise[chosen].sum()
-    if not here or not signal[chosen].sum():
+    of_chosen = noise[chosen].sum()
+    if not of_chosen or not signal[chosen].sum():
         return 0.0
     y = noise[is_sound]
     x = signal[is_sound]
     ratio = y.sum() / x.sum()
-    off = abs(ratio * signal[chosen].sum() / here - 1)
+    off = abs(ratio * signal[chosen].sum() / of_chosen - 1)
     left = 1 - len(chosen) / len(y)
     spread = (y - ratio * x).std(ddof=1) / y.mean() if left else 0.0
     return float(max(off, math.sqrt(left / len(chosen)) * spread))
@@ -119,7 +119,7 @@ class RealRuns:
     def noise(self, fmt: Format) -> BatchNoise:
         """Run every batch with all sites in ``fmt``; NaN where the model refuses that."""
         batches = len(self.workload.batches)
-        found = np.full((batches, len(self.rows.names), 2), math.nan)
+        powers = np.full((batches, len(self.rows.names), 2), math.nan)
         together = _Together(self.workload, self.around)
         calls = self._calls()
         outputs = {}
@@ -137,8 +137,8 @@ class RealRuns:
                         outputs[index] = output
                 with suppress(WorkloadError):
                     rounded = self._rounded(index, fmt, together, calls)
-                    found[index] = self._of_outputs(rounded, exact)
-        return BatchNoise(found[..., 0], found[..., 1], outputs)
+                    powers[index] = self._of_outputs(rounded, exact)
+        return BatchNoise(powers[..., 0], powers[..., 1], outputs)
 
     def _calls(self) -> _NumberedCalls | None:
         """Return what finds calls by their numbers; None where they must have names."""

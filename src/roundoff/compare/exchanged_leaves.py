@@ -128,28 +128,29 @@ def _layer_of(flow: Flow, value: Value, products: int = 1) -> Iterator[Value]:
     """
     for _ in range(MOST_BEFORE):
         inputs = [flow.values[key] for key in value.inputs if key in flow.values]
-        made = [each for each in inputs if each.is_call and each.is_number]
+        computed = [each for each in inputs if each.is_call and each.is_number]
         if value.operator in _PRODUCTS:
-            for each in made if products and len(made) > 1 else ():
+            for each in computed if products and len(computed) > 1 else ():
                 yield each
                 yield from _layer_of(flow, each, products - 1)
             return
-        if len(made) != 1:
+        if len(computed) != 1:
             return
-        [value] = made
+        [value] = computed
         yield value
 
 
 def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
     held = {leaf.key: sides.candidate.tensor(leaf.key) for leaf in leaves}
-    for one, other in combinations(leaves, 2):
-        first, second = held[one.key], held[other.key]
+    for leaf, other in combinations(leaves, 2):
+        first = held[leaf.key]
+        second = held[other.key]
         if first is None or second is None or first.shape != second.shape:
             continue
         if first.dtype == second.dtype and not torch.equal(first, second):
-            tensors = {one.key: second, other.key: first}
-            words = f"{one.row.name} and {other.row.name} stand in for each other"
-            yield _Exchange(one, tensors, words)
+            tensors = {leaf.key: second, other.key: first}
+            words = f"{leaf.row.name} and {other.row.name} stand in for each other"
+            yield _Exchange(leaf, tensors, words)
     yield from _of_layers(leaves, held)
     for leaf in leaves:
         tensor = held[leaf.key]
@@ -162,13 +163,14 @@ def _of_layers(
 ) -> Iterator[_Exchange]:
     """Yield two layers with all their parameters of one name and shape exchanged."""
     layers = _layers_of(leaves)
-    for (name, one), (other_name, other) in combinations(layers.items(), 2):
+    for (name, layer), (other_name, other) in combinations(layers.items(), 2):
         tensors: dict[int, Tensor] = {}
-        for last in one.keys() & other.keys():
-            first, second = held[one[last].key], held[other[last].key]
+        for last in layer.keys() & other.keys():
+            first = held[layer[last].key]
+            second = held[other[last].key]
             if first is None or second is None or first.shape != second.shape:
                 continue
-            tensors |= {one[last].key: second, other[last].key: first}
+            tensors |= {layer[last].key: second, other[last].key: first}
         if len(tensors) > 2:
             words = f"{name} and {other_name} stand in for each other"
             named = next(leaf for leaf in leaves if leaf.key in tensors)
@@ -237,7 +239,8 @@ def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor:
     """Return the same elements where one axis was cut in two the other way round."""
     shape = list(tensor.shape)
     first, second = places
-    shape[first], shape[second] = shape[second], shape[first]
+    shape[first] = tensor.shape[second]
+    shape[second] = tensor.shape[first]
     return tensor.reshape(shape).transpose(*places).contiguous()
 
 
@@ -260,14 +263,16 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
         for count in PARTS:
             if size % count or size == count:
                 continue
-            for one, other in combinations(range(count), 2):
-                parts = list(tensor.chunk(count, axis))
-                parts[one], parts[other] = parts[other], parts[one]
-                turned = torch.cat(parts, axis)
+            parts = tensor.chunk(count, axis)
+            for first, second in combinations(range(count), 2):
+                order = list(range(count))
+                order[first] = second
+                order[second] = first
+                turned = torch.cat([parts[place] for place in order], axis)
                 if torch.equal(turned, tensor):
                     continue
                 words = (
-                    f"parts {one + 1} and {other + 1} of {count} along axis {axis} of "
+                    f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
                     f"{leaf.row.name} stand in for each other"
                 )
                 yield _Exchange(leaf, {leaf.key: turned}, words)
@@ -284,9 +289,9 @@ def _cuts(
     for choices in cuts:
         yield from choices
     for choices, others in combinations(cuts, 2):
-        for one, other in product(choices, others):
-            tensors = {**one.tensors, **other.tensors}
-            yield _Exchange(one.leaf, tensors, one.words)
+        for cut, other in product(choices, others):
+            tensors = {**cut.tensors, **other.tensors}
+            yield _Exchange(cut.leaf, tensors, cut.words)
 
 
 def _cuts_of_one(

@@ -112,28 +112,25 @@ class FaultLines:
             value: the candidate's, which it should be applied to.
             missing: what the reference makes of it.
         """
-        given = value
+        last = value
         value = _moved_from(self.sides.candidate, value)
         reader = self._wrong_reader(value)
-        made = stack_of(value.row) if value.is_call else ()
+        makers = stack_of(value.row) if value.is_call else ()
         read = stack_of(reader.row) if reader is not None else ()
-        if reader is None or not read or not made:
-            named = value if reader is None or made else reader
+        if reader is None or not read or not makers:
+            named = value if reader is None or makers else reader
             return named, self.of_operator(named)
         from_made, from_read = self._places_in_reference(value, missing)
-        both = shared(made, read)
+        both = shared(makers, read)
         right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
         within = [shared(read, stack_of(v.row)) for v in right]
-        is_made_right = bool(within) or self._is_right_in_other_turns(value, made)
+        is_made_right = bool(within) or self._is_right_in_other_turns(value, makers)
         is_idle = changes_nothing(self.sides.candidate, value)
         if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
             place = both
             if from_made.depth > from_read.depth:
-                place = max(both, self._innermost(value, made) - from_made.above)
-            moved = stack_of(given.row)
-            if place == len(made) - 1 and moved[:-1] == made[:-1]:
-                return given, moved[-1]
-            return value, made[place]
+                place = max(both, self._innermost(value, makers) - from_made.above)
+            return _named_where_made(value, last, place)
         place = max([both, *within])
         if from_read.depth > from_made.depth and not within:
             place = max(both, self._innermost(reader, read) - from_read.above)
@@ -240,10 +237,22 @@ class FaultLines:
         at = stack_of(missing.row)
         twins = set(self.sides.all_twins(value))
         source = _source(flow, missing, twins)
-        made = _place(at, stack_of(source.row) if source is not None else ())
+        beside = _place(at, stack_of(source.row) if source is not None else ())
         readers = sorted(_computing_readers(flow, missing), key=lambda v: v.order)
         read = _place(at, stack_of(readers[0].row) if readers else ())
-        return made, read
+        return beside, read
+
+
+def _named_where_made(value: Value, last: Value, place: int) -> tuple[Value, str]:
+    """Return a value and its line at a place of its stack; the innermost is the last move's.
+
+    That stands in the same function, after what it moves.
+    """
+    makers = stack_of(value.row)
+    moved = stack_of(last.row)
+    if place == len(makers) - 1 and moved[:-1] == makers[:-1]:
+        return last, moved[-1]
+    return value, makers[place]
 
 
 @dataclass(frozen=True, slots=True)

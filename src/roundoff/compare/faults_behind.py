@@ -69,10 +69,10 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     than one operator takes that is written out: then the value does not say where.
     """
     trials = trials_of_value(sides, rejoin)
-    known = _other_constants(sides, rejoin) or fitted_leaf(sides, trials, rejoin)
-    known = known or _believed(sides, rejoin, likely)
-    if known is not None:
-        return known
+    blamed = _other_constants(sides, rejoin) or fitted_leaf(sides, trials, rejoin)
+    blamed = blamed or _believed(sides, rejoin, likely)
+    if blamed is not None:
+        return blamed
     flow = sides.candidate
     between = [flow.values[key] for key in rejoin.region]
     steps = {(v.row.line, v.operator) for v in between if v.computes and not v.inner}
@@ -126,7 +126,8 @@ def _read_the_same(sides: Sides, twin: Value, value: Value) -> bool:
 
 def _constants_of(sides: Sides, twin: Value, value: Value) -> tuple[str, ...]:
     """Return the constants that differ between two calls; none on other shapes."""
-    rows, other_rows = sides.reference.step.rows, sides.candidate.step.rows
+    rows = sides.reference.step.rows
+    other_rows = sides.candidate.step.rows
     ours = sides.reference.first.get(twin.row.call)
     theirs = sides.candidate.first.get(value.row.call)
     if ours is None or theirs is None:
@@ -155,16 +156,16 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     odd = leaf_on_trial(sides, trials, region, of=ODD)
     if odd is not None:
         return odd
-    found = best_repair(
+    repair = best_repair(
         sides, trials, region, lambda: _between(sides, trials, rejoin, region)
     )
-    if isinstance(found, Blamed):
-        return found
-    if found is not None and found.ends:
-        [first, *_] = found.call.rows
+    if isinstance(repair, Blamed):
+        return repair
+    if repair is not None and repair.ends:
+        [first, *_] = repair.call.rows
         value = sides.candidate.values[first.record]
-        words = f"{found.words} it gives what the reference has"
-        leaf = _put_together_for(sides, value) if found.exchanges else None
+        words = f"{repair.words} it gives what the reference has"
+        leaf = _put_together_for(sides, value) if repair.exchanges else None
         if leaf is not None:
             words = (
                 f"the parts of {leaf.row.name} stand in another order than "
@@ -172,7 +173,7 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             )
             return Blamed(leaf, rejoin.twin, words, line=value.row.line)
         line = value.row.line
-        if found.unlikely == INPUT and not found.is_whole:
+        if repair.unlikely == INPUT and not repair.is_whole:
             region_lines = FaultLines(sides, region.parted)
             line = region_lines.of_operator(value)
         return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
@@ -186,11 +187,7 @@ def _put_together_for(sides: Sides, cut: Value) -> Value | None:
     the same parameter in one: then only the call can take the parts in another order.
     """
     flow = sides.candidate
-    source = flow.behind(cut.key)
-    if cut.operator in _JOIN:
-        readers = [flow.values[key] for key in flow.readers.get(cut.key, ())]
-        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
-        source = min(readers, key=lambda v: v.order, default=source)
+    source = _read_first(flow, cut) if cut.operator in _JOIN else flow.behind(cut.key)
     for _ in range(_LAYER):
         leaves = leaves_of(flow, [source.key])
         matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
@@ -198,11 +195,18 @@ def _put_together_for(sides: Sides, cut: Value) -> Value | None:
             is_joined = matrices[0].key not in sides.twins
             return matrices[0] if is_joined else None
         inputs = [flow.values[key] for key in source.inputs if key in flow.values]
-        made = [value for value in inputs if value.is_call and value.is_number]
-        if matrices or len(made) != 1:
+        computed = [value for value in inputs if value.is_call and value.is_number]
+        if matrices or len(computed) != 1:
             return None
-        source = flow.behind(made[0].key)
+        source = flow.behind(computed[0].key)
     return None
+
+
+def _read_first(flow: Flow, value: Value) -> Value:
+    """Return what reads a value first in the forward pass; without one the value behind."""
+    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+    return min(readers, key=lambda v: v.order, default=flow.behind(value.key))
 
 
 def _between(
@@ -242,14 +246,15 @@ def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """
     trials.left = BUDGET
     flow = sides.candidate
-    for one, other in combinations(_read(flow, rejoin), 2):
-        first, second = flow.tensor(one.key), flow.tensor(other.key)
+    for value, other in combinations(_read(flow, rejoin), 2):
+        first = flow.tensor(value.key)
+        second = flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
         if torch.equal(first, second):
             continue
-        if trials.outcome({}, {one.key: second, other.key: first})[0]:
-            return _origin(flow, one, other, rejoin)
+        if trials.outcome({}, {value.key: second, other.key: first})[0]:
+            return _origin(flow, value, other, rejoin)
     return None
 
 
@@ -261,22 +266,23 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """
     trials.left = BUDGET
     flow = sides.candidate
-    made = _read(flow, rejoin)
-    meant = {value.key: value for value in (*made, *_read_by_reference(sides, rejoin))}
+    read = _read(flow, rejoin)
+    meant = {each.key: each for each in (*read, *_read_by_reference(sides, rejoin))}
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
-    for one, other in product(made, meant.values()):
-        first, second = flow.tensor(one.key), flow.tensor(other.key)
+    for value, other in product(read, meant.values()):
+        first = flow.tensor(value.key)
+        second = flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
-        only = {*rejoin.region, *handed_on} - {one.key}
+        only = {*rejoin.region, *handed_on} - {value.key}
         near = Trials(trials.program, trials.goal, trials.left, only)
-        if torch.equal(first, second) or not near.outcome({}, {one.key: second})[0]:
+        if torch.equal(first, second) or not near.outcome({}, {value.key: second})[0]:
             continue
-        readers = [flow.values[key] for key in flow.readers.get(one.key, ())]
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
         readers = [v for v in readers if v.key in rejoin.region and not v.inner]
         if readers:
             words = f"it should read what {other.operator} of {other.row.site} gives"
-            first_reader = min(readers, key=lambda value: value.order)
+            first_reader = min(readers, key=lambda each: each.order)
             return Blamed(first_reader, rejoin.twin, words, is_operator=True)
     return None
 
@@ -295,29 +301,32 @@ def _read_by_reference(sides: Sides, rejoin: Rejoin) -> list[Value]:
     ][:MOST_READ]
 
 
-def _origin(flow: Flow, one: Value, other: Value, rejoin: Rejoin) -> Blamed:
-    there = f"{one.operator} and {other.operator}"
+def _origin(flow: Flow, first: Value, second: Value, rejoin: Rejoin) -> Blamed:
+    there = f"{first.operator} and {second.operator}"
     words = f"the results of {there} stand in each other's place"
-    if one.key in upstream(flow, [other.key], lambda _value: True):
+    exchanged = [first, second]
+    if first.key in upstream(flow, [second.key], lambda _value: True):
         # what is made of the other stands in its place
-        one, other = other, one
-    readers = [flow.values[key] for key in flow.readers.get(one.key, ())]
+        exchanged.reverse()
+    value, other = exchanged
+    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
     readers = [v for v in readers if v.key in rejoin.region and not v.inner]
-    reader = min(readers, key=lambda value: value.order, default=one)
+    reader = min(readers, key=lambda each: each.order, default=value)
     is_followed = False
-    while one.row.call != other.row.call:
-        leaf, second = _largest(flow, one), _largest(flow, other)
-        if leaf is not None and second is not None and leaf.key != second.key:
-            names = f"{leaf.row.name} and {second.row.name}"
+    while value.row.call != other.row.call:
+        leaf = _largest(flow, value)
+        other_leaf = _largest(flow, other)
+        if leaf is not None and other_leaf is not None and leaf.key != other_leaf.key:
+            names = f"{leaf.row.name} and {other_leaf.row.name}"
             words = f"{names} stand in for each other, or what reads their results does"
             return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
-        pair = _unlike_inputs(flow, one, other)
+        pair = _unlike_inputs(flow, value, other)
         if pair is None:
-            one = one if is_followed else reader
-            break
-        one, other = pair
+            named = value if is_followed else reader
+            return Blamed(named, rejoin.twin, words, is_operator=True)
+        value, other = pair
         is_followed = True
-    return Blamed(one, rejoin.twin, words, is_operator=True)
+    return Blamed(value, rejoin.twin, words, is_operator=True)
 
 
 def _largest(flow: Flow, value: Value) -> Value | None:
@@ -362,8 +371,8 @@ def left_out(
                 continue
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
-            for given in _in_layout_of(held, content):
-                if trials.outcome({}, {value.key: given})[0]:
+            for moved in _in_layout_of(held, content):
+                if trials.outcome({}, {value.key: moved})[0]:
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
@@ -388,8 +397,8 @@ def _in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
     in each order."""
     if content.numel() == held.numel():
         for order in orders_of(content, held):
-            given = content.permute(order).reshape(held.shape)
-            yield given.to(held.dtype).contiguous()
+            moved = content.permute(order).reshape(held.shape)
+            yield moved.to(held.dtype).contiguous()
     elif _broadcasts(held.shape, content.shape):
         yield content.to(held.dtype).contiguous()
 

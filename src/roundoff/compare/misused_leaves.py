@@ -10,6 +10,7 @@ another call gives what the reference has.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from roundoff.compare.blamed_leaves import Blamed, parameters_of_the_same
@@ -35,24 +36,28 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     wrong = [reader for reader in readers if not _gives_right(sides, reader)]
     if not wrong:
         return blamed
-    right_lines = {reader.row.line for reader in readers if reader not in wrong}
-    numbers = _numbers(blamed.value)
-    has_its_number = bool(numbers) and any(_numbers(leaf) == numbers for leaf in held)
-    is_counted = has_its_number and _numbers(wanted) != numbers
+    [reader, *_] = wrong
+    right_lines = {other.row.line for other in readers if other not in wrong}
     # a turn of a loop that is right by chance is no other place
-    is_right_elsewhere = bool(right_lines) and wrong[0].row.line not in right_lines
-    if not is_counted and not is_right_elsewhere:
-        return blamed
-    reader = wrong[0]
-    line = reader.row.line
-    if not is_right_elsewhere:
+    if right_lines and reader.row.line not in right_lines:
+        line = reader.row.line
+    elif _has_its_number(blamed.value, held, wanted):
         line = _line_of_block(sides.candidate, blamed.value, reader)
+    else:
+        return blamed
     words = (
         f"it reads {blamed.value.row.name}, where the reference reads {wanted.row.name}"
     )
     return replace(
         blamed, value=reader, evidence=words, other=None, is_operator=True, line=line
     )
+
+
+def _has_its_number(leaf: Value, held: Sequence[Value], wanted: Value) -> bool:
+    """Return True where a parameter is counted as what it holds is, not as what it should."""
+    numbers = _numbers(leaf)
+    is_counted = bool(numbers) and any(_numbers(other) == numbers for other in held)
+    return is_counted and _numbers(wanted) != numbers
 
 
 def _numbers(leaf: Value) -> list[str]:

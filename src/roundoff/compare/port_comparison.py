@@ -255,11 +255,12 @@ def _blamed(
     if duplicate is not None:
         return duplicate
     if sides.candidate.step.tensors is None:
-        blamed = _blamed_on_made_up_values(sides, part)
-        if blamed is not None:
-            return blamed
-        table = blamed_table(sides, part)
-        return table or blamed_leaf(sides, part) or blamed_step(sides, part)
+        return (
+            _blamed_on_made_up_values(sides, part)
+            or blamed_table(sides, part)
+            or blamed_leaf(sides, part)
+            or blamed_step(sides, part)
+        )
     operand = blamed_operand(sides, part)
     if operand is not None:
         return operand
@@ -271,21 +272,17 @@ def _blamed(
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
-    if sides.made_up:
-        # a transplant says where recorded values part, not where any values would
-        return (
-            _tried(sides, part, trials, blamed, None)
-            or blamed_step(sides, part)
-            or blamed_after_contained(sides, part)
-        )
-    rejoin = rejoin_of(sides, part, trials)
-    repaired = repaired_behind(sides, rejoin) if rejoin is not None else None
-    if repaired is not None:
-        return repaired
-    trials.left = BUDGET
-    end = _end_of(sides, part, results)
+    end: Rejoin | None = None
+    # a transplant says where recorded values part, not where any values would
+    if not sides.made_up:
+        end = rejoin_of(sides, part, trials)
+        repaired = repaired_behind(sides, end) if end is not None else None
+        if repaired is not None:
+            return repaired
+        trials.left = BUDGET
+        end = end or _end_of(sides, part, results)
     return (
-        _tried(sides, part, trials, blamed, rejoin or end)
+        _tried(sides, part, trials, blamed, end)
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )

@@ -729,10 +729,10 @@ def leaf_on_trial(
 def _ready_made(flow: Flow, region: Collection[int]) -> list[Value]:
     """Return what a region makes of parameters alone: a loader may store it ready."""
     values = [flow.values[key] for key in region]
-    made = [
+    ready = [
         value for value in values if value.computes and of_leaves_alone(flow, value)
     ]
-    return sorted(made, key=lambda value: -value.order[0])
+    return sorted(ready, key=lambda value: -value.order[0])
 
 
 def _is_odd(sides: Sides, leaf: Value) -> bool:

@@ -56,25 +56,25 @@ def restored_tensors(
         return None
     kept = StepTensors(run, rank, step)
     first = first_rows(rows)
-    given = _given(rows, first, kept)
-    if given is None or not _is_for_statistics(run, given):
+    leaves = _given(rows, first, kept)
+    if leaves is None or not _is_for_statistics(run, leaves):
         return None
     with _threads_of(run):
-        return _computed(rows, given)
+        return _computed(rows, leaves)
 
 
 def _given(
     rows: Rows, first: Mapping[int, RecordedRow], kept: StepTensors
 ) -> dict[int, Tensor] | None:
     """Return what running the calls again does not give; None where it was not kept."""
-    given = {}
+    leaves = {}
     for record, row in rows.items():
         if row.dtype is None or not _is_given(row, rows, first):
             continue
         if record not in kept or row.stride is None:
             return None
-        given[record] = kept[record]
-    return given
+        leaves[record] = kept[record]
+    return leaves
 
 
 def _is_for_statistics(run: Run, given: Mapping[int, Tensor]) -> bool:
@@ -122,14 +122,14 @@ def _computed(rows: Rows, given: Mapping[int, Tensor]) -> ComputedTensors | None
     flow = flow_of(RecordedStep(rows), frozenset())
     program = TracedProgram(flow, tensors, phases=None, keeps_strides=True)
     for entry in program.order:
-        made = entry.rows if isinstance(entry, TracedCall) else (entry,)
-        if all(row.record in given or row.dtype is None for row in made):
+        entries = entry.rows if isinstance(entry, TracedCall) else (entry,)
+        if all(row.record in given or row.dtype is None for row in entries):
             continue
-        is_blank = made[0].base_operator in _UNWRITTEN
+        is_blank = entries[0].base_operator in _UNWRITTEN
         if is_blank:
-            blank.update(row.record for row in made)
-        results = _blanks(made) if is_blank else _as_recorded(program, entry)
-        if results is None and made[0].phase == _FORWARD:
+            blank.update(row.record for row in entries)
+        results = _blanks(entries) if is_blank else _as_recorded(program, entry)
+        if results is None and entries[0].phase == _FORWARD:
             return None
         whole &= results is not None
         tensors |= results or {}
@@ -185,15 +185,15 @@ def _as_recorded(
 
 def _blanks(rows: Sequence[RecordedRow]) -> dict[int, Tensor] | None:
     """Return zeros in the place of memory that was made without values; None if unknown."""
-    made = {}
+    blanks = {}
     for row in rows:
         dtype = getattr(torch, row.dtype or "", None)
         shape = tuple(row.shape or ())
         is_known = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
         if not is_known or math.prod(shape) != row.numel:
             return None
-        made[row.record] = _placed(row, torch.zeros(shape, dtype=dtype))
-    return made
+        blanks[row.record] = _placed(row, torch.zeros(shape, dtype=dtype))
+    return blanks
 
 
 def _placed(row: RecordedRow, tensor: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ def rejoin_of(sides: Sides, part: Part, trials: Trials) -> Rejoin | None:
             break
         agrees, gained = trials.outcome({}, transplant.tensors, to_the_end=True)
         if len(gained) > most or (agrees and len(gained) == most):
-            best, most = transplant, len(gained)
+            best = transplant
+            most = len(gained)
         if agrees:
             best = best or transplant
             return search.rejoin(best, agrees=best is transplant)
@@ -228,22 +229,25 @@ class _Search:
             return
         for order in orders_of(content, held):
             tensors = self._tensors(pairs, order)
-            given = tensors.get(value.key)
-            if given is not None and apart(given, held) > self._sides.limit:
+            transplanted = tensors.get(value.key)
+            if (
+                transplanted is not None
+                and apart(transplanted, held) > self._sides.limit
+            ):
                 yield _Transplant(value, twin, tensors)
 
     def _tensors(
         self, pairs: Sequence[tuple[Value, Value]], order: tuple[int, ...]
     ) -> dict[int, Tensor]:
         tensors: dict[int, Tensor] = {}
-        for one, other in pairs:
-            given = self._sides.reference.tensor(other.key)
-            present = self._sides.candidate.tensor(one.key)
-            if given is None or present is None or given.numel() != present.numel():
+        for value, other in pairs:
+            content = self._sides.reference.tensor(other.key)
+            present = self._sides.candidate.tensor(value.key)
+            if content is None or present is None or content.numel() != present.numel():
                 continue
-            if given.dim() == len(order):
-                turned = given.permute(order).reshape(present.shape)
-                tensors[one.key] = turned.to(present.dtype).contiguous()
+            if content.dim() == len(order):
+                turned = content.permute(order).reshape(present.shape)
+                tensors[value.key] = turned.to(present.dtype).contiguous()
         return tensors
 
     def _pairs(self, ours: Sequence[Value], twin: Value) -> list[tuple[Value, Value]]:
@@ -284,16 +288,17 @@ class _Search:
         if value.key in self._part.region:
             return set()
         flow = self._sides.candidate
-        found = {value.key}
+        keys = {value.key}
         source: Value | None = value
         while source is not None:
-            found.add(source.key)
+            keys.add(source.key)
             source = _only_input(flow, source)
-        return found
+        return keys
 
     def rejoin(self, transplant: _Transplant, *, agrees: bool) -> Rejoin:
         """Return where the candidate is right again."""
-        value, twin = transplant.value, transplant.twin
+        value = transplant.value
+        twin = transplant.twin
         region = upstream(
             self._sides.candidate, [value.key], lambda v: v.key in self._part.region
         )
@@ -402,8 +407,8 @@ class _Turns:
             rows = [row for call in family for row in call.rows if row.place == place]
             return [self._flow.values[row.record] for row in rows]
         number = self._number[value.key]
-        found = [self._inner.get(call.first.call, []) for call in family]
-        return [values[number] for values in found if number < len(values)]
+        turns = [self._inner.get(call.first.call, []) for call in family]
+        return [values[number] for values in turns if number < len(values)]
 
     def one_of_each(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yield the first of each place."""

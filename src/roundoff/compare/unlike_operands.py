@@ -76,16 +76,18 @@ def _only_unlike(sides: Sides, twin: Value, value: Value) -> tuple[Value, Value]
     None where another one differs too. Or the first of several parameters each of which
     holds what another of the reference's does, as weights and biases of exchanged layers.
     """
-    ours, theirs = sides.reference, sides.candidate
+    ours = sides.reference
+    theirs = sides.candidate
     if min(len(twin.row.inputs), len(value.row.inputs)) < 2:
         return None
     unlike = []
     # a bias may be added before or after
     for key, other in zip(twin.row.inputs, value.row.inputs, strict=False):
-        one, two = _tensor(ours, key), _tensor(theirs, other)
-        if one is None or two is None or one.shape != two.shape:
+        wanted = _tensor(ours, key)
+        held = _tensor(theirs, other)
+        if wanted is None or held is None or wanted.shape != held.shape:
             return None
-        if not _equal(sides, one, two):
+        if not _equal(sides, wanted, held):
             unlike.append((ours.values[key], theirs.values[other]))
     if len(unlike) == 1 and _in_another_order(sides, *unlike[0]):
         return unlike[0]

@@ -41,8 +41,8 @@ def values_held(holds: str) -> int:
     >>> values_held("2 tensors, 72 values")
     72
     """
-    found = _HOLDS.fullmatch(holds)
-    return int(found[1]) if found else 0
+    match = _HOLDS.fullmatch(holds)
+    return int(match[1]) if match else 0
 
 
 def without_optimizer(

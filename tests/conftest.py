@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import resource
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,6 +27,16 @@ SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 #: Seconds of processor time of a test function, over all its parameters, with the
 #: processes that it starts.
 SLOW = 0.15
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Give torch back the number of threads that a test has changed: pages show it."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch is not None else None
+    yield
+    if torch is not None and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -115,8 +115,8 @@ def memory_left() -> int | None:
     The least of what the machine has, of the process' own limit and of its group's.
     """
     left = [_available(), _left_of_limit(), _left_of_group()]
-    known = [size for size in left if size is not None]
-    return max(0, min(known)) if known else None
+    sizes = [size for size in left if size is not None]
+    return max(0, min(sizes)) if sizes else None
 
 
 def _available() -> int | None:

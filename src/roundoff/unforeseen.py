@@ -228,9 +228,9 @@ class _Held:
         os.close(self._standard_error)
         with self._file as file:
             file.seek(0)
-            said = file.read()
-        if said:
-            os.write(_STANDARD_ERROR, said)
+            text = file.read()
+        if text:
+            os.write(_STANDARD_ERROR, text)
 
 
 def _flush() -> None:

@@ -50,9 +50,10 @@ NETWORKS = (
     "detr",
     "latent_ode",
     "perceiver",
+    "points",
 )
 #: Its results were looked at once, after the rules were written.
-KEPT_APART = ("perceiver",)
+KEPT_APART = ("points",)
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

@@ -122,19 +122,24 @@ class FaultLines:
             return named, self.of_operator(named)
         from_made, from_read = self._places_in_reference(value, missing)
         both = shared(makers, read)
-        right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
-        within = [shared(read, stack_of(v.row)) for v in right]
+        within = self._shared_with_right(value, missing, reader)
         is_made_right = bool(within) or self._is_right_in_other_turns(value, makers)
         is_idle = changes_nothing(self.sides.candidate, value)
         if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
-            place = both
+            inner = -1
             if from_made.depth > from_read.depth:
-                place = max(both, self._innermost(value, makers) - from_made.above)
-            return _named_where_made(value, last, place)
-        place = max([both, *within])
+                inner = self._innermost(value, makers) - from_made.above
+            return _named_where_made(value, last, max(both, inner))
         if from_read.depth > from_made.depth and not within:
-            place = max(both, self._innermost(reader, read) - from_read.above)
-        return reader, read[place]
+            within = [self._innermost(reader, read) - from_read.above]
+        return reader, read[max([both, *within])]
+
+    def _shared_with_right(
+        self, value: Value, missing: Value, reader: Value
+    ) -> list[int]:
+        """Return how much of its stack a wrong reader shares with each right one."""
+        right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
+        return [shared(stack_of(reader.row), stack_of(v.row)) for v in right]
 
     def _innermost(self, value: Value, stack: Sequence[str]) -> int:
         """Return the innermost place of a stack whose function may be wrong."""

@@ -261,9 +261,13 @@ def _blamed(
             or blamed_leaf(sides, part)
             or blamed_step(sides, part)
         )
-    operand = blamed_operand(sides, part)
-    if operand is not None:
-        return operand
+    return blamed_operand(sides, part) or _blamed_on_tensors(sides, part, results)
+
+
+def _blamed_on_tensors(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Blamed | None:
+    """Return what is at fault by runs of the candidate's calls again."""
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     last = last_result(sides.candidate)
     needed = [*results[1], *([last.key] if last is not None else [])]

@@ -262,7 +262,7 @@ class Trials:
         gained: set[int] = set()
         right = set()
         sure = False
-        waited: set[object] = set()
+        waiting = _Waiting(to_the_end, self.only is not None)
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:
@@ -278,18 +278,43 @@ class Trials:
                     continue
                 more = set(self.goal.gains(tensor)) - gained
                 gained |= more
-                if more:
-                    waited.clear()
-                elif to_the_end:
-                    waited.add(row.record)
-                else:
-                    waited.add((row.line or row.call, value.operator, row.place))
-                goes_on = self.only is not None or (to_the_end and gained)
-                if len(waited) > PATIENCE * (1 + to_the_end) and not goes_on:
+                waiting.add(value, is_gain=bool(more))
+                if waiting.is_over:
                     break
         except CannotRun:
             return False, set()
         return (sure or bool(gained)) and self.goal.is_reached(right, gained), gained
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """How long nothing that was lost has been there again.
+
+    Attributes:
+        to_the_end: turns of a loop count each, and nothing is given up after a gain.
+        forever: nothing is given up at all.
+    """
+
+    to_the_end: bool
+    forever: bool
+    _since: set[object] = field(default_factory=set)
+    _has_gained: bool = False
+
+    def add(self, value: Value, *, is_gain: bool) -> None:
+        if is_gain:
+            self._has_gained = True
+            self._since.clear()
+        elif self.to_the_end:
+            self._since.add(value.row.record)
+        else:
+            row = value.row
+            self._since.add((row.line or row.call, value.operator, row.place))
+
+    @property
+    def is_over(self) -> bool:
+        """True where the trial is given up."""
+        goes_on = self.forever or (self.to_the_end and self._has_gained)
+        return len(self._since) > PATIENCE * (1 + self.to_the_end) and not goes_on
 
 
 def trials_of(sides: Sides, ends: Ends, needed: Iterable[int]) -> Trials:

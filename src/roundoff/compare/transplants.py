@@ -186,15 +186,10 @@ class _Search:
         held = self._sides.candidate.tensor(value.key)
         if held is None or value.sketch is None:
             return
-        if value.key in self._part.region:
-            twins = self._lost.get(value.sketch.numel, [])
-        else:
+        twins = self._lost.get(value.sketch.numel, [])
+        if value.key not in self._part.region:
             twins = list(self._equal_in_other_places(value, held))
-        ours = [
-            each
-            for each in self._turns.of(value)
-            if each.sketch is not None and each.sketch.numel == value.sketch.numel
-        ]
+        ours = _as_large(self._turns.of(value), value)
         seen: set[int] = set()
         count = 0
         for twin in twins:
@@ -327,6 +322,12 @@ def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:
         yield value
         if value.operator in _MOVE or not value.computes:
             waiting += value.inputs
+
+
+def _as_large(values: Sequence[Value], value: Value) -> list[Value]:
+    """Return the values of as many elements as one."""
+    numel = value.sketch.numel if value.sketch is not None else 0
+    return [v for v in values if v.sketch is not None and v.sketch.numel == numel]
 
 
 def _kind(value: Value) -> object:

@@ -66,7 +66,7 @@ def sides_of(step_of):
     def sides(reference, candidate, *inputs, tensors=True):
         ours = flow_of(step_of(reference, *inputs, tensors=tensors))
         theirs = flow_of(step_of(candidate, *inputs, tensors=tensors))
-        values = Sides(ours, theirs, limit_of([ours, theirs]))
+        values = Sides(ours, theirs, limit_of(ours, theirs))
         values.match()
         return values
 

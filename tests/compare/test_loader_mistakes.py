@@ -81,6 +81,8 @@ def leaves(fault):
         parts.reverse()
     held["both"] = torch.cat(parts)
     held["down"] = w["down"]
+    if fault == "stored in half":
+        held["down"] = held["down"].half().float()
     return {name: tensor.contiguous() for name, tensor in held.items()}
 
 
@@ -124,6 +126,7 @@ def test_the_port_is_right(program, step_of):
         ("norms exchanged", {"early_gain"}, "holds the reference's n2_w, not n1_w"),
         ("heads last", {"query_kernel", "key_kernel"}, "the other way round"),
         ("parts joined the other way round", {"both"}, "stand in another order than"),
+        ("stored in half", {"down"}, "is the reference's down rounded to float16"),
     ],
 )
 def test_the_parameter_is_named(program, step_of, fault, names, words):

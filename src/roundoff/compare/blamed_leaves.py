@@ -25,6 +25,8 @@ from roundoff.compare.parameter_content import (
     relation,
 )
 from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.rounding_bound import unit
+from roundoff.compare.structure import fewer_digits
 from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
@@ -56,6 +58,7 @@ class Blamed:
         other: what a parameter would have to hold, where that was tried.
         is_operator: True for an operator that computes something else.
         line: the line at fault, where it is known and may not be the operator's own.
+        label: what it looks like, where that is known.
     """
 
     value: Value
@@ -64,6 +67,7 @@ class Blamed:
     other: Tensor | None = None
     is_operator: bool = False
     line: str | None = None
+    label: str | None = None
 
 
 def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Value]:
@@ -534,9 +538,14 @@ def _held_in_words(
 def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
     how = relation(ours, theirs)
     name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
-    if how is None:
-        return f"{leaf.row.name} holds other values than the reference's {name}"
-    return f"{leaf.row.name} is the reference's {name} {how.words}"
+    if how is not None:
+        return f"{leaf.row.name} is the reference's {name} {how.words}"
+    narrow = fewer_digits(ours, theirs, unit(leaf.row.dtype))
+    if narrow is not None:
+        rounded = ours.to(getattr(torch, narrow)).to(ours.dtype)
+        if relation(rounded, theirs) is not None:
+            return f"{leaf.row.name} is the reference's {name} rounded to {narrow}"
+    return f"{leaf.row.name} holds other values than the reference's {name}"
 
 
 def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:

@@ -8,6 +8,10 @@ What the programs are given is as it was recorded: parameters, data, random numb
 tables of constants, which one program may read and the other compute. Where such a value
 agrees with the reference's as recorded, it takes the reference's numbers, so that only
 what is computed with them is compared.
+
+What runs in a narrower format because the programs work in it (autocast) runs in fp64 too:
+its rounding is wanted, and hides the most. What a few calls round alone stays so: it is a
+part of the formula.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, flow_of
-from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_regions import Sides, wanted_formats
 from roundoff.compare.value_sketch import MASK
 from roundoff.ops import operators_that
 
@@ -41,24 +45,26 @@ ROUNDINGS = 16.0
 #: A value in fp64 that is this many times farther from the recorded one than two programs
 #: may be apart was not computed as the program computes it.
 UNFAITHFUL = 16.0
-_NARROW = ("float16", "bfloat16")
+#: However coarse the format: half of its size.
+MOST_UNFAITHFUL = 0.5
+_NARROW = frozenset({"float16", "bfloat16"})
 _DRAW = operators_that("draw") | operators_that("drop out")
 
 
 def in_fp64(sides: Sides) -> Sides | None:
     """Return both sides with the tensors of their forward passes in fp64.
 
-    None where these are not known, or a call cannot run in fp64, and where a program
-    computes in a narrower format than fp32: its author wants that rounding.
+    None where these are not known, or a call cannot run in fp64.
     """
     flows = (sides.reference, sides.candidate)
-    if any(flow.step.tensors is None or _is_narrow(flow) for flow in flows):
+    if any(flow.step.tensors is None for flow in flows):
         return None
     if sum(v.row.numel or 0 for f in flows for v in f.values.values()) > MOST_ELEMENTS:
         return None
+    widened = _widened(sides)
     try:
-        ours = _run(sides.reference, sides.reference.tensor)
-        theirs = _run(sides.candidate, _Given(sides, ours))
+        ours = _run(sides.reference, sides.reference.tensor, widened)
+        theirs = _run(sides.candidate, _Given(sides, ours), widened)
     except CannotRun:
         return None
     if not _is_faithful(sides, sides.reference, ours):
@@ -66,9 +72,20 @@ def in_fp64(sides: Sides) -> Sides | None:
     if not _is_faithful(sides, sides.candidate, theirs):
         return None
     limit = ROUNDINGS * unit("float32")
-    reference = flow_of(_wide_step(sides.reference, ours), sides.reference.trained)
-    candidate = flow_of(_wide_step(sides.candidate, theirs), sides.candidate.trained)
+    steps = [
+        _wide_step(flow, tensors, widened)
+        for flow, tensors in zip(flows, (ours, theirs), strict=True)
+    ]
+    reference, candidate = (
+        flow_of(step, flow.trained) for step, flow in zip(steps, flows, strict=True)
+    )
     return Sides(reference, candidate, limit, made_up=sides.made_up)
+
+
+def _widened(sides: Sides) -> frozenset[str]:
+    """Return the formats that run in fp64: fp32, and the narrower ones that are wanted."""
+    wanted = wanted_formats(sides.reference, sides.candidate)
+    return (wanted & _NARROW) | {"float32"}
 
 
 def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> bool:
@@ -76,7 +93,7 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
 
     It does not where a recording lacks something: a write through a view, an argument.
     """
-    allowed = UNFAITHFUL * sides.limit
+    allowed = min(UNFAITHFUL * sides.limit, MOST_UNFAITHFUL)
     for key, tensor in tensors.items():
         value = flow.values[key]
         if not value.computes or not value.is_number:
@@ -92,33 +109,30 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
     return True
 
 
-def _is_narrow(flow: Flow) -> bool:
-    return any(
-        value.row.dtype in _NARROW and value.row.phase == "forward"
-        for value in flow.values.values()
-    )
-
-
-def _wide_step(flow: Flow, tensors: Mapping[int, Tensor]) -> RecordedStep:
+def _wide_step(
+    flow: Flow, tensors: Mapping[int, Tensor], widened: frozenset[str]
+) -> RecordedStep:
     rows = {
-        record: _wide_row(row)
+        record: _wide_row(row, widened)
         for record, row in flow.step.rows.items()
         if row.phase == "forward"
     }
     return replace(flow.step, rows=rows, tensors=ComputedTensors(tensors))
 
 
-def _wide_row(row: RecordedRow) -> RecordedRow:
+def _wide_row(row: RecordedRow, widened: frozenset[str]) -> RecordedRow:
     """Return a row as if its program had been written for fp64."""
     arguments = row.arguments
     if arguments is not None:
-        arguments = arguments.replace('"dtype":"float32"', '"dtype":"float64"')
-    dtype = "float64" if row.dtype == "float32" else row.dtype
+        for name in widened:
+            arguments = arguments.replace(f'"dtype":"{name}"', '"dtype":"float64"')
+    dtype = "float64" if row.dtype in widened else row.dtype
     return replace(row, dtype=dtype, arguments=arguments, blob=None)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64) if tensor.dtype == torch.float32 else tensor
+def _wide(tensor: Tensor, widened: frozenset[str]) -> Tensor:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return tensor.to(torch.float64) if name in widened else tensor
 
 
 class _Given:
@@ -144,20 +158,29 @@ class _Given:
 
 
 def _in_places_of(tensor: Tensor, twin: Tensor) -> Tensor:
-    """Return the values of ``twin`` in the order of those of ``tensor``."""
+    """Return the values of ``twin`` in the order of those of ``tensor``.
+
+    Raises ``CannotRun`` where rounding has made the order unknown.
+    """
+    if unit(str(tensor.dtype).removeprefix("torch.")) > unit("float32"):
+        if tensor.shape == twin.shape and torch.equal(tensor, twin.to(tensor.dtype)):
+            return twin
+        raise CannotRun("its parameters are rounded")
     flat = tensor.reshape(-1).to(torch.float64)
     values = torch.empty_like(flat)
     values[flat.argsort(stable=True)] = twin.reshape(-1).to(torch.float64).sort().values
     return values.reshape(tensor.shape)
 
 
-def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]:
+def _run(
+    flow: Flow, given: Callable[[int], Tensor | None], widened: frozenset[str]
+) -> dict[int, Tensor]:
     """Return the forward pass in fp64. Raises ``CannotRun``.
 
     Leaves, constants and random numbers are what ``given`` says.
     """
     tensors: dict[int, Tensor] = {}
-    program = TracedProgram(flow_of(_wide_step(flow, tensors)), tensors)
+    program = TracedProgram(flow_of(_wide_step(flow, tensors, widened)), tensors)
     depending: set[int] = set()
     kept = flow.step.tensors
     forced = kept.forced if isinstance(kept, ComputedTensors) else frozenset()
@@ -165,7 +188,7 @@ def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]
     def take(row: RecordedRow) -> None:
         tensor = given(row.record)
         if tensor is not None:
-            tensors[row.record] = _wide(tensor)
+            tensors[row.record] = _wide(tensor, widened)
 
     for leaf in leaves_of_pass(flow):
         take(leaf.row)
@@ -173,7 +196,9 @@ def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]
             depending.add(leaf.key)
     for entry in program.order:
         rows = entry.rows if isinstance(entry, TracedCall) else (entry,)
-        if _is_taken(entry, rows, depending):
+        recorded = [flow.step.rows[row.record].dtype for row in rows]
+        is_rounded = not _NARROW.isdisjoint(recorded)
+        if _is_taken(entry, rows, depending, is_rounded):
             for row in rows:
                 take(row)
             continue
@@ -183,19 +208,22 @@ def _run(flow: Flow, given: Callable[[int], Tensor | None]) -> dict[int, Tensor]
                 take(row)
         for row, tensor in _results(program, entry, tensors):
             if row.record not in forced:
-                tensors[row.record] = _wide(tensor)
+                tensors[row.record] = _wide(tensor, widened)
     return tensors
 
 
 def _is_taken(
-    entry: TracedCall | RecordedRow, rows: Iterable[RecordedRow], depending: set[int]
+    entry: TracedCall | RecordedRow,
+    rows: Iterable[RecordedRow],
+    depending: set[int],
+    is_rounded: bool,
 ) -> bool:
     """Return True for a call whose results are taken as they are.
 
-    It reads nothing that the numbers decide, or draws.
+    It reads nothing that the numbers decide and is not ``is_rounded``, or draws.
     """
     read = {record for row in rows for record in row.inputs}
-    return depending.isdisjoint(read) or _draws(entry)
+    return (depending.isdisjoint(read) and not is_rounded) or _draws(entry)
 
 
 def _results(

@@ -103,7 +103,7 @@ def on_made_up_values(sides: Sides) -> Sides | None:
     reference = flow_of(step, sides.reference.trained)
     step = _with_tensors(sides.candidate, theirs.tensors, theirs.corrected)
     candidate = flow_of(step, sides.candidate.trained)
-    return Sides(reference, candidate, limit_of([reference, candidate]), made_up=True)
+    return Sides(reference, candidate, limit_of(reference, candidate), made_up=True)
 
 
 def _with_tensors(

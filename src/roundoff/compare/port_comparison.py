@@ -39,9 +39,10 @@ from roundoff.compare.faults_behind import (
     unlike_behind,
 )
 from roundoff.compare.findings import INHERITED, OWN
-from roundoff.compare.fp64_values import in_fp64
+from roundoff.compare.fp64_values import UNFAITHFUL, in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.misused_leaves import as_misused
+from roundoff.compare.narrow_formats import blamed_format
 from roundoff.compare.other_readings import with_other_reading
 from roundoff.compare.port_results import (
     Results,
@@ -83,6 +84,9 @@ from roundoff.ops import operators_that
 ALIKE = 0.5
 #: How much closer outputs are looked at where gradients differ.
 CLOSER = (4, 16, 64)
+
+#: Results up to this many limits apart hardly differ.
+HARDLY = UNFAITHFUL
 
 #: More values than this share that agree in a recording, and not when run again on
 #: made-up values: these say nothing.
@@ -142,7 +146,7 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
     """
     reference = flow_of(steps.reference)
     candidate = flow_of(steps.candidate)
-    sides = Sides(reference, candidate, limit_of([reference, candidate]))
+    sides = Sides(reference, candidate, limit_of(reference, candidate))
     sides.match()
     differences = [] if memory.parted else _differences(sides)
     rows = _Rows(sides, differences).rows()
@@ -174,18 +178,40 @@ class Difference:
 def _differences(sides: Sides) -> list[Difference]:
     """Return what differs: of the forward pass, else of what comes after it.
 
+    In fp64 a formula shows itself that does less than rounding, and rounding that is
+    wanted is gone.
+
     Where gradients differ although the outputs seem to agree, the outputs are looked at
     more closely: a loss is one number, and hides much.
     """
-    differences = _first_difference(sides, (outputs,))
-    if differences:
-        return differences
+    recorded = _first_difference(sides, (outputs,))
+    if recorded and not _may_be_rounding(sides):
+        return recorded
     exact = _exact_sides(sides)
-    if exact is not None:
-        differences = _first_difference(exact, (outputs,))
+    if exact is None:
+        found = recorded or _closer_difference(sides)
     else:
-        differences = _closer_difference(sides)
-    return differences or _first_difference(sides, (buffers, gradients, updates))
+        found = _first_difference(exact, (outputs,))
+    if found or recorded:
+        return found
+    return _first_difference(sides, (buffers, gradients, updates))
+
+
+def _may_be_rounding(sides: Sides) -> bool:
+    """Return True where results that differ may do so by rounding.
+
+    They do in a format narrower than fp32, and where they are hardly more than the limit
+    apart: what parts first is then a matter of chance.
+    """
+    ours = last_result(sides.reference)
+    theirs = last_result(sides.candidate)
+    if ours is None or theirs is None or theirs.row.nonfinite:
+        return False
+    if sides.is_narrow:
+        return True
+    if ours.sketch is None or theirs.sketch is None:
+        return False
+    return ours.sketch.distance(theirs.sketch) <= HARDLY * sides.limit
 
 
 def _exact_sides(sides: Sides) -> Sides | None:
@@ -251,9 +277,9 @@ def _blamed(
 
     What is tried and makes the results agree goes before what is only likely.
     """
-    duplicate = blamed_duplicate(sides, part)
-    if duplicate is not None:
-        return duplicate
+    certain = blamed_duplicate(sides, part) or blamed_format(sides, part)
+    if certain is not None:
+        return certain
     if sides.candidate.step.tensors is None:
         return (
             _blamed_on_made_up_values(sides, part)
@@ -633,6 +659,8 @@ def _description(sides: Sides, difference: Difference) -> tuple[str, str]:
 
 
 def _description_of_blamed(sides: Sides, blamed: Blamed) -> tuple[str, str]:
+    if blamed.label is not None:
+        return blamed.label, blamed.evidence
     if not blamed.is_operator:
         is_call = blamed.value.is_call
         return "wrong axis or layout" if is_call else "other values", blamed.evidence

@@ -15,7 +15,7 @@ from roundoff.compare.recorded_rows import last_named
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides, upstream
 
-#: Gradients below this share of the largest one are rounding of what is zero.
+#: Gradients below this share of the largest one are rounding of what is zero, in fp32.
 NO_GRADIENT = 1e-2
 #: An output of this many elements says more than the loss.
 WIDE = 4
@@ -191,10 +191,11 @@ def same_parameters(sides: Sides) -> list[tuple[str, str]]:
     for name, value in theirs.items():
         if value.sketch is None or value.says_nothing:
             continue
+        limit = sides.limit_for(value)
         twins = {
             other
             for other, twin in ours.items()
-            if twin.sketch and twin.sketch.distance(value.sketch) <= sides.limit
+            if twin.sketch and twin.sketch.distance(value.sketch) <= limit
         }
         if len(twins) == 1:
             pairs.append((twins.pop(), name))
@@ -222,12 +223,28 @@ def gradients(sides: Sides) -> Results:
             value = sides.reference.values[row.record]
             compared.append((value, sides.candidate.values[twin.record]))
     largest = max((v.sketch.size for v, _ in compared if v.sketch), default=0.0)
+    limit = gradient_limit(sides)
+    least = least_gradient(sides) * largest
     keys: Results = ([], [], _BACKWARD)
     for value, other_value in compared:
-        if _far(value, other_value, sides.limit, NO_GRADIENT * largest):
+        if _far(value, other_value, limit, least):
             keys[0].append(value.key)
             keys[1].append(other_value.key)
     return keys
+
+
+def least_gradient(sides: Sides) -> float:
+    """Return the share of the largest gradient below which one may be rounding."""
+    return max(NO_GRADIENT, gradient_limit(sides))
+
+
+def gradient_limit(sides: Sides) -> float:
+    """Return the relative distance up to which gradients agree.
+
+    In a format narrower than fp32 units of a ReLU go the other way: of values that are
+    ``limit`` off as large a share, which is its root in the norm.
+    """
+    return math.sqrt(sides.limit) if sides.is_narrow else sides.limit
 
 
 def _far(one: Value, other: Value, limit: float, least: float) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.port_results import (
-    NO_GRADIENT,
     Results,
+    gradient_limit,
+    least_gradient,
     named_leaves,
     same_parameters,
 )
@@ -39,7 +40,7 @@ class _Updated:
 
 def updates(sides: Sides) -> Results:
     """What the optimizer adds to parameters that hold the same values."""
-    limit = max(UPDATE, sides.limit)
+    limit = max(UPDATE, gradient_limit(sides))
     updated = _updated(sides)
     if not all(_are_kept(sides, each) for each in updated):
         apart = [each for each in updated if _statistics_apart(each) > limit]
@@ -88,22 +89,42 @@ def _with_gradients(sides: Sides) -> set[str]:
         if name.endswith(".grad")
     }
     largest = max((s.size for s in sizes.values() if s), default=0.0)
-    return {n for n, s in sizes.items() if s and s.size >= NO_GRADIENT * largest}
+    least = least_gradient(sides) * largest
+    return {n for n, s in sizes.items() if s and s.size >= least}
 
 
 def _updates_apart(sides: Sides, updated: _Updated) -> float:
     """Return the relative distance of two updates, where the gradient is no rounding."""
-    change = _change(sides.reference, *updated.ours)
-    other = _change(sides.candidate, *updated.theirs)
-    if change is None or other is None:
+    ours = _change(sides, sides.reference, *updated.ours)
+    theirs = _change(sides, sides.candidate, *updated.theirs)
+    if ours is None or theirs is None:
         return 0.0
-    if len(change) != len(other) or not change.any():
+    change = ours.values
+    if len(change) != len(theirs.values) or not change.any():
         return 0.0
-    return float((change - other).norm() / change.norm())
+    apart = float((change - theirs.values).norm())
+    # each that one side alone takes may be as far off as two changes are
+    by_chance = 2 * math.sqrt(ours.unsure) * float(change.abs().max())
+    return max(apart - by_chance, 0.0) / float(change.norm())
 
 
-def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:
-    """Return what an optimizer added, sorted; None where it was not kept."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What an optimizer added to a parameter.
+
+    Attributes:
+        values: sorted, of the elements whose gradient is no rounding.
+        unsure: how many of them the other side may not take.
+    """
+
+    values: Tensor
+    unsure: int
+
+
+def _change(
+    sides: Sides, flow: Flow, start: RecordedRow, end: RecordedRow
+) -> _Change | None:
+    """Return what an optimizer added; None where it was not kept."""
     before = flow.step.tensor(start.record)
     after = flow.step.tensor(end.record)
     gradient = last_named(flow.step.rows).get(f"{start.name}.grad")
@@ -111,9 +132,11 @@ def _change(flow: Flow, start: RecordedRow, end: RecordedRow) -> Tensor | None:
     if before is None or after is None or slope is None or slope.shape != after.shape:
         return None
     size = slope.abs()
-    sure = size > NO_GRADIENT * size.max()
+    least = least_gradient(sides) * size.max()
+    sure = size > least
+    unsure = (size - least).abs() <= sides.limit * size
     change = after.to(torch.float64) - before.to(torch.float64)
-    return change[sure].sort().values
+    return _Change(change[sure].sort().values, int(unsure.sum()))
 
 
 def _statistics_apart(updated: _Updated) -> float:

@@ -11,12 +11,12 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.inner_values import open_calls
-from roundoff.compare.rounding_bound import unit
+from roundoff.compare.rounding_bound import unit, working_formats
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_sketch import Sketch, SketchIndex, together
 from roundoff.ops import operators_that
@@ -57,6 +57,7 @@ class Sides:
         agreeing: the reference keys that agree with some candidate's.
         made_up: the values are no recorded ones.
         usual: the limit that it was made with.
+        stored: the limit by the formats of what is there before the step.
     """
 
     reference: Flow
@@ -68,9 +69,25 @@ class Sides:
     made_up: bool = False
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
+    stored: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.usual = self.limit
+        flows = (self.reference, self.candidate)
+        leaves = [v for f in flows for v in f.values.values() if not v.is_call]
+        self.stored = ROUNDINGS * max((unit(v.row.dtype) for v in leaves), default=0.0)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True where a program works in a format narrower than fp32, and may."""
+        return self.usual > ROUNDINGS * unit("float32")
+
+    def limit_for(self, value: Value) -> float:
+        """Return the relative distance up to which a value agrees with another.
+
+        What no operator made is as exact as it is stored, whatever the programs work in.
+        """
+        return self.limit if value.is_call else min(self.limit, self.stored)
 
     def all_twins(self, value: Value) -> list[int]:
         """Return the keys of the reference that agree with a candidate's value."""
@@ -78,7 +95,8 @@ class Sides:
             return []
         if value.key in self.several:
             return [self.several[value.key]]
-        return [key for _, key in self._index.near(value.sketch, self.limit)]
+        near = self._index.near(value.sketch, self.limit_for(value))
+        return [key for _, key in near]
 
     def near_in_reference(self, sketch: Sketch) -> list[int]:
         """Return the keys of the reference that agree with a sketch."""
@@ -87,8 +105,8 @@ class Sides:
     def match(self) -> None:
         """Find the values that agree, of calls that were opened too."""
         self._index = _index(self.reference)
-        self.twins = _nearest(self.candidate, self.reference, self.limit)
-        self.agreeing = _nearest(self.reference, self.candidate, self.limit)
+        self.twins = self._nearest(self.candidate, self._index)
+        self.agreeing = self._nearest(self.reference, _index(self.candidate))
         self.several = _several(self.candidate, self.twins, self._index, self.limit)
         for key, twin in self.several.items():
             self.twins[key] = (twin, 0.0)
@@ -100,18 +118,16 @@ class Sides:
             self.agreeing[key] = (twin, 0.0)
             self.twins.setdefault(twin, (key, 0.0))
 
-
-def _nearest(of: Flow, among: Flow, limit: float) -> dict[int, tuple[int, float]]:
-    """Return for each key of one side the nearest of the other, and its distance."""
-    index = _index(among)
-    nearest = {}
-    for value in of.values.values():
-        if value.sketch is None:
-            continue
-        near = index.near(value.sketch, limit)
-        if near:
-            nearest[value.key] = (near[0][1], near[0][0])
-    return nearest
+    def _nearest(self, of: Flow, index: SketchIndex) -> dict[int, tuple[int, float]]:
+        """Return for each key of one side the nearest of the other, and its distance."""
+        nearest = {}
+        for value in of.values.values():
+            if value.sketch is None:
+                continue
+            near = index.near(value.sketch, self.limit_for(value))
+            if near:
+                nearest[value.key] = (near[0][1], near[0][0])
+        return nearest
 
 
 def _several(
@@ -166,15 +182,24 @@ def _index(flow: Flow) -> SketchIndex:
     )
 
 
-def limit_of(flows: Iterable[Flow]) -> float:
-    """Return how far values may be apart: by the coarsest format that either computes in."""
-    units = [
-        unit(value.row.dtype)
-        for flow in flows
-        for value in flow.values.values()
-        if value.computes
-    ]
+def limit_of(reference: Flow, candidate: Flow) -> float:
+    """Return how far values may be apart: by the coarsest format that is wanted."""
+    units = map(unit, wanted_formats(reference, candidate))
     return min(ROUNDINGS * max(units, default=0.0), 0.1)
+
+
+def wanted_formats(reference: Flow, candidate: Flow) -> frozenset[str]:
+    """Return the formats whose roundings are no fault of the candidate.
+
+    Those that the reference computes in, and those that the candidate works in. What the
+    candidate has in a few calls alone is none of them.
+    """
+    computed = {
+        value.row.dtype
+        for value in reference.values.values()
+        if value.computes and value.row.dtype
+    }
+    return frozenset(computed) | working_formats(candidate.step.rows.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,11 @@ NETWORKS = (
     "latent_ode",
     "perceiver",
     "points",
+    "recommender",
+    "nerf",
 )
-#: Its results were looked at once, after the rules were written.
-KEPT_APART = ("points",)
+#: Their results were looked at once, after the rules were written.
+KEPT_APART = ("points", "recommender", "nerf")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

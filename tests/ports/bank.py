@@ -53,9 +53,10 @@ NETWORKS = (
     "points",
     "recommender",
     "nerf",
+    "retnet",
 )
 #: Their results were looked at once, after the rules were written.
-KEPT_APART = ("points", "recommender", "nerf")
+KEPT_APART = ("points", "recommender", "nerf", "retnet")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

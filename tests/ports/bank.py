@@ -54,9 +54,10 @@ NETWORKS = (
     "recommender",
     "nerf",
     "retnet",
+    "codec",
 )
 #: Their results were looked at once, after the rules were written.
-KEPT_APART = ("points", "recommender", "nerf", "retnet")
+KEPT_APART = ("points", "recommender", "nerf", "retnet", "codec")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

@@ -55,9 +55,10 @@ NETWORKS = (
     "nerf",
     "retnet",
     "codec",
+    "actor",
 )
 #: Their results were looked at once, after the rules were written.
-KEPT_APART = ("points", "recommender", "nerf", "retnet", "codec")
+KEPT_APART = ("points", "recommender", "nerf", "retnet", "codec", "actor")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

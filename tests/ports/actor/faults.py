@@ -9,6 +9,7 @@ FAULTS = [
         "seen = seen.reshape(6, 4, -1).transpose(0, 1).reshape(24, -1)",
         "seen = seen.reshape(24, -1)",
         parameter="tree.pi/0/kernel|tree.vf/0/kernel",
+        at="x = torch.cat([x.reshape(*lead, -1), body]",
     ),
     Change(
         "scan",
@@ -76,6 +77,7 @@ FAULTS = [
         "advantages are not standardized",
         "advantage = (advantage - mean) / (spread + 1e-8)",
         "advantage = advantage - mean",
+        reference="gain = (gain - gain.mean())",
     ),
     Change(
         "fused",

@@ -41,19 +41,21 @@ FAULTS = [
         "second unit is not dilated",
         '("unit", "encoder.4", 1, 3)',
         '("unit", "encoder.4", 1, 1)',
-        at="reach = (size - 1)|x = nn.functional.pad(x|frames = x.unfold|kernel) + self.b",
+        at="y = self.conv1(self.act1(x))|reach = (size - 1)|x = nn.functional.pad(x|frames = x.unfold|kernel) + self.b",
     ),
     Change(
         "frames",
         "no way past the codes",
         "passed = residual + (found - residual).detach()",
         "passed = found",
+        reference="near = left + (near - left).detach()",
     ),
     Change(
         "frames",
         "the second book reads the first's input",
         "residual = residual - passed.detach()",
         "residual = residual.clone()",
+        reference="left = left - near.detach()",
     ),
     Change(
         "frames",

@@ -14,12 +14,14 @@ FAULTS = [
         "light is lost before it is used",
         "passed = torch.cumsum(optical, -1) - optical",
         "passed = torch.cumsum(optical, -1)",
+        reference="left = torch.cat([torch.ones_like",
     ),
     Change(
         "transmittance",
         "steps are not as long as the direction",
         "optical = sigma * delta * norm",
         "optical = sigma * delta",
+        reference="alpha = 1 - torch.exp(-density * step * length)",
     ),
     Change(
         "transmittance",
@@ -33,6 +35,7 @@ FAULTS = [
         "direction of the view has no unit length",
         "rgb, sigma = mlp(xyz, d / norm)",
         "rgb, sigma = mlp(xyz, d)",
+        reference="field(points, direction / length)",
     ),
     Change(
         "transmittance",
@@ -75,12 +78,14 @@ FAULTS = [
         "middles are the left edges",
         "mids = (t[:, 1:] + t[:, :-1]) / 2",
         "mids = t[:, :-1]",
+        reference="middle = 0.5 * (",
     ),
     Change(
         "transmittance",
         "samples are not sorted",
         "t_all, _ = torch.sort(torch.cat([t, t_new], 1), dim=1)",
         "t_all = torch.cat([t, t_new], 1)",
+        reference=".sort(dim=-1)",
     ),
     Change(
         "transmittance",
@@ -106,5 +111,6 @@ FAULTS = [
         "coarse and fine weigh the same",
         "return 0.5 * coarse + fine",
         "return coarse + fine",
+        reference="return second + 0.5 * first",
     ),
 ]

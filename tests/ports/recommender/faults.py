@@ -8,6 +8,7 @@ FAULTS = [
         "tags are summed",
         "tags = (tags / tags.sum(dim=1, keepdim=True)) @ self.tags_table",
         "tags = tags @ self.tags_table",
+        reference='tags = self.tags(batch["tags"]',
     ),
     Change(
         "multi_hot",
@@ -15,6 +16,7 @@ FAULTS = [
         '            batch["history"], batch["history_offsets"], 50, batch["history_weights"]\n',
         '            batch["history"], batch["history_offsets"], 50\n',
         at="clicks = multi_hot(|amount = torch.ones(|accumulate=True|history = clicks @",
+        reference="per_sample_weights=",
     ),
     Change(
         "multi_hot",
@@ -89,6 +91,7 @@ FAULTS = [
         "no way around the cross",
         "x = x + x0 * (",
         "x = x0 * (",
+        reference="return first * self.up(",
     ),
     Change(
         "one_table",
@@ -107,5 +110,6 @@ FAULTS = [
         "raw counts",
         'torch.log1p(batch["counts"])',
         'batch["counts"]',
+        reference="numbers = self.bottom(torch.log1p",
     ),
 ]

@@ -82,6 +82,7 @@ FAULTS = [
         "the state is read one step too fresh",
         "from_state = gamma[:, None] ** (i + 1)",
         "from_state = gamma[:, None] ** i",
+        at="to_state = gamma[:, None]",
     ),
     Change(
         "chunkwise",

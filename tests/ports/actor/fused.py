@@ -41,7 +41,7 @@ class Moments(nn.Module):
                 new_var += share * (1 - share) * (x.mean(0) - self.mean) ** 2
                 self.mean.copy_(new_mean)
                 self.var.copy_(new_var)
-                self.count += n
+                self.count.add_(n)
         return torch.clamp((x - self.mean) / torch.sqrt(self.var + 1e-8), -3, 3)
 
 

@@ -150,7 +150,8 @@ class FrameCodec(nn.Module):
         x = sound.transpose(1, 2)
         for layer in self.enc:
             x = layer(x)
-        residual, total, commitment = x, 0, []
+        residual, commitment = x, []
+        total: torch.Tensor | int = 0
         for quantizer in self.quantizers:
             found = quantizer(residual)
             commitment.append(((residual - found) ** 2).mean())

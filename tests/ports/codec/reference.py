@@ -114,7 +114,7 @@ class Codec(nn.Module):
     def forward(self, sound):
         left = self.encoder(sound)
         coded = torch.zeros_like(left)
-        commit = 0.0
+        commit: torch.Tensor | float = 0.0
         for book in self.books:
             near = book(left)
             commit = commit + F.mse_loss(left, near.detach())

@@ -51,9 +51,14 @@ NETWORKS = (
     "latent_ode",
     "perceiver",
     "points",
+    "recommender",
+    "nerf",
+    "retnet",
+    "codec",
+    "actor",
 )
-#: Its results were looked at once, after the rules were written.
-KEPT_APART = ("points",)
+#: Their results were looked at once, after the rules were written.
+KEPT_APART = ("points", "recommender", "nerf", "retnet", "codec", "actor")
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 

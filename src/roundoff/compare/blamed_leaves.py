@@ -306,20 +306,34 @@ def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:
 def _split_axes(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield the same with two axes exchanged of which another one is made.
 
-    So do channels and pixels stand that one program flattens in the other order.
+    So do channels and pixels stand that one program flattens in the other order, and, in
+    each head, the pairs of numbers that rotary attention turns.
     """
     for axis, size in enumerate(content.shape):
-        for first in range(2, size):
-            if size % first == 0:
-                sizes = [
-                    *content.shape[:axis],
-                    first,
-                    size // first,
-                    *content.shape[axis + 1 :],
-                ]
-                split = content.reshape(sizes)
-                exchanged = split.transpose(axis, axis + 1).flatten(axis, axis + 1)
-                yield from turned(exchanged, held)
+        for outer, first in _factors(size):
+            sizes = (outer, first, size // outer // first)
+            split = content.reshape(
+                *content.shape[:axis], *sizes, *content.shape[axis + 1 :]
+            )
+            exchanged = split.transpose(axis + 1, axis + 2).flatten(axis, axis + 2)
+            yield from turned(exchanged, held)
+
+
+def _factors(size: int) -> list[tuple[int, int]]:
+    """Return how an axis may be split in three, of which the last two are exchanged.
+
+    The first two sizes; splits in two, whose first size is one, before the others.
+
+    >>> _factors(8)
+    [(1, 2), (1, 4), (2, 2)]
+    """
+    outers = [outer for outer in range(1, size) if size % outer == 0]
+    return [
+        (outer, first)
+        for outer in outers
+        for first in range(2, size // outer)
+        if size // outer % first == 0
+    ]
 
 
 #: Yields what a tensor of some content may hold in the place of another.
@@ -499,7 +513,10 @@ def parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
 
 
 def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
-    """Return True where another call reads the leaf, and agrees, not only as a part of more."""
+    """Return True where another call reads the leaf, and agrees, not only as a part of more.
+
+    What agrees in another order than that of axes may be wrong for all that reads it.
+    """
     waiting = list(sides.candidate.readers.get(leaf.key, ()))
     while waiting:
         reader = sides.candidate.values[waiting.pop()]
@@ -509,9 +526,18 @@ def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
             waiting += sides.candidate.readers.get(reader.key, ())
             continue
         is_whole = reader.key in sides.twins and reader.key not in sides.several
-        if is_whole and not reader.inner:
+        if is_whole and not reader.inner and is_in_order(sides, reader):
             return True
     return False
+
+
+def is_in_order(sides: Sides, value: Value) -> bool:
+    """Return True where the elements of a value that agrees stand as the reference's do."""
+    held = sides.candidate.tensor(value.key)
+    if held is None:
+        return True
+    contents = [sides.reference.tensor(key) for key in sides.all_twins(value)]
+    return any(content is None or same_layout(content, held) for content in contents)
 
 
 def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:

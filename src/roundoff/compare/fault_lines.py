@@ -103,7 +103,9 @@ class FaultLines:
         stack = stack_of(value.row)
         return stack[self._innermost(value, stack)] if stack else value.row.line
 
-    def of_left_out(self, value: Value, missing: Value) -> tuple[Value, str | None]:
+    def of_left_out(
+        self, value: Value, missing: Value, *, is_right_elsewhere: bool = False
+    ) -> tuple[Value, str | None]:
         """Return where an operator of the reference is left out: behind what, on which line.
 
         Named is what makes the value, or the first that reads it, which is nearer.
@@ -111,19 +113,25 @@ class FaultLines:
         Args:
             value: the candidate's, which it should be applied to.
             missing: what the reference makes of it.
+            is_right_elsewhere: others read the value as it is, and rightly.
         """
         last = value
         value = _moved_from(self.sides.candidate, value)
         reader = self._wrong_reader(value)
         makers = stack_of(value.row) if value.is_call else ()
         read = stack_of(reader.row) if reader is not None else ()
-        if reader is None or not read or not makers:
-            named = value if reader is None or makers else reader
-            return named, self.of_operator(named)
+        if reader is not None and read and not makers:
+            within = self._shared_with_right(value, missing, reader)
+            # what a function makes of all it is given is not made of one input alone
+            place = self._innermost(reader, read, is_used_elsewhere=True)
+            return reader, read[max(within, default=place)]
+        if reader is None or not read:
+            return value, self.of_operator(value)
         from_made, from_read = self._places_in_reference(value, missing)
         both = shared(makers, read)
         within = self._shared_with_right(value, missing, reader)
-        is_made_right = bool(within) or self._is_right_in_other_turns(value, makers)
+        is_made_right = is_right_elsewhere or bool(within)
+        is_made_right = is_made_right or self._is_right_in_other_turns(value, makers)
         is_idle = changes_nothing(self.sides.candidate, value)
         if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
             inner = -1
@@ -141,12 +149,18 @@ class FaultLines:
         right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
         return [shared(stack_of(reader.row), stack_of(v.row)) for v in right]
 
-    def _innermost(self, value: Value, stack: Sequence[str]) -> int:
-        """Return the innermost place of a stack whose function may be wrong."""
+    def _innermost(
+        self, value: Value, stack: Sequence[str], *, is_used_elsewhere: bool = False
+    ) -> int:
+        """Return the innermost place of a stack whose function may be wrong.
+
+        With ``is_used_elsewhere`` one that other lines call is right, whatever it gives.
+        """
         place = len(stack) - 1
         for other in self._of_same_code(value):
             its_stack = stack_of(other.row)
-            if its_stack != tuple(stack) and self._leads_to_right(other.key):
+            is_right = is_used_elsewhere or self._leads_to_right(other.key)
+            if its_stack != tuple(stack) and is_right:
                 place = min(place, len(stack) - 1 - _alike_inside(stack, its_stack))
         return max(place, 0)
 

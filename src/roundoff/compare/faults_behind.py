@@ -14,7 +14,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from roundoff.compare.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.call_edits import INPUT
 from roundoff.compare.exchanged_leaves import exchanged_leaves
@@ -51,9 +51,8 @@ _MOVE = operators_that("move values")
 _PAIRS = operators_that("pair elements")
 
 
-def repaired_behind(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what makes a value right that is wrong; None where no repair is found."""
-    trials = trials_of_value(sides, rejoin)
     return _repaired(sides, trials, rejoin) or left_out(
         sides, trials, rejoin, several=True
     )
@@ -225,10 +224,12 @@ def _between(
 def _read(flow: Flow, rejoin: Rejoin) -> list[Value]:
     """Return what the wrong region reads: what is computed before what that is moved to.
 
-    A value that is read twice goes through moves of each reader.
+    A value that is read twice goes through moves of each reader. What the model is given
+    counts, its parameters do not.
     """
     read = [value for value in before(flow, rejoin.region) if not value.inner]
-    read = [value for value in read if value.is_call and value.is_number]
+    read = [value for value in read if value.is_call or not value.row.name]
+    read = [value for value in read if value.is_number]
     read.sort(key=_hands_on)
     return read[:MOST_READ]
 
@@ -268,14 +269,12 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     flow = sides.candidate
     read = _read(flow, rejoin)
     meant = {each.key: each for each in (*read, *_read_by_reference(sides, rejoin))}
-    handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
     for value, other in product(read, meant.values()):
         first = flow.tensor(value.key)
         second = flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
-        only = {*rejoin.region, *handed_on} - {value.key}
-        near = Trials(trials.program, trials.goal, trials.left, only)
+        near = _in_region_alone(flow, trials, rejoin, value)
         if torch.equal(first, second) or not near.outcome({}, {value.key: second})[0]:
             continue
         readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
@@ -285,6 +284,15 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             first_reader = min(readers, key=lambda each: each.order)
             return Blamed(first_reader, rejoin.twin, words, is_operator=True)
     return None
+
+
+def _in_region_alone(
+    flow: Flow, trials: Trials, rejoin: Rejoin, value: Value
+) -> Trials:
+    """Return trials in which another value is read in the wrong region, and nowhere else."""
+    handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
+    only = {*rejoin.region, *handed_on} - {value.key}
+    return Trials(trials.program, trials.goal, trials.left, only)
 
 
 def _read_by_reference(sides: Sides, rejoin: Rejoin) -> list[Value]:
@@ -341,10 +349,15 @@ def _unlike_inputs(flow: Flow, one: Value, other: Value) -> tuple[Value, Value] 
         return None
     pairs = zip(one.row.inputs, other.row.inputs, strict=True)
     unlike = [(a, b) for a, b in pairs if a != b]
-    if not unlike or any(key not in flow.values for key in unlike[0]):
+    if any(key not in flow.values for pair in unlike for key in pair):
         return None
-    first, second = (flow.values[key] for key in unlike[0])
-    return (first, second) if first.is_call and second.is_call else None
+    values = [(flow.values[a], flow.values[b]) for a, b in unlike]
+    computed = [pair for pair in values if all(_is_computed(flow, v) for v in pair)]
+    return computed[0] if len(computed) == 1 else None
+
+
+def _is_computed(flow: Flow, value: Value) -> bool:
+    return value.is_call and not of_leaves_alone(flow, value)
 
 
 def left_out(
@@ -355,7 +368,8 @@ def left_out(
     One call of the reference is left out: with its result in the value's place all is
     right. With ``several`` it may be several calls, one after the other.
     """
-    trials.left = BUDGET
+    # in other turns of a loop it is left out too
+    here = Trials(trials.program, trials.goal, only=trials.only)
     flow = sides.candidate
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]
@@ -371,12 +385,17 @@ def left_out(
                 continue
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
+            near = _in_region_alone(flow, trials, rejoin, value)
             for moved in _in_layout_of(held, content):
-                if trials.outcome({}, {value.key: moved})[0]:
+                given = {value.key: moved}
+                is_wrong_everywhere = here.outcome({}, given)[0]
+                if is_wrong_everywhere or near.outcome({}, given)[0]:
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
-                    named, line = lines.of_left_out(last, twin)
+                    named, line = lines.of_left_out(
+                        last, twin, is_right_elsewhere=not is_wrong_everywhere
+                    )
                     words = f"left out is {_there(twin)}"
                     return Blamed(named, twin, words, is_operator=True, line=line)
     return None

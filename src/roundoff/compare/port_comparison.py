@@ -33,12 +33,14 @@ from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.contained_values import blamed_after_contained
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
+from roundoff.compare.fault_lines import FaultLines
 from roundoff.compare.faults_behind import (
     left_out,
     repaired_behind,
     unlike_behind,
 )
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.followed_columns import unfollowed
 from roundoff.compare.fp64_values import UNFAITHFUL, in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.misused_leaves import as_misused
@@ -294,10 +296,13 @@ def _blamed_on_tensors(
     sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
 ) -> Blamed | None:
     """Return what is at fault by runs of the candidate's calls again."""
-    blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     last = last_result(sides.candidate)
     needed = [*results[1], *([last.key] if last is not None else [])]
     trials = trials_of(sides, _ends(sides, *results), needed)
+    follows = unfollowed(sides, part, trials)
+    if follows is not None:
+        return follows
+    blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     if blamed is not None and blamed.other is not None:
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
@@ -306,7 +311,7 @@ def _blamed_on_tensors(
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
         end = rejoin_of(sides, part, trials)
-        repaired = repaired_behind(sides, end) if end is not None else None
+        repaired = _repaired(sides, part, trials, end) if end is not None else None
         if repaired is not None:
             return repaired
         trials.left = BUDGET
@@ -316,6 +321,20 @@ def _blamed_on_tensors(
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )
+
+
+def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed | None:
+    """Return what makes a value right and with it all results; else the value alone."""
+    near = trials_of_value(sides, end, trials)
+    repaired = repaired_behind(sides, near, end)
+    if repaired is not None or not near.unconfirmed:
+        return repaired
+    trials.left = BUDGET
+    region = Region(part.region, part.expected)
+    repair = best_repair(sides, trials, region, lambda: None)
+    if isinstance(repair, Repair) and repair.ends:
+        return _as_blamed(sides, part, repair)
+    return repaired_behind(sides, trials_of_value(sides, end), end)
 
 
 def _behind(
@@ -473,7 +492,10 @@ def _as_blamed(sides: Sides, part: Part, repair: Repair) -> Blamed:
     [first, *_] = repair.call.rows
     value = sides.candidate.values[first.record]
     words = f"{repair.words} it gives what the reference has"
-    return Blamed(value, part.reference, words, is_operator=True)
+    line = None
+    if not repair.is_whole:
+        line = FaultLines(sides, part.region).of_operator(value)
+    return Blamed(value, part.reference, words, is_operator=True, line=line)
 
 
 def _ends(

@@ -23,12 +23,14 @@ from roundoff.compare.blamed_leaves import (
     LAYOUTS,
     PLAIN_LAYOUTS,
     Blamed,
+    is_in_order,
     is_right_elsewhere,
     leaves_of,
     of_leaves_alone,
     tried_leaves,
 )
 from roundoff.compare.call_edits import (
+    INPUT,
     LAYOUT,
     ONE_MORE,
     Ingredients,
@@ -236,12 +238,19 @@ class Trials:
 
     Attributes:
         only: the records that matter; None for all.
+        whole: where only a part matters, the trials of all: what agrees has to agree
+            there too.
+        is_unconfirmed: True where what was tried last agreed in the part alone.
+        unconfirmed: how often that was so.
     """
 
     program: TracedProgram
     goal: Goal
     left: int = BUDGET
     only: Collection[int] | None = None
+    whole: Trials | None = None
+    is_unconfirmed: bool = False
+    unconfirmed: int = 0
     families: Mapping[int, Sequence[TracedCall]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -259,6 +268,22 @@ class Trials:
         With ``to_the_end`` it is given up sooner as long as there is none of these, turns
         of a loop counted each, and not at all once there is one.
         """
+        agrees, gained = self._outcome(edits, leaves, to_the_end)
+        self.is_unconfirmed = False
+        if not agrees or self.whole is None:
+            return agrees, gained
+        self.whole.left = BUDGET
+        agrees, _ = self.whole.outcome(edits, leaves, to_the_end=True)
+        self.is_unconfirmed = not agrees
+        self.unconfirmed += not agrees
+        return agrees, gained
+
+    def _outcome(
+        self,
+        edits: Mapping[int, Edit],
+        leaves: Mapping[int, Tensor] | None,
+        to_the_end: bool,
+    ) -> tuple[bool, set[int]]:
         gained: set[int] = set()
         right = set()
         sure = False
@@ -355,8 +380,17 @@ def _of_kinds(
             if proposal.on_line:
                 edited = by_line.get(call.first.line or "", edited)
             repair = _tried(trials, proposal, call, edited)
+            alike = _called_alike(edited, call)
+            if repair is None and kind == INPUT and len(alike) < len(edited):
+                # a function is right, and one of its callers is not
+                repair = _tried(trials, proposal, call, alike, is_whole=False)
             if repair is not None:
                 yield repair
+
+
+def _called_alike(calls: Sequence[TracedCall], call: TracedCall) -> list[TracedCall]:
+    """Return the calls that the same lines have led to."""
+    return [each for each in calls if each.first.callers == call.first.callers]
 
 
 def _tried(
@@ -364,8 +398,13 @@ def _tried(
     proposal: Proposal,
     call: TracedCall,
     family: Sequence[TracedCall],
+    *,
+    is_whole: bool = True,
 ) -> Repair | None:
-    """Return what an edit repairs in all calls of a family; None where it is too little."""
+    """Return what an edit repairs in all calls of a family; None where it is too little.
+
+    ``is_whole``: the family is all that one place of a line has made.
+    """
     edits = _edits_of(proposal.template, family)
     edit = edits.get(call.first.call)
     if edit is None:
@@ -388,7 +427,7 @@ def _tried(
         proposal.unlikely,
         is_first,
         proposal.exchanges,
-        is_whole=len(edits) >= len(family),
+        is_whole=is_whole and len(edits) >= len(family),
     )
 
 
@@ -731,24 +770,96 @@ def leaf_on_trial(
     ours = leaves_of(sides.reference, region.expected)
     ours += _ready_made(sides.reference, region.expected)
     calls = _suspects(sides, trials, region.parted)
-    theirs = leaves_of(
-        sides.candidate, [row.record for call in calls for row in call.rows]
-    )
+    read = [row.record for call in calls for row in call.rows]
+    misplaced = leaves_of(sides.candidate, _misplaced(sides, region.parted))
+    theirs = leaves_of(sides.candidate, read)
 
     def agrees(leaf: Value, other: Tensor) -> bool:
         if trials.left < 0:
             return False
         ends, gained = trials.outcome({}, {leaf.key: other})
-        return ends or (several is not None and len(gained) >= several)
+        if ends or (several is not None and len(gained) >= several):
+            return True
+        if not trials.is_unconfirmed and len(gained) < SEVERAL:
+            return False
+        # what a loader does wrong to one layer it does to the others
+        alike = _alike(sides.candidate, leaf, other)
+        return len(alike) > 1 and trials.outcome({}, alike)[0]
 
     # what is right where another call reads it is not what the loader filled wrongly
     theirs = [leaf for leaf in theirs if not is_right_elsewhere(sides, leaf)]
+    theirs = [*dict.fromkeys((*misplaced, *theirs))]
     if of == ODD:
         theirs = [leaf for leaf in theirs if _is_odd(sides, leaf)]
-    ours = ours[:MOST_LEAVES]
     theirs = theirs[:MOST_LEAVES]
+    ours = [*dict.fromkeys((*_twins_of(sides, theirs), *ours))][:MOST_LEAVES]
     kinds = PLAIN_LAYOUTS if of == PLAIN else LAYOUTS
     return tried_leaves(sides, ours, theirs, agrees, MOST_CONTENTS, kinds)
+
+
+def _misplaced(sides: Sides, region: Collection[int]) -> list[int]:
+    """Return what a region reads, if any of it has the right elements in other places.
+
+    Then the others may have to stand so too.
+    """
+    flow = sides.candidate
+    waiting = [i for key in region for i in flow.values[key].inputs if i not in region]
+    seen = set()
+    found = []
+    while waiting:
+        value = flow.values.get(waiting.pop())
+        if value is None or value.key in seen or not value.is_call:
+            continue
+        seen.add(value.key)
+        if not value.computes or value.operator in _MOVE:
+            waiting += value.inputs
+        elif value.key in sides.twins:
+            found.append(value)
+    if all(is_in_order(sides, value) for value in found):
+        return []
+    return sorted(value.key for value in found)
+
+
+def _twins_of(sides: Sides, leaves: Sequence[Value]) -> list[Value]:
+    """Return the reference's parameters that hold what these do, in some order."""
+    values = sides.reference.values
+    twins = [values[key] for leaf in leaves for key in sides.all_twins(leaf)]
+    return [twin for twin in twins if twin.row.name and not twin.is_call]
+
+
+def _alike(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
+    """Return what parameters of the same name in other layers hold in the order of one's.
+
+    Args:
+        flow: of the candidate.
+        leaf: the parameter.
+        other: its elements in another order; of anything else nothing is made.
+    """
+    held = flow.tensor(leaf.key)
+    if held is None:
+        return {}
+    places = held.flatten().argsort(stable=True)
+    moved = other.flatten().argsort(stable=True)
+    if not torch.equal(held.flatten()[places], other.flatten()[moved]):
+        return {}
+    order = torch.empty_like(places)
+    order[moved] = places
+    alike = {}
+    for value in flow.values.values():
+        is_leaf = bool(value.row.name) and not value.is_call
+        if is_leaf and _have_one_name(value.row, leaf.row):
+            tensor = flow.tensor(value.key)
+            if tensor is not None and tensor.shape == held.shape:
+                alike[value.key] = tensor.flatten()[order].reshape(held.shape)
+    return alike
+
+
+def _have_one_name(one: RecordedRow, other: RecordedRow) -> bool:
+    """Return True for the same parameter of two layers, or of two models of one class."""
+    last = (one.name or "").rpartition(".")[2]
+    return label_of(one) == label_of(other) or (
+        bool(last) and last == (other.name or "").rpartition(".")[2]
+    )
 
 
 def _ready_made(flow: Flow, region: Collection[int]) -> list[Value]:

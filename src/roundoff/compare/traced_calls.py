@@ -6,6 +6,7 @@ Only what is made of the change runs; every other value is the recorded one.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
 #: Stands in an edit's arguments for what the step before it gives.
 BEFORE = -1
 _DRAW = operators_that("draw") | operators_that("drop out")
+#: What they give is filled later on.
+_UNWRITTEN = operators_that("leave memory unwritten")
 #: Their kernels believe the sizes that they are given.
 _TRUSTING = operators_that("normalize") | (
     operators_that("multiply") - operators_that("add up terms")
@@ -102,6 +105,18 @@ def _with_defaults(overload: str | None, positional: list[Any]) -> list[Any]:
             break
         filled.append(default)
     return filled
+
+
+def _unwritten(row: RecordedRow) -> Tensor:
+    """Return a tensor that nothing was written to: of NaN, or of zeros for integers.
+
+    What is not overwritten is right nowhere.
+    """
+    dtype = getattr(torch, row.dtype or "", None)
+    if not isinstance(dtype, torch.dtype) or row.shape is None:
+        raise CannotRun("its shape was not recorded")
+    fill = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(row.shape), fill, dtype=dtype)
 
 
 def trusts_sizes(operator: str) -> bool:
@@ -246,6 +261,8 @@ class TracedProgram:
     def _as_recorded(
         self, call: TracedCall, changed: Mapping[int, Tensor]
     ) -> list[Tensor | None]:
+        if call.first.base_operator in _UNWRITTEN:
+            return [_unwritten(row) for row in call.rows]
         number = call.first.call
         if number not in self._prepared:
             overload = call.first.overload

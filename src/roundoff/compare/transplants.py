@@ -105,25 +105,29 @@ def rejoin_of(sides: Sides, part: Part, trials: Trials) -> Rejoin | None:
     return None if best is None else search.rejoin(best, agrees=False)
 
 
-def trials_of_value(sides: Sides, rejoin: Rejoin) -> Trials:
+def trials_of_value(
+    sides: Sides, rejoin: Rejoin, whole: Trials | None = None
+) -> Trials:
     """Return trials of what a value is made of: it should be what the reference has.
 
-    Element by element where all that follows proves the layout. Else up to the layout:
-    behind gates in another order some values are right.
+    Element by element where all that follows proves the layout, and where the value has
+    the right elements in other places. Else up to the layout: behind gates in another
+    order some values are right. With ``whole`` the results have to agree there too.
     """
     flow = sides.candidate
     key = rejoin.value.key
     present = flow.tensor(key)
     sketch = sketch_of_tensor(rejoin.held)
     ends: dict[int, list[tuple[Sketch, float]]] = {}
-    held = {key: rejoin.held} if rejoin.agrees else {}
+    has_elements = rejoin.twin.key in sides.all_twins(rejoin.value)
+    held = {key: rejoin.held} if rejoin.agrees or has_elements else {}
     if present is not None and sketch is not None:
         off = apart(rejoin.held, present)
         ends[key] = [(sketch, min(sides.usual, off / CLEARLY))]
     made_of = upstream(flow, [key], lambda _value: True)
     only = {k for k in made_of if not flow.values[k].inner}
     goal = Goal(SketchIndex(()), None, sides.limit, ends, frozenset(ends), held)
-    return Trials(TracedProgram(flow), goal, only=only)
+    return Trials(TracedProgram(flow), goal, only=only, whole=whole)
 
 
 class _Search:

@@ -75,3 +75,43 @@ def test_the_edit_is_named(program, step_of, fault, operator, words):
     [row] = named(program, step_of, fault)
     assert row.operator.rstrip("_#0123456789") == operator, row.evidence
     assert words in row.evidence
+
+
+# -- padding ------------------------------------------------------------------------------
+
+KERNELS = {"first": drawn(4, 3, 3, seed=11), "second": drawn(2, 4, 3, seed=12)}
+SERIES = drawn(2, 3, 9, seed=13)
+
+
+def causal(m, x):
+    x = torch.tanh(F.conv1d(F.pad(x, (4, 0)), m.first, dilation=2))
+    return F.conv1d(F.pad(x, (2, 0)), m.second)
+
+
+def padded(sides):
+    def run(m, x):
+        taps = m.first.permute(2, 1, 0)
+        long = F.pad(x.transpose(1, 2), (0, 0, *sides))
+        parts = [long[:, 2 * tap : 2 * tap + 9] @ taps[tap] for tap in range(3)]
+        x = torch.tanh(sum(parts))
+        long = F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
+        return torch.einsum("btcw,kcw->bkt", long, m.second)
+
+    return run
+
+
+def test_right_padding_is_right(program, step_of):
+    ours = step_of(program(causal, **KERNELS), SERIES, tensors=True)
+    theirs = step_of(program(padded((4, 0)), **KERNELS), SERIES, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    assert not [row for row in rows if row.cause == "own"]
+
+
+@pytest.mark.parametrize("sides", [(0, 4), (2, 2), (3, 1)])
+def test_padding_on_the_wrong_side_is_named(program, step_of, sides):
+    ours = step_of(program(causal, **KERNELS), SERIES, tensors=True)
+    theirs = step_of(program(padded(sides), **KERNELS), SERIES, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    assert row.operator == "constant_pad_nd", row.evidence
+    assert "with [0, 0, 4, 0]" in row.evidence or "padded before only" in row.evidence

@@ -47,7 +47,7 @@ class _Reference:
         return x + torch.tanh(F.linear(F.layer_norm(x, (DIM,)), m[at + "raise"]))
 
     def __call__(self, x):
-        x = F.linear(x, self.m.enter)
+        x = F.linear(torch.sinh(x), self.m.enter)
         x = self.block(x, "blocks.0.")
         x = self.block(x, "blocks.1.")
         return F.linear(F.layer_norm(x, (DIM,)), self.m.leave)
@@ -88,6 +88,8 @@ def port_block(m, x, at, fault):
     q = project(placed, m[at + "query"])
     k = project(h, m[at + "key"])
     v = project(h, m[at + "value"])
+    if fault == "value of another":
+        v = project(placed, m[at + "value"])
     x = attend(q, k, v) + x
     if fault == "norm left out":
         return x + torch.tanh(project(x, m[at + "raise"]))
@@ -95,7 +97,10 @@ def port_block(m, x, at, fault):
 
 
 def port(m, x, fault):
-    x = project(x, m.enter)
+    if fault == "input as it is":
+        x = project(x, m.enter)
+    else:
+        x = project(x.sinh(), m.enter)
     first, second = "blocks.0.", "blocks.1."
     if fault == "blocks exchanged":
         first, second = second, first
@@ -130,6 +135,8 @@ def test_the_port_is_right(program, step_of):
         ("norm left out", "torch.tanh(project(x,"),
         ("last norm left out", "return project(x, m.leave)"),
         ("blocks exchanged", "port_block(m, x, first, fault)"),
+        ("input as it is", "x = project(x, m.enter)"),
+        ("value of another", 'project(placed, m[at + "value"])'),
     ],
 )
 def test_the_line_that_calls_the_function_is_named(program, step_of, fault, text):

@@ -154,3 +154,67 @@ def test_a_parameter_that_serves_another_call_rightly_is_not_to_blame(program, s
     text = Path(__file__).read_text().splitlines()
     line = int(row.blamed_line.rpartition(":")[2])
     assert "first norm twice" in text[line - 2]
+
+
+# -- pairs of channels that turn, in each head of two layers -----------------------------
+
+TURNING = {
+    f"{layer}_{name}": drawn(DIM, DIM, seed=40 + 10 * layer + place) * 0.5
+    for layer in (0, 1)
+    for place, name in enumerate("qkv")
+}
+TURNING = {f"layer{name}": tensor for name, tensor in TURNING.items()}
+ANGLES = torch.arange(25.0)[:, None] * torch.tensor([1.0, 0.1])
+POINTS = drawn(2, 25, DIM, seed=60)
+
+
+def turned_halves(x):
+    first, second = x.chunk(2, -1)
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def turned_pairs(x):
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    pairs = [first * cos - second * sin, first * sin + second * cos]
+    return torch.stack(pairs, -1).flatten(-2)
+
+
+def turning(turned):
+    def run(m, x):
+        for layer in (0, 1):
+            weights = [m.get_parameter(f"layer{layer}_{name}") for name in "qkv"]
+            q, k, v = (split(F.linear(x, weight)) for weight in weights)
+            y = F.scaled_dot_product_attention(turned(q), turned(k), v)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+    return run
+
+
+def in_pairs(weight):
+    """Return the rows of a weight as ``turned_pairs`` wants what ``turned_halves`` turns."""
+    heads = weight.reshape(HEADS, 2, WIDTH // 2, DIM)
+    return heads.transpose(1, 2).reshape(DIM, DIM).contiguous()
+
+
+def turning_port(program, step_of, left):
+    held = {
+        name: tensor if name[-1] in ("v", *left) else in_pairs(tensor)
+        for name, tensor in TURNING.items()
+    }
+    ours = program(turning(turned_halves), **TURNING)
+    theirs = program(turning(turned_pairs), **held)
+    steps = [step_of(each, POINTS, tensors=True) for each in (ours, theirs)]
+    rows = compare_port(Sides(*steps), EarlierSteps())
+    return [row for row in rows if row.cause == "own"]
+
+
+def test_pairs_and_halves_turn_alike(program, step_of):
+    assert not turning_port(program, step_of, "")
+
+
+def test_rows_of_each_head_in_another_order_in_all_layers(program, step_of):
+    [row] = turning_port(program, step_of, "q")
+    assert row.name == "layer0_q", row.evidence

@@ -75,3 +75,18 @@ def test_what_cannot_run_says_so(traced):
     edit = Edit((EditStep("aten.mm.default", call.parsed),), "as a product")
     with pytest.raises(CannotRun):
         list(traced.again({call.first.call: edit}))
+
+
+@pytest.mark.parametrize("starts", [0, 1])
+def test_memory_that_nothing_was_written_to_holds_no_number(program, step_of, starts):
+    def filled(m, x):
+        whole = torch.empty_like(x)
+        whole[starts:] = x[starts:] * 2
+        return whole[1:].exp() if starts else whole.exp()
+
+    traced = TracedProgram(flow_of(step_of(program(filled), X)))
+    call = call_of(traced, "mul")
+    edit = Edit((EditStep(call.first.overload, [[call.parsed[0][0], 3.0], {}]),), "")
+    result = last_of(traced, edits={call.first.call: edit})
+    # one product and one exponential in fp32
+    torch.testing.assert_close(result, (3 * X[starts:]).exp(), rtol=1e-6, atol=0.0)

@@ -59,6 +59,13 @@ _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
+_PAD = {
+    "constant_pad_nd",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+}
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
@@ -487,6 +494,42 @@ def _other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Templa
         yield _with_places(tuple(order), f"with parts {first} and {second} exchanged")
 
 
+def _other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """As much padding on the other side, on one side, on both, or one place further."""
+    if call.first.base_operator not in _PAD:
+        return
+    yield _padded(lambda before, after: (after, before), "on the other sides")
+    yield _padded(lambda before, after: (before + after, 0), "before only")
+    yield _padded(lambda before, after: (0, before + after), "after only")
+    yield _padded(_centred, "alike on both sides")
+    yield _padded(lambda before, after: (before + 1, after - 1), "one place earlier")
+    yield _padded(lambda before, after: (before - 1, after + 1), "one place later")
+
+
+def _centred(before: int, after: int) -> tuple[int, int]:
+    half = (before + after) // 2
+    return half, before + after - half
+
+
+def _padded(moved: Callable[[int, int], tuple[int, int]], words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional, keywords = call.parsed
+        sides = positional[1] if len(positional) > 1 else None
+        if not isinstance(sides, list) or not all(isinstance(n, int) for n in sides):
+            return None
+        pairs = zip(sides[::2], sides[1::2], strict=False)
+        # an axis that is not padded stays as it is
+        others = [n for b, a in pairs for n in (moved(b, a) if b or a else (b, a))]
+        if others == sides or min(others, default=0) < min(sides, default=0):
+            return None
+        arguments = [[positional[0], others, *positional[2:]], keywords]
+        return Edit(
+            (EditStep(call.first.overload or "", arguments),), f"padded {words}"
+        )
+
+    return template
+
+
 def _with_places(places: tuple[int, ...], words: str) -> Template:
     def template(call: TracedCall) -> Edit | None:
         if len(call.rows) != len(places):
@@ -912,6 +955,7 @@ _KINDS = (
     (CHANGE, _other_order_of_results),
     (CHANGE, _exchanged_parts),
     (CHANGE, _moved_windows),
+    (CHANGE, _other_sides),
     (CHANGE, _other_parts),
     (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),

@@ -74,7 +74,7 @@ def changes_nothing(flow: Flow, value: Value) -> bool:
     )
 
 
-def _alike_inside(one: Sequence[str], other: Sequence[str]) -> int:
+def alike_inside(one: Sequence[str], other: Sequence[str]) -> int:
     """Return how many lines two stacks share at their inner end."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -161,7 +161,7 @@ class FaultLines:
             its_stack = stack_of(other.row)
             is_right = is_used_elsewhere or self._leads_to_right(other.key)
             if its_stack != tuple(stack) and is_right:
-                place = min(place, len(stack) - 1 - _alike_inside(stack, its_stack))
+                place = min(place, len(stack) - 1 - alike_inside(stack, its_stack))
         return max(place, 0)
 
     def _is_right_in_other_turns(self, value: Value, stack: Sequence[str]) -> bool:
@@ -301,15 +301,18 @@ def _place(one: Sequence[str], other: Sequence[str]) -> _Place:
 
 
 def _moved_from(flow: Flow, value: Value) -> Value:
-    """Return the call that made what a value hands on in another place or shape."""
+    """Return what made what a value hands on in another place or shape.
+
+    A call, or what the model is given; of a parameter the first call that moves it.
+    """
     source = value
     while source.is_call and not source.inner:
         value = source
         is_handed_on = not value.computes or value.operator in _MOVE
         if not is_handed_on or len(value.inputs) != 1:
-            break
+            return value
         source = flow.values[value.inputs[0]]
-    return value
+    return value if source.row.name or source.inner else source
 
 
 def _readers(flow: Flow, key: int) -> Iterator[Value]:

@@ -40,6 +40,7 @@ from roundoff.compare.call_edits import (
     label_of,
     proposals,
 )
+from roundoff.compare.fault_lines import alike_inside, stack_of
 from roundoff.compare.parameter_content import (
     FLIPPED,
     REORDERED,
@@ -380,17 +381,35 @@ def _of_kinds(
             if proposal.on_line:
                 edited = by_line.get(call.first.line or "", edited)
             repair = _tried(trials, proposal, call, edited)
-            alike = _called_alike(edited, call)
-            if repair is None and kind == INPUT and len(alike) < len(edited):
-                # a function is right, and one of its callers is not
-                repair = _tried(trials, proposal, call, alike, is_whole=False)
+            if repair is None and kind == INPUT:
+                repair = _tried_for_callers(trials, proposal, call, edited)
             if repair is not None:
                 yield repair
 
 
-def _called_alike(calls: Sequence[TracedCall], call: TracedCall) -> list[TracedCall]:
-    """Return the calls that the same lines have led to."""
-    return [each for each in calls if each.first.callers == call.first.callers]
+def _tried_for_callers(
+    trials: Trials, proposal: Proposal, call: TracedCall, family: Sequence[TracedCall]
+) -> Repair | None:
+    """Return what an edit repairs where a function is right, and one of its callers is not.
+
+    Tried with all calls of that caller, then with those of its own caller alone, and so on.
+    """
+    for alike in _called_alike(family, call):
+        repair = _tried(trials, proposal, call, alike, is_whole=False)
+        if repair is not None:
+            return repair
+    return None
+
+
+def _called_alike(
+    calls: Sequence[TracedCall], call: TracedCall
+) -> Iterator[list[TracedCall]]:
+    """Yield fewer and fewer of some calls: those that more of the same lines have led to."""
+    stack = stack_of(call.first)
+    depths = [alike_inside(stack, stack_of(each.first)) for each in calls]
+    for depth in sorted(set(depths))[1:]:
+        pairs = zip(calls, depths, strict=True)
+        yield [each for each, its_depth in pairs if its_depth >= depth]
 
 
 def _tried(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.call_arguments import argument_differences
-from roundoff.compare.call_edits import INPUT
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf
+from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
 from roundoff.compare.repair_trials import (
     BUDGET,
@@ -41,10 +41,6 @@ from roundoff.ops import operators_that
 
 #: Values that the wrong region reads, of which some may be exchanged or not complete.
 MOST_READ = 16
-
-#: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
-#: the product.
-_LAYER = 4
 
 _JOIN = operators_that("join")
 _MOVE = operators_that("move values")
@@ -161,51 +157,8 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     if isinstance(repair, Blamed):
         return repair
     if repair is not None and repair.ends:
-        [first, *_] = repair.call.rows
-        value = sides.candidate.values[first.record]
-        words = f"{repair.words} it gives what the reference has"
-        leaf = _put_together_for(sides, value) if repair.exchanges else None
-        if leaf is not None:
-            words = (
-                f"the parts of {leaf.row.name} stand in another order than "
-                f"{value.row.site} takes them: {words}"
-            )
-            return Blamed(leaf, rejoin.twin, words, line=value.row.line)
-        line = value.row.line
-        if repair.unlikely == INPUT and not repair.is_whole:
-            region_lines = FaultLines(sides, region.parted)
-            line = region_lines.of_operator(value)
-        return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
+        return blamed_for(sides, repair, region.parted, rejoin.twin)
     return leaf_on_trial(sides, trials, region)
-
-
-def _put_together_for(sides: Sides, cut: Value) -> Value | None:
-    """Return the parameter of whose parts a call cuts the values, if a loader joined them.
-
-    Or with which the parts that a call joins are multiplied. None where the reference has
-    the same parameter in one: then only the call can take the parts in another order.
-    """
-    flow = sides.candidate
-    source = _read_first(flow, cut) if cut.operator in _JOIN else flow.behind(cut.key)
-    for _ in range(_LAYER):
-        leaves = leaves_of(flow, [source.key])
-        matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
-        if len(matrices) == 1:
-            is_joined = matrices[0].key not in sides.twins
-            return matrices[0] if is_joined else None
-        inputs = [flow.values[key] for key in source.inputs if key in flow.values]
-        computed = [value for value in inputs if value.is_call and value.is_number]
-        if matrices or len(computed) != 1:
-            return None
-        source = flow.behind(computed[0].key)
-    return None
-
-
-def _read_first(flow: Flow, value: Value) -> Value:
-    """Return what reads a value first in the forward pass; without one the value behind."""
-    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
-    return min(readers, key=lambda v: v.order, default=flow.behind(value.key))
 
 
 def _between(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed
-from roundoff.compare.repair_trials import BUDGET, SEVERAL, Trials
+from roundoff.compare.repair_trials import BUDGET, Trials
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides
 from roundoff.ops import operators_that
@@ -66,8 +66,7 @@ def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     if not named:
         return None
     trials.left = BUDGET
-    agrees, gained = trials.outcome({}, wanted, to_the_end=True)
-    if not agrees and len(gained) < SEVERAL:
+    if not trials.outcome({}, wanted, to_the_end=True)[0]:
         return None
     use, twin = min(named, key=lambda pair: pair[0].value.order)
     words = (

@@ -33,7 +33,6 @@ from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.contained_values import blamed_after_contained
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
-from roundoff.compare.fault_lines import FaultLines
 from roundoff.compare.faults_behind import (
     left_out,
     repaired_behind,
@@ -44,6 +43,7 @@ from roundoff.compare.followed_columns import unfollowed
 from roundoff.compare.fp64_values import UNFAITHFUL, in_fp64
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.misused_leaves import as_misused
+from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.narrow_formats import blamed_format
 from roundoff.compare.other_readings import with_other_reading
 from roundoff.compare.port_results import (
@@ -333,7 +333,7 @@ def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed |
     region = Region(part.region, part.expected)
     repair = best_repair(sides, trials, region, lambda: None)
     if isinstance(repair, Repair) and repair.ends:
-        return _as_blamed(sides, part, repair)
+        return blamed_for(sides, repair, part.region, part.reference)
     return repaired_behind(sides, trials_of_value(sides, end), end)
 
 
@@ -377,7 +377,7 @@ def _tried(
     if isinstance(repair, Blamed):
         return repair
     if repair is not None and repair.ends:
-        return _as_blamed(sides, part, repair)
+        return blamed_for(sides, repair, part.region, part.reference)
     if end is not None:
         missing = blamed_move(sides, part) or _behind(sides, part, end, likely)
         if missing is not None:
@@ -391,7 +391,7 @@ def _tried(
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:
-        return _as_blamed(sides, part, repair)
+        return blamed_for(sides, repair, part.region, part.reference)
     return blamed
 
 
@@ -486,16 +486,6 @@ def _confirms(sides: Sides, made_up: Sides, part: Part | None) -> bool:
     ]
     wrong = [value for value in before if value.key not in made_up.twins]
     return len(wrong) <= MOST_UNCONFIRMED * len(before)
-
-
-def _as_blamed(sides: Sides, part: Part, repair: Repair) -> Blamed:
-    [first, *_] = repair.call.rows
-    value = sides.candidate.values[first.record]
-    words = f"{repair.words} it gives what the reference has"
-    line = None
-    if not repair.is_whole:
-        line = FaultLines(sides, part.region).of_operator(value)
-    return Blamed(value, part.reference, words, is_operator=True, line=line)
 
 
 def _ends(

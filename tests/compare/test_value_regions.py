@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,78 @@ def test_turns_of_a_loop_agree_with_the_whole(program, sides_of):
         twin = sides.twins[key][0]
         assert sides.all_twins(sides.candidate.values[key]) == [twin]
         assert twin in sides.agreeing
+
+
+def scaled_twice(x):
+    return torch.tanh(x * 0.5) * 0.5 + x.sin() * 0.5
+
+
+def test_turns_agree_where_a_line_calls_an_operator_several_times(program, sides_of):
+    x = drawn(5, 3, 6, seed=4)
+
+    def loop(_, x):
+        return torch.stack([scaled_twice(turn) for turn in x])
+
+    sides = sides_of(program(lambda _, x: scaled_twice(x)), program(loop), x)
+    wanted = {"mul", "tanh", "sin", "add"}
+    assert operators(sides.candidate, sides.several) == wanted
+    assert len(sides.several) == 5 * 6
+
+
+def test_turns_agree_where_a_function_is_called_in_several_places(program, sides_of):
+    x = drawn(5, 3, 6, seed=5)
+
+    def halved(x):
+        return x * 0.5
+
+    def loop(_, x):
+        turns = []
+        for turn in x:
+            once = halved(turn)
+            # what is wrong in one place is no reason against the other one
+            turns.append(torch.tanh(once) + halved(once.cos()))
+        return torch.stack(turns)
+
+    def whole(_, x):
+        return torch.tanh(x * 0.5) + (x * 0.5).sin() * 0.5
+
+    sides = sides_of(program(whole), program(loop), x)
+    assert operators(sides.candidate, sides.several) == {"mul", "tanh"}
+    assert len(sides.several) == 2 * 5
+
+
+def test_large_turns_agree_with_the_whole(program, sides_of):
+    # more elements than a sketch keeps one by one
+    x = drawn(3, 40, 40, seed=6)
+
+    def loop(_, x):
+        return torch.stack([torch.tanh(turn) for turn in x])
+
+    sides = sides_of(program(lambda _, x: torch.tanh(x)), program(loop), x)
+    assert operators(sides.candidate, sides.several) == {"tanh"}
+    assert len(sides.several) == 3
+
+
+def test_the_call_that_is_wrong_in_later_turns_is_named(program, sides_of):
+    x = drawn(5, 3, 6, seed=7)
+    speeds = torch.tensor([1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125])
+
+    def whole(_, x):
+        angles = torch.arange(5.0)[:, None, None] * speeds
+        return x * torch.cos(angles)
+
+    def loop(_, x):
+        turns = []
+        for place, turn in enumerate(x):
+            angles = speeds.sqrt() * place  # of place zero they are right
+            turns.append(turn * torch.cos(angles))
+        return torch.stack(turns)
+
+    part = part_of(sides_of(program(whole), program(loop), x))
+    assert part.candidate.operator in ("sqrt", "mul")
+    assert part.candidate.row.line.startswith("tests/compare/test_value_regions.py")
+    line = int(part.candidate.row.line.rpartition(":")[2])
+    assert "speeds.sqrt()" in Path(__file__).read_text().splitlines()[line - 1]
 
 
 def test_nothing_is_named_without_results(program, sides_of):

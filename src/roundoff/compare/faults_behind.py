@@ -36,7 +36,7 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.transplants import Rejoin, before, orders_of, trials_of_value
 from roundoff.compare.value_flow import Flow, Value
-from roundoff.compare.value_regions import Sides, first_of, upstream
+from roundoff.compare.value_regions import Sides, first_of, first_over_turns, upstream
 from roundoff.ops import operators_that
 
 #: Values that the wrong region reads, of which some may be exchanged or not complete.
@@ -432,7 +432,9 @@ class _Unlike:
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
             return Blamed(idle, rejoin.twin, words, is_operator=True, line=line)
-        first = heads[0] if heads else rejoin.value
+        first = rejoin.value
+        if heads:
+            first = first_over_turns(flow, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]
         words = f"with {_there(rejoin.twin)} all that follows is right"

@@ -11,14 +11,15 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.inner_values import open_calls
+from roundoff.compare.loop_turns import joined_turns, stack_of_turn
 from roundoff.compare.rounding_bound import unit, working_formats
 from roundoff.compare.value_flow import Flow, Value
-from roundoff.compare.value_sketch import Sketch, SketchIndex, together
+from roundoff.compare.value_sketch import Sketch, SketchIndex
 from roundoff.ops import operators_that
 
 #: Values agree up to this many roundings of the coarsest working format: what a network
@@ -30,10 +31,6 @@ NEAR = 0.5
 #: one, or as near: what is added to it is zero.
 MUCH_NEARER = 0.5
 AS_NEAR = 1e-6
-#: Turns of a loop that are taken together, at most.
-MOST_TURNS = 32
-#: Values of fewer elements are no parts of others.
-FEWEST = 8
 #: Parted calls are opened this many times, one inside the other.
 DEPTH = 3
 
@@ -107,11 +104,11 @@ class Sides:
         self._index = _index(self.reference)
         self.twins = self._nearest(self.candidate, self._index)
         self.agreeing = self._nearest(self.reference, _index(self.candidate))
-        self.several = _several(self.candidate, self.twins, self._index, self.limit)
+        self.several = joined_turns(self.candidate, self.twins, self._index, self.limit)
         for key, twin in self.several.items():
             self.twins[key] = (twin, 0.0)
             self.agreeing.setdefault(twin, (key, 0.0))
-        others = _several(
+        others = joined_turns(
             self.reference, self.agreeing, _index(self.candidate), self.limit
         )
         for key, twin in others.items():
@@ -128,50 +125,6 @@ class Sides:
             if near:
                 nearest[value.key] = (near[0][1], near[0][0])
         return nearest
-
-
-def _several(
-    flow: Flow, agreeing: Mapping[int, object], index: SketchIndex, limit: float
-) -> dict[int, int]:
-    """Return values that agree together with the next ones of the same line: loops.
-
-    Each with the key of the other side that holds them all.
-    """
-    groups: dict[object, list[Value]] = {}
-    for value in flow.in_order():
-        kind = _kind_of_turn(value)
-        if value.key not in agreeing and kind is not None:
-            groups.setdefault(kind, []).append(value)
-    joined: dict[int, int] = {}
-    for members in groups.values():
-        for turns in _stretches_of(members):
-            whole = together([v.sketch for v in turns if v.sketch])
-            near = index.near(whole, limit) if whole else []
-            if near:
-                joined.update((value.key, near[0][1]) for value in turns)
-    return joined
-
-
-def _kind_of_turn(value: Value) -> object | None:
-    """Return what is equal for calls that may be turns of one loop; None for others.
-
-    A turn is a call of the forward pass whose line is known.
-    """
-    if not value.computes or not value.is_number or value.inner:
-        return None
-    if value.row.phase != "forward" or value.row.line is None:
-        return None
-    if value.sketch is None or value.sketch.numel < FEWEST or value.says_nothing:
-        return None
-    return value.row.line, value.operator, value.sketch.numel, value.row.place
-
-
-def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
-    """Yield the values in equal stretches of two, of three, and so on."""
-    for count in range(2, min(len(members), MOST_TURNS) + 1):
-        if len(members) % count == 0:
-            for start in range(0, len(members), count):
-                yield members[start : start + count]
 
 
 def _index(flow: Flow) -> SketchIndex:
@@ -315,6 +268,24 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
     return sorted(firsts, key=lambda value: value.order)
 
 
+def first_over_turns(flow: Flow, heads: Sequence[Value], region: set[int]) -> Value:
+    """Return the first of ``heads``, or what is before it in a later turn of its loop.
+
+    In the first turn of a loop a wrong call may give what is right: of zeros, or of a place
+    times zero. Then a call that is made of that one is the first that is wrong.
+    """
+    first = heads[0]
+    place = stack_of_turn(first)
+    earlier = (v for v in flow.values.values() if v.order < first.order)
+    if any(value.is_call and stack_of_turn(value) == place for value in earlier):
+        return first
+    of_line = {stack_of_turn(head): head for head in reversed(heads)}
+    made_of = upstream(flow, [first.key], lambda value: value.key not in region)
+    values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
+    turns = [of_line.get(stack_of_turn(value)) for value in values if value.is_call]
+    return next((head for head in turns if head is not None), first)
+
+
 def _reaches(flow: Flow, key: int, region: set[int]) -> bool:
     """Return True where a value is of the region, behind what only hands values on."""
     if key not in region:
@@ -352,7 +323,7 @@ def _part(
                 best = value
                 twin = other
     if best is None and heads:
-        best = heads[0]
+        best = first_over_turns(sides.candidate, heads, theirs)
     return Part(twin, best, phase, distance, tuple(heads), tuple(wanted))
 
 

@@ -9,8 +9,8 @@ call reads a value to which it hands nothing on, the gradient that is lost there
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +76,21 @@ class LostGradient:
     gradient: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a forward pass is differentiated.
+
+    Attributes:
+        hidden: where calls stand that hand nothing on.
+        is_straight: jumps hand on their gradient as it is.
+        cut: reads of detached values that hand nothing on.
+    """
+
+    hidden: frozenset[Place] = frozenset()
+    is_straight: bool = False
+    cut: frozenset[Edge] = frozenset()
+
+
 @dataclass(slots=True)
 class DifferentiatedFlow:
     """A forward pass under autograd.
@@ -84,16 +99,18 @@ class DifferentiatedFlow:
         flow: the recorded values.
         tensors: those of the forward pass by record, with their graph.
         gradients: of each parameter, by its name.
-        lost: where a value is read that hands no gradient on.
+        way: how it ran.
         through: what goes back through each read of a detached value.
+        lost: where a value is read that hands no gradient on.
     """
 
     flow: Flow
     tensors: Mapping[int, Tensor]
     parameters: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    lost: Sequence[LostGradient] = ()
-    through: Mapping[Edge, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor]
+    way: _Way
+    through: Mapping[Edge, Tensor]
+    lost: Sequence[LostGradient]
 
     def hands_on(self, key: int) -> bool:
         """Return True for a value whose gradient reaches a parameter."""
@@ -131,18 +148,38 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
         return True
 
     try:
-        for hidden, is_straight in _ways(flow):
-            whole = _Run(flow, hidden, is_straight)
+        for way in _ways(flow):
+            whole = _Run(flow, way)
             found = whole.run(end)
             if is_right(found):
                 return found
             for cut in _cuts(whole, found, wanted):
-                found = _Run(flow, hidden, is_straight, cut).run(end)
+                found = _Run(flow, replace(way, cut=cut)).run(end)
                 if is_right(found):
                     return found
     except CannotRun:
         return None
     return None
+
+
+def lost_gradients(
+    found: DifferentiatedFlow, is_known: Callable[[int], bool]
+) -> Sequence[LostGradient]:
+    """Return where values are read that hand no gradient on.
+
+    Each is the last one that ``is_known`` on the way to a result that has a gradient.
+    """
+    end = last_result(found.flow)
+    if end is None:
+        return []
+
+    def goes_on(key: int) -> bool:
+        return not found.hands_on(key) and is_known(key)
+
+    try:
+        return _Run(found.flow, found.way, goes_on).run(end).lost
+    except CannotRun:
+        return []
 
 
 def _cuts(
@@ -167,7 +204,7 @@ def _solved(
     """
     rows = []
     for edge, read in whole.doubtful.items():
-        given = {}
+        given: Mapping[str, Tensor] = {}
         if edge in found.through:
             given = found.given(read.record, found.through[edge])
         rows.append(_stacked(given, wanted))
@@ -193,13 +230,17 @@ def _recorded_gradients(flow: Flow) -> dict[str, Tensor]:
     return recorded
 
 
-def _ways(flow: Flow) -> list[tuple[Collection[Place], bool]]:
-    """Return the lines that hand nothing on, and if jumps do: the plainest way first."""
+def _ways(flow: Flow) -> list[_Way]:
+    """Return how it may have been differentiated, the plainest way first."""
     hidden = _without_backward(flow)
-    return [((), False), (hidden, False), ((), True), (hidden, True)]
+    return [
+        _Way(lines, is_straight)
+        for is_straight in (False, True)
+        for lines in (frozenset[Place](), hidden)
+    ]
 
 
-def _without_backward(flow: Flow) -> set[Place]:
+def _without_backward(flow: Flow) -> frozenset[Place]:
     """Return where calls stand to which no backward call belongs."""
     rows = flow.step.rows.values()
     going_back = {_place(row) for row in rows if row.phase == "backward"}
@@ -210,7 +251,7 @@ def _without_backward(flow: Flow) -> set[Place]:
         and row.is_call
         and row.base_operator not in _WITHOUT_KERNEL
     }
-    return standing - going_back
+    return frozenset(standing - going_back)
 
 
 def _place(row: RecordedRow) -> Place:
@@ -235,9 +276,9 @@ class _Run:
 
     Args:
         flow: the values, with tensors.
-        hidden: where calls stand that hand nothing on.
-        is_straight: jumps hand on their gradient as it is.
-        cut: reads of detached values that hand nothing on.
+        way: how.
+        goes_on: says of values without a gradient that what reads them may stand for
+            them.
 
     Attributes:
         doubtful: the reads of values that were detached before.
@@ -246,14 +287,12 @@ class _Run:
     def __init__(
         self,
         flow: Flow,
-        hidden: Collection[Place],
-        is_straight: bool,
-        cut: Collection[Edge] = (),
+        way: _Way,
+        goes_on: Callable[[int], bool] = lambda _key: False,
     ) -> None:
         self._flow = flow
-        self._hidden = hidden
-        self._is_straight = is_straight
-        self._cut = cut
+        self._way = way
+        self._goes_on = goes_on
         self._tensors: dict[int, Tensor] = {}
         self._lost: dict[Edge, Tensor] = {}
         self._read_again: dict[Edge, Tensor] = {}
@@ -289,8 +328,9 @@ class _Run:
             self._tensors,
             parameters,
             _gradients(result, parameters, one),
-            losses,
+            self._way,
             _gradients(result, self._read_again, one),
+            losses,
         )
 
     def _kept(self, row: RecordedRow) -> Tensor:
@@ -320,12 +360,16 @@ class _Run:
     def _hands_on(self, call: TracedCall) -> bool:
         """Return True for a call whose results have a gradient that goes on to an input."""
         first = call.first
-        if _place(first) in self._hidden:
+        if _place(first) in self._way.hidden:
             return False
-        if first.base_operator in _JUMP and not self._is_straight:
+        if first.base_operator in _JUMP and not self._way.is_straight:
             return False
         read = [self._tensors.get(record) for record in first.inputs]
-        return any(tensor is not None and tensor.requires_grad for tensor in read)
+        if any(tensor is not None and tensor.requires_grad for tensor in read):
+            return True
+        # what is lost may be known before, and not here
+        known = [record for record in first.inputs if self._goes_on(record)]
+        return bool(known) and not self._stand_for_it(call)
 
     def _results(self, call: TracedCall) -> dict[int, Tensor]:
         first = call.first
@@ -333,7 +377,7 @@ class _Run:
             raise CannotRun("it draws random numbers")
         if first.base_operator in _CUT:
             return {0: self._handed_on(first)}
-        if self._is_straight and first.base_operator in _JUMP:
+        if self._way.is_straight and first.base_operator in _JUMP:
             read = self._tensors[first.inputs[0]]
             return {0: read + (self._kept(call.rows[0]) - read).detach()}
         if first.overload is None or first.arguments is None:
@@ -343,7 +387,7 @@ class _Run:
             is_written = writes_arguments(func)
 
             def value(record: int) -> Tensor:
-                tensor = self._read(record, first)
+                tensor = self._read(record, call)
                 return tensor.clone() if is_written else tensor
 
             args, kwargs = checked_arguments(func, first.arguments, value)
@@ -367,27 +411,35 @@ class _Run:
             self._detached[source] = _place(detach)
         return self._tensors[record]
 
-    def _read(self, record: int, reader: RecordedRow) -> Tensor:
+    def _read(self, record: int, reader: TracedCall) -> Tensor:
         """Return a value that a call reads; notes one that hands no gradient on."""
         tensor = self._tensors.get(record)
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
         if not _is_number(tensor) or not self._flow.values[record].is_call:
             return tensor
-        self._reads[reader.call] = self._reads.get(reader.call, 0) + 1
-        edge = reader.call, record, self._reads[reader.call]
+        number = reader.first.call
+        self._reads[number] = self._reads.get(number, 0) + 1
+        edge = number, record, self._reads[number]
         detached = self._detached.get(self._behind.get(record, record))
         if tensor.requires_grad and detached is not None:
-            is_on_line = detached == _place(reader)
+            is_on_line = detached == _place(reader.first)
             self.doubtful[edge] = _DoubtfulRead(record, is_on_line)
-            if edge not in self._cut:
+            if edge not in self._way.cut:
                 read = tensor.view_as(tensor)
                 self._read_again[edge] = read
                 return read
-        elif tensor.requires_grad:
+        elif tensor.requires_grad or self._stand_for_it(reader):
             return tensor
         self._lost[edge] = tensor.detach().clone().requires_grad_()
         return self._lost[edge]
+
+    def _stand_for_it(self, reader: TracedCall) -> bool:
+        """Return True where all that a call makes stands for what it reads."""
+        numbers = [
+            row.record for row in reader.rows if self._flow.values[row.record].is_number
+        ]
+        return bool(numbers) and all(map(self._goes_on, numbers))
 
 
 class _CountedDetaches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -418,7 +470,7 @@ def _gradients(
     """Return what autograd gives to leaves; those that it does not reach are left out."""
     if not leaves or not result.requires_grad:
         return {}
-    found = torch.autograd.grad(
+    found: Sequence[Tensor | None] = torch.autograd.grad(
         result,
         list(leaves.values()),
         gradient,

@@ -130,7 +130,7 @@ def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
     widened = _widened(sides)
     allowed = min(UNFAITHFUL * gradient_limit(sides), MOST_UNFAITHFUL)
     limit = exact.limit
-    flows = []
+    flows: list[Flow] = []
     for flow, forward in (
         (sides.reference, exact.reference),
         (sides.candidate, exact.candidate),
@@ -145,7 +145,8 @@ def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
         limit = max(limit, rounded * unit("float32") / _coarsest(sides))
         step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
         flows.append(flow_of(step, flow.trained))
-    return Sides(*flows, limit, made_up=sides.made_up)
+    reference, candidate = flows
+    return Sides(reference, candidate, limit)
 
 
 def _coarsest(sides: Sides) -> float:
@@ -225,6 +226,9 @@ def _wide_step(
         for record, row in flow.step.rows.items()
         if row.phase in phases
     }
+    for name, row in gradients_left(flow.step.rows).items():
+        if row.record in rows:
+            rows[row.record] = replace(rows[row.record], name=name)
     return replace(flow.step, rows=rows, tensors=ComputedTensors(tensors))
 
 

@@ -24,6 +24,7 @@ from roundoff.compare.differentiated_flow import (
     DifferentiatedFlow,
     LostGradient,
     differentiated,
+    lost_gradients,
 )
 from roundoff.compare.port_results import least_gradient, same_parameters
 from roundoff.compare.value_flow import Value
@@ -48,12 +49,14 @@ class _Lost:
         twin: the other program's value that agrees with it, and does.
         given: what the other program's parameters get of it.
         is_candidate: the candidate loses it.
+        reader: the line of the call that would hand it on.
     """
 
     cut: Value
     twin: Value
     given: Gradients
     is_candidate: bool
+    reader: str | None
 
 
 def blamed_cut(sides: Sides) -> Blamed | None:
@@ -84,6 +87,12 @@ def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
     for lost in losses:
         by_line.setdefault((lost.is_candidate, lost.cut.row.line), []).append(lost)
     yield from by_line.values()
+    by_lines: dict[object, list[_Lost]] = {}
+    for lost in losses:
+        by_lines.setdefault(
+            (lost.is_candidate, lost.cut.row.line, lost.reader), []
+        ).append(lost)
+    yield from by_lines.values()
     yield from ([lost] for lost in losses)
     ours = [group for (is_candidate, _), group in by_line.items() if not is_candidate]
     theirs = [group for (is_candidate, _), group in by_line.items() if is_candidate]
@@ -109,14 +118,22 @@ class _Pair:
         """Yield what one program loses and the other does not, the last ones first."""
         losing = self.losing(is_candidate)
         other = self.losing(not is_candidate)
-        for lost in list(reversed(losing.lost))[:MOST]:
+
+        def is_known(key: int) -> bool:
+            twins = _twins(self.sides, key, is_candidate)
+            return any(other.hands_on(twin) for twin in twins)
+
+        lost_here = lost_gradients(losing, is_known)
+        for lost in list(reversed(lost_here))[:MOST]:
             for key in _twins(self.sides, lost.key, is_candidate):
                 if not other.hands_on(key):
                     continue
                 gradient = _in_layout(losing, lost, other.tensors[key])
                 cut, twin = losing.flow.values[lost.key], other.flow.values[key]
                 cut, twin = _first(self, cut, twin, is_candidate)
-                yield _Lost(cut, twin, other.given(key, gradient), is_candidate)
+                reader = losing.flow.first[lost.reader].line
+                given = other.given(key, gradient)
+                yield _Lost(cut, twin, given, is_candidate, reader)
                 break
 
     def is_explained_by(self, losses: Sequence[_Lost]) -> bool:

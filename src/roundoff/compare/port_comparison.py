@@ -49,11 +49,14 @@ from roundoff.compare.port_results import (
     Results,
     buffers,
     gradients,
+    gradients_but,
     last_result,
     outputs,
+    undone_gradients,
     wide,
 )
 from roundoff.compare.port_updates import updates
+from roundoff.compare.prepared_gradients import prepared_gradients
 from roundoff.compare.recorded_rows import (
     RecordedRow,
     Rows,
@@ -198,7 +201,7 @@ def _differences(sides: Sides) -> list[Difference]:
     return (
         _first_difference(sides, (buffers,))
         or _backward_difference(sides, exact)
-        or _first_difference(sides, (updates,))
+        or _first_difference(sides, (prepared_gradients, updates))
     )
 
 
@@ -214,12 +217,15 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     if wide_sides is None:
         return _first_difference(sides, (gradients,))
     wide_sides.match()
-    ours, theirs, phase = gradients(wide_sides)
+    undone = undone_gradients(sides)
+    ours, theirs, phase = gradients_but(wide_sides, undone)
     if not ours:
         return []
     blamed = blamed_cut(wide_sides)
     if blamed is None:
-        differences = _first_difference(wide_sides, (gradients,))
+        differences = _first_difference(
+            wide_sides, (lambda _sides: (ours, theirs, phase),)
+        )
         if differences or not theirs:
             return differences
     value = wide_sides.candidate.values[theirs[0]] if theirs else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
@@ -215,15 +215,26 @@ def gradients(sides: Sides) -> Results:
     """The gradients of parameters that hold the same values, as the backward pass leaves
     them.
 
-    What is divided out, or clipped away, before the optimizer reads them is no difference.
+    What is undone before the optimizer reads them, the scale of a loss, is no difference.
     """
-    left = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
-    read = pairs_far_apart(sides, gradient_pairs(sides, last_named))
-    names = {value.row.name for value, _ in read}
-    apart = [pair for pair in left if pair[0].row.name in names]
+    return gradients_but(sides, undone_gradients(sides))
+
+
+def gradients_but(sides: Sides, undone: Collection[str]) -> Results:
+    """Return the gradients that differ, without those of the reference's parameters in
+    ``undone``."""
+    pairs = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    apart = [pair for name, pair in pairs.items() if name not in undone]
     ours = [value.key for value, _ in apart]
     ours += [value.key for value in _missing_gradients(sides)]
     return ours, [value.key for _, value in apart], _BACKWARD
+
+
+def undone_gradients(sides: Sides) -> frozenset[str]:
+    """Return the gradients that differ after the backward pass, and not for the optimizer."""
+    left = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    read = pairs_far_apart(sides, gradient_pairs(sides, last_named))
+    return frozenset(left.keys() - read.keys())
 
 
 def _missing_gradients(sides: Sides) -> list[Value]:
@@ -244,20 +255,20 @@ def _missing_gradients(sides: Sides) -> list[Value]:
 
 def gradient_pairs(
     sides: Sides, named: Callable[[Rows], Mapping[str, RecordedRow]]
-) -> list[tuple[Value, Value]]:
+) -> dict[str, tuple[Value, Value]]:
     """Return the gradients of parameters that hold the same values, of both sides.
 
-    ``named`` says which row of a gradient is meant.
+    By the name of the reference's. ``named`` says which row of a gradient is meant.
     """
     ours = named(sides.reference.step.rows)
     theirs = named(sides.candidate.step.rows)
-    pairs = []
+    pairs = {}
     for name, other in same_parameters(sides):
         row = ours.get(f"{name}.grad")
         twin = theirs.get(f"{other}.grad")
         if row is not None and twin is not None:
             value = sides.reference.values[row.record]
-            pairs.append((value, sides.candidate.values[twin.record]))
+            pairs[name] = (value, sides.candidate.values[twin.record])
     return pairs
 
 
@@ -266,19 +277,29 @@ def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
 
     The last row where no backward pass was recorded: a function that gives gradients.
     """
-    backward = {r: row for r, row in rows.items() if row.phase == _BACKWARD}
-    named = last_named(rows) | last_named(backward)
-    return {name: row for name, row in named.items() if name.endswith(".grad")}
+    named = {n: row for n, row in last_named(rows).items() if n.endswith(".grad")}
+    return {name: _left(rows, row) for name, row in named.items()}
+
+
+def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return what the backward pass left in memory that was written again afterwards."""
+    before = row
+    while before.phase != _BACKWARD:
+        if not before.inplace or not before.inputs or before.inputs[0] not in rows:
+            return row
+        before = rows[before.inputs[0]]
+    return before
 
 
 def pairs_far_apart(
-    sides: Sides, pairs: Sequence[tuple[Value, Value]]
-) -> list[tuple[Value, Value]]:
+    sides: Sides, pairs: Mapping[str, tuple[Value, Value]]
+) -> dict[str, tuple[Value, Value]]:
     """Return the gradients that do not agree; small ones may be rounding."""
-    largest = max((v.sketch.size for v, _ in pairs if v.sketch), default=0.0)
+    sketches = [value.sketch for value, _ in pairs.values()]
+    largest = max((sketch.size for sketch in sketches if sketch), default=0.0)
     limit = gradient_limit(sides)
     least = least_gradient(sides) * largest
-    return [pair for pair in pairs if _far(*pair, limit, least)]
+    return {name: p for name, p in pairs.items() if _far(*p, limit, least)}
 
 
 def least_gradient(sides: Sides) -> float:

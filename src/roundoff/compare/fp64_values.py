@@ -16,7 +16,8 @@ part of the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,12 @@ from roundoff.compare.computed_tensors import ComputedTensors
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.inner_values import run_decomposed
 from roundoff.compare.made_up_values import leaves_of_pass
-from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.port_results import (
+    gradient_limit,
+    gradients_left,
+    least_gradient,
+)
+from roundoff.compare.recorded_calls import CannotRun, run_call
 from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
@@ -48,6 +54,7 @@ UNFAITHFUL = 16.0
 #: However coarse the format: half of its size.
 MOST_UNFAITHFUL = 0.5
 _NARROW = frozenset({"float16", "bfloat16"})
+_WITH_BACKWARD = ("forward", "backward")
 _DRAW = operators_that("draw") | operators_that("drop out")
 
 
@@ -109,14 +116,110 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
     return True
 
 
+def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
+    """Return ``exact``, which ``in_fp64`` gives for ``sides``, with its backward passes.
+
+    Recorded backward calls name what they read: they run again on what the forward pass
+    gives in fp64. None where one of them cannot, or does not give what was recorded.
+
+    A backward pass may amplify the roundings of constants, which fp64 leaves as they are,
+    more than a forward pass does. It amplifies those of the recorded pass as much, and
+    these are known: what they do to gradients is the limit where it is more.
+    """
+    widened = _widened(sides)
+    allowed = min(UNFAITHFUL * gradient_limit(sides), MOST_UNFAITHFUL)
+    limit = exact.limit
+    flows: list[Flow] = []
+    for flow, forward in (
+        (sides.reference, exact.reference),
+        (sides.candidate, exact.candidate),
+    ):
+        try:
+            tensors = _run_backward(flow, forward, widened)
+        except CannotRun:
+            return None
+        rounded = _rounding_of_gradients(sides, flow, tensors)
+        if rounded is None or rounded > allowed:
+            return None
+        limit = max(limit, rounded * unit("float32") / _coarsest(sides))
+        step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
+        flows.append(flow_of(step, flow.trained))
+    reference, candidate = flows
+    return Sides(reference, candidate, limit)
+
+
+def _coarsest(sides: Sides) -> float:
+    """Return the unit of the coarsest format that the programs work in."""
+    return max(map(unit, wanted_formats(sides.reference, sides.candidate)))
+
+
+def _rounding_of_gradients(
+    sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]
+) -> float | None:
+    """Return how far recorded gradients are from those in fp64, relative; None if unknown.
+
+    Those below a share of the largest one may be nothing but rounding.
+    """
+    pairs = []
+    for row in gradients_left(flow.step.rows).values():
+        recorded = flow.tensor(row.record)
+        tensor = tensors.get(row.record)
+        if recorded is None or tensor is None or recorded.shape != tensor.shape:
+            return None
+        scale = flow.step.scales.get(row.record, 1.0)
+        seen = recorded.to(torch.float64)
+        pairs.append((float(seen.norm()), float((tensor / scale - seen).norm())))
+    least = least_gradient(sides) * max((size for size, _ in pairs), default=0.0)
+    shares = [apart / max(size, least) for size, apart in pairs if max(size, least)]
+    return max(shares, default=0.0) if all(map(math.isfinite, shares)) else None
+
+
+def _run_backward(
+    flow: Flow, forward: Flow, widened: frozenset[str]
+) -> dict[int, Tensor]:
+    """Return the forward pass in fp64, and the backward pass on it. Raises ``CannotRun``."""
+    kept = {key: forward.tensor(key) for key in forward.values if key in flow.values}
+    tensors = {key: tensor for key, tensor in kept.items() if tensor is not None}
+    step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
+    program = TracedProgram(flow_of(step, flow.trained), tensors, phases=("backward",))
+
+    def take(row: RecordedRow) -> None:
+        tensor = flow.tensor(row.record)
+        if tensor is not None:
+            tensors[row.record] = _wide(tensor, widened)
+
+    for row in step.rows.values():
+        # what its kernel in fp64 does not make, such as a workspace
+        is_unmade = row.phase == "forward" and row.record not in tensors
+        if is_unmade or (row.phase == "backward" and row.is_leaf):
+            take(row)
+    for entry in program.order:
+        if _draws(entry):
+            for row in _rows_of(entry):
+                take(row)
+            continue
+        for row in _rows_of(entry):
+            if not flow.values[row.record].is_number:
+                take(row)
+        for row, tensor in _results(program, entry, tensors):
+            tensors[row.record] = _wide(tensor, widened)
+    return tensors
+
+
 def _wide_step(
-    flow: Flow, tensors: Mapping[int, Tensor], widened: frozenset[str]
+    flow: Flow,
+    tensors: Mapping[int, Tensor],
+    widened: frozenset[str],
+    phases: Collection[str] = ("forward",),
 ) -> RecordedStep:
     rows = {
         record: _wide_row(row, widened)
         for record, row in flow.step.rows.items()
-        if row.phase == "forward"
+        if row.phase in phases
     }
+    for name, row in gradients_left(flow.step.rows).items():
+        if row.record in rows:
+            rows[row.record] = replace(rows[row.record], name=name)
     return replace(flow.step, rows=rows, tensors=ComputedTensors(tensors))
 
 
@@ -195,7 +298,7 @@ def _run(
         if leaf.is_number:
             depending.add(leaf.key)
     for entry in program.order:
-        rows = entry.rows if isinstance(entry, TracedCall) else (entry,)
+        rows = _rows_of(entry)
         recorded = [flow.step.rows[row.record].dtype for row in rows]
         is_rounded = not _NARROW.isdisjoint(recorded)
         if _is_taken(entry, rows, depending, is_rounded):
@@ -205,6 +308,9 @@ def _run(
         depending.update(row.record for row in rows)
         for row in rows:
             if row.record in forced:
+                take(row)
+        for row in rows:
+            if not flow.values[row.record].is_number:
                 take(row)
         for row, tensor in _results(program, entry, tensors):
             if row.record not in forced:
@@ -231,18 +337,45 @@ def _results(
     entry: TracedCall | RecordedRow,
     tensors: Mapping[int, Tensor],
 ) -> list[tuple[RecordedRow, Tensor]]:
-    """Run one entry, by its decomposition if need be. Raises ``CannotRun``."""
+    """Run one entry, by its decomposition if need be. Raises ``CannotRun``.
+
+    What is no floating point and cannot run, a check for one, is as it was recorded.
+    """
     try:
         return list(program.one(entry))
     except CannotRun:
+        values = [program.flow.values[row.record] for row in _rows_of(entry)]
         if isinstance(entry, RecordedRow):
             raise
+        if not any(value.is_number for value in values):
+            return []
         results = run_decomposed(entry.first, tensors.__getitem__)
         if results is None:
-            raise
+            results = _run_stand_in(entry, tensors)
     placed = [(row, row.place or 0) for row in entry.rows]
     outcomes = [(row, results[place]) for row, place in placed if place < len(results)]
     return [(row, tensor) for row, tensor in outcomes if tensor is not None]
+
+
+def _run_stand_in(
+    call: TracedCall, tensors: Mapping[int, Tensor]
+) -> list[Tensor | None]:
+    """Run a kernel that knows one format alone as it is written out for fp64."""
+    overload = call.first.overload
+    arguments = call.first.arguments
+    if overload is None or arguments is None:
+        raise CannotRun("its arguments were not recorded")
+
+    def value(record: int) -> Tensor:
+        if record not in tensors:
+            raise CannotRun("one of its inputs was not stored")
+        return tensors[record]
+
+    return run_call(overload, arguments, value, torch.float64)
+
+
+def _rows_of(entry: TracedCall | RecordedRow) -> tuple[RecordedRow, ...]:
+    return entry.rows if isinstance(entry, TracedCall) else (entry,)
 
 
 def _draws(entry: TracedCall | RecordedRow) -> bool:

@@ -40,7 +40,8 @@ from roundoff.compare.faults_behind import (
 )
 from roundoff.compare.findings import INHERITED, OWN
 from roundoff.compare.followed_columns import unfollowed
-from roundoff.compare.fp64_values import UNFAITHFUL, in_fp64
+from roundoff.compare.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
+from roundoff.compare.gradient_cuts import blamed_cut
 from roundoff.compare.made_up_values import on_made_up_values
 from roundoff.compare.misused_leaves import as_misused
 from roundoff.compare.named_repairs import blamed_for
@@ -50,11 +51,14 @@ from roundoff.compare.port_results import (
     Results,
     buffers,
     gradients,
+    gradients_but,
     last_result,
     outputs,
+    undone_gradients,
     wide,
 )
 from roundoff.compare.port_updates import updates
+from roundoff.compare.prepared_gradients import prepared_gradients
 from roundoff.compare.recorded_rows import (
     RecordedRow,
     Rows,
@@ -196,7 +200,39 @@ def _differences(sides: Sides) -> list[Difference]:
         found = _first_difference(exact, (outputs,))
     if found or recorded:
         return found
-    return _first_difference(sides, (buffers, gradients, updates))
+    return (
+        _first_difference(sides, (buffers,))
+        or _backward_difference(sides, exact)
+        or _first_difference(sides, (prepared_gradients, updates))
+    )
+
+
+def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
+    """Return what differs in the gradients: in fp64, if the backward passes run so.
+
+    A backward pass may amplify roundings more than any forward pass, and more than a
+    limit allows.
+    """
+    wide_sides = None
+    if exact is not None and not exact.made_up:
+        wide_sides = backward_in_fp64(sides, exact)
+    if wide_sides is None:
+        return _first_difference(sides, (gradients,))
+    wide_sides.match()
+    undone = undone_gradients(sides)
+    ours, theirs, phase = gradients_but(wide_sides, undone)
+    if not ours:
+        return []
+    blamed = blamed_cut(wide_sides)
+    if blamed is None:
+        differences = _first_difference(
+            wide_sides, (lambda _sides: (ours, theirs, phase),)
+        )
+        if differences or not theirs:
+            return differences
+    value = wide_sides.candidate.values[theirs[0]] if theirs else None
+    part = Part(wide_sides.reference.values[ours[0]], value, phase, math.inf, (), ())
+    return [Difference(part, blamed, wide_sides.limit)]
 
 
 def _may_be_rounding(sides: Sides) -> bool:

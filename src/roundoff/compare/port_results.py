@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from roundoff.compare.recorded_rows import last_named
+from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides, upstream
 
@@ -212,25 +212,94 @@ def named_leaves(flow: Flow) -> dict[str, Value]:
 
 
 def gradients(sides: Sides) -> Results:
-    """The gradients of parameters that hold the same values, the last ones first."""
-    ours = last_named(sides.reference.step.rows)
-    theirs = last_named(sides.candidate.step.rows)
-    compared = []
+    """The gradients of parameters that hold the same values, as the backward pass leaves
+    them.
+
+    What is undone before the optimizer reads them, the scale of a loss, is no difference.
+    """
+    return gradients_but(sides, undone_gradients(sides))
+
+
+def gradients_but(sides: Sides, undone: Collection[str]) -> Results:
+    """Return the gradients that differ, without those of the reference's parameters in
+    ``undone``."""
+    pairs = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    apart = [pair for name, pair in pairs.items() if name not in undone]
+    ours = [value.key for value, _ in apart]
+    ours += [value.key for value in _missing_gradients(sides)]
+    return ours, [value.key for _, value in apart], _BACKWARD
+
+
+def undone_gradients(sides: Sides) -> frozenset[str]:
+    """Return the gradients that differ after the backward pass, and not for the optimizer."""
+    left = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    read = pairs_far_apart(sides, gradient_pairs(sides, last_named))
+    return frozenset(left.keys() - read.keys())
+
+
+def _missing_gradients(sides: Sides) -> list[Value]:
+    """Return the reference's gradients of parameters for which the candidate has none."""
+    ours = gradients_left(sides.reference.step.rows)
+    theirs = gradients_left(sides.candidate.step.rows)
+    if not theirs:
+        return []
+    values = {n: sides.reference.values[row.record] for n, row in ours.items()}
+    sizes = {n: value.sketch.size for n, value in values.items() if value.sketch}
+    least = least_gradient(sides) * max(sizes.values(), default=0.0)
+    return [
+        values[f"{name}.grad"]
+        for name, other in same_parameters(sides)
+        if sizes.get(f"{name}.grad", 0.0) > least and f"{other}.grad" not in theirs
+    ]
+
+
+def gradient_pairs(
+    sides: Sides, named: Callable[[Rows], Mapping[str, RecordedRow]]
+) -> dict[str, tuple[Value, Value]]:
+    """Return the gradients of parameters that hold the same values, of both sides.
+
+    By the name of the reference's. ``named`` says which row of a gradient is meant.
+    """
+    ours = named(sides.reference.step.rows)
+    theirs = named(sides.candidate.step.rows)
+    pairs = {}
     for name, other in same_parameters(sides):
         row = ours.get(f"{name}.grad")
         twin = theirs.get(f"{other}.grad")
         if row is not None and twin is not None:
             value = sides.reference.values[row.record]
-            compared.append((value, sides.candidate.values[twin.record]))
-    largest = max((v.sketch.size for v, _ in compared if v.sketch), default=0.0)
+            pairs[name] = (value, sides.candidate.values[twin.record])
+    return pairs
+
+
+def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
+    """Return the row of each gradient before anything but a backward pass has written it.
+
+    The last row where no backward pass was recorded: a function that gives gradients.
+    """
+    named = {n: row for n, row in last_named(rows).items() if n.endswith(".grad")}
+    return {name: _left(rows, row) for name, row in named.items()}
+
+
+def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return what the backward pass left in memory that was written again afterwards."""
+    before = row
+    while before.phase != _BACKWARD:
+        if not before.inplace or not before.inputs or before.inputs[0] not in rows:
+            return row
+        before = rows[before.inputs[0]]
+    return before
+
+
+def pairs_far_apart(
+    sides: Sides, pairs: Mapping[str, tuple[Value, Value]]
+) -> dict[str, tuple[Value, Value]]:
+    """Return the gradients that do not agree; small ones may be rounding."""
+    sketches = [value.sketch for value, _ in pairs.values()]
+    largest = max((sketch.size for sketch in sketches if sketch), default=0.0)
     limit = gradient_limit(sides)
     least = least_gradient(sides) * largest
-    keys: Results = ([], [], _BACKWARD)
-    for value, other_value in compared:
-        if _far(value, other_value, limit, least):
-            keys[0].append(value.key)
-            keys[1].append(other_value.key)
-    return keys
+    return {name: p for name, p in pairs.items() if _far(*p, limit, least)}
 
 
 def least_gradient(sides: Sides) -> float:

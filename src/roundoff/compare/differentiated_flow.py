@@ -1,0 +1,484 @@
+"""A recorded forward pass differentiated again: which values hand on a gradient, and what.
+
+Its calls run once more under autograd, until the gradients of parameters come out as they
+were recorded. A recording says that a value was detached, and not which of the calls that
+read its memory afterwards read it so: what each would hand on is linear, and the recorded
+gradients say which did. What ran under ``no_grad`` has no backward calls. Each time that a
+call reads a value to which it hands nothing on, the gradient that is lost there is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundoff.compare.made_up_values import leaves_of_pass
+from roundoff.compare.port_results import gradients_left, last_result
+from roundoff.compare.recorded_calls import CannotRun
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.value_flow import Flow, Value
+from roundoff.errors import RunError
+from roundoff.ops import (
+    Refusal,
+    checked_arguments,
+    operators_that,
+    overload_of,
+    tensors_made,
+)
+from roundoff.ops.from_recording import writes_arguments
+
+_CUT = operators_that("cut the gradient")
+_DRAW = operators_that("draw") | operators_that("drop out")
+#: Their gradient is zero: one that is recorded was handed on by hand, straight through.
+_JUMP = operators_that("jump")
+_FAILURES = (
+    Refusal,
+    RunError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NotImplementedError,
+)
+_FORWARD = "forward"
+
+#: Their gradient may be handed on without a call.
+_WITHOUT_KERNEL = frozenset(
+    {"add", "sub", "clone", "contiguous", "_to_copy", "alias", "lift_fresh"}
+)
+
+Key = TypeVar("Key")
+
+#: A call that reads a value: the numbers of both, and which of its reads it is.
+Edge = tuple[int, int, int]
+#: The module of a call, its line, and the lines that it was called from.
+Place = tuple[str, str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostGradient:
+    """What a call would hand on to a value that it reads, which hands nothing on.
+
+    Attributes:
+        key: the value.
+        reader: the number of the call.
+        gradient: of the result, for the value as this call reads it.
+    """
+
+    key: int
+    reader: int
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a forward pass is differentiated.
+
+    Attributes:
+        hidden: where calls stand that hand nothing on.
+        is_straight: jumps hand on their gradient as it is.
+        cut: reads of detached values that hand nothing on.
+    """
+
+    hidden: frozenset[Place] = frozenset()
+    is_straight: bool = False
+    cut: frozenset[Edge] = frozenset()
+
+
+@dataclass(slots=True)
+class DifferentiatedFlow:
+    """A forward pass under autograd.
+
+    Attributes:
+        flow: the recorded values.
+        tensors: those of the forward pass by record, with their graph.
+        gradients: of each parameter, by its name.
+        way: how it ran.
+        through: what goes back through each read of a detached value.
+        lost: where a value is read that hands no gradient on.
+    """
+
+    flow: Flow
+    tensors: Mapping[int, Tensor]
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    way: _Way
+    through: Mapping[Edge, Tensor]
+    lost: Sequence[LostGradient]
+
+    def hands_on(self, key: int) -> bool:
+        """Return True for a value whose gradient reaches a parameter."""
+        tensor = self.tensors.get(key)
+        return tensor is not None and tensor.requires_grad
+
+    def given(self, key: int, gradient: Tensor) -> Mapping[str, Tensor]:
+        """Return what the parameters get where a value gets this gradient."""
+        return _gradients(self.tensors[key], self.parameters, gradient)
+
+
+def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow | None:
+    """Return a forward pass under autograd that gives the recorded gradients.
+
+    None where it cannot run so, or gives other ones: with a backward pass by hand.
+
+    Args:
+        flow: with the tensors of both passes.
+        limit: how far a gradient may be off.
+        least: the share of the largest one below which one may be rounding.
+    """
+    wanted = _recorded_gradients(flow)
+    end = last_result(flow)
+    if not wanted or end is None or end.row.numel != 1:
+        return None
+
+    smallest = least * max(float(tensor.norm()) for tensor in wanted.values())
+
+    def is_right(found: DifferentiatedFlow) -> bool:
+        for name, gradient in wanted.items():
+            got = found.gradients.get(name, torch.zeros_like(gradient))
+            allowed = limit * max(float(gradient.norm()), smallest)
+            if float((got - gradient).norm()) > allowed:
+                return False
+        return True
+
+    try:
+        for way in _ways(flow):
+            whole = _Run(flow, way)
+            found = whole.run(end)
+            if is_right(found):
+                return found
+            for cut in _cuts(whole, found, wanted):
+                found = _Run(flow, replace(way, cut=cut)).run(end)
+                if is_right(found):
+                    return found
+    except CannotRun:
+        return None
+    return None
+
+
+def lost_gradients(
+    found: DifferentiatedFlow, is_known: Callable[[int], bool]
+) -> Sequence[LostGradient]:
+    """Return where values are read that hand no gradient on.
+
+    Each is the last one that ``is_known`` on the way to a result that has a gradient.
+    """
+    end = last_result(found.flow)
+    if end is None:
+        return []
+
+    def goes_on(key: int) -> bool:
+        return not found.hands_on(key) and is_known(key)
+
+    try:
+        return _Run(found.flow, found.way, goes_on).run(end).lost
+    except CannotRun:
+        return []
+
+
+def _cuts(
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
+) -> list[frozenset[Edge]]:
+    """Return which reads of detached values may hand nothing on, the likeliest first."""
+    if not whole.doubtful:
+        return []
+    edges = list(whole.doubtful)
+    solved = _solved(whole, found, wanted)
+    by_line = {edge for edge in edges if whole.doubtful[edge].is_on_line}
+    ways = [solved, by_line, set(edges)]
+    return [frozenset(way) for way in ways if way]
+
+
+def _solved(
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
+) -> set[Edge]:
+    """Return the reads without which the gradients would be those that were recorded.
+
+    What each hands on to the parameters is known, and each does or does not.
+    """
+    rows = []
+    for edge, read in whole.doubtful.items():
+        given: Mapping[str, Tensor] = {}
+        if edge in found.through:
+            given = found.given(read.record, found.through[edge])
+        rows.append(_stacked(given, wanted))
+    more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
+    matrix = torch.stack(rows, 1)
+    shares = torch.linalg.lstsq(matrix, more[:, None], driver="gelsd").solution[:, 0]
+    return {
+        edge for edge, share in zip(whole.doubtful, shares, strict=True) if share > 0.5
+    }
+
+
+def _stacked(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    parts = [gradients.get(name, torch.zeros_like(t)) for name, t in like.items()]
+    return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
+
+
+def _recorded_gradients(flow: Flow) -> dict[str, Tensor]:
+    recorded = {}
+    for name, row in gradients_left(flow.step.rows).items():
+        tensor = flow.step.tensor(row.record)
+        if tensor is not None:
+            recorded[name.removesuffix(".grad")] = tensor
+    return recorded
+
+
+def _ways(flow: Flow) -> list[_Way]:
+    """Return how it may have been differentiated, the plainest way first."""
+    hidden = _without_backward(flow)
+    return [
+        _Way(lines, is_straight)
+        for is_straight in (False, True)
+        for lines in (frozenset[Place](), hidden)
+    ]
+
+
+def _without_backward(flow: Flow) -> frozenset[Place]:
+    """Return where calls stand to which no backward call belongs."""
+    rows = flow.step.rows.values()
+    going_back = {_place(row) for row in rows if row.phase == "backward"}
+    standing = {
+        _place(row)
+        for row in rows
+        if row.phase == _FORWARD
+        and row.is_call
+        and row.base_operator not in _WITHOUT_KERNEL
+    }
+    return frozenset(standing - going_back)
+
+
+def _place(row: RecordedRow) -> Place:
+    return row.module, row.line, row.callers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DoubtfulRead:
+    """A read of a value that was detached before.
+
+    Attributes:
+        record: the value.
+        is_on_line: the call stands where it was detached.
+    """
+
+    record: int
+    is_on_line: bool
+
+
+class _Run:
+    """One run of a forward pass under autograd.
+
+    Args:
+        flow: the values, with tensors.
+        way: how.
+        goes_on: says of values without a gradient that what reads them may stand for
+            them.
+
+    Attributes:
+        doubtful: the reads of values that were detached before.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        way: _Way,
+        goes_on: Callable[[int], bool] = lambda _key: False,
+    ) -> None:
+        self._flow = flow
+        self._way = way
+        self._goes_on = goes_on
+        self._tensors: dict[int, Tensor] = {}
+        self._lost: dict[Edge, Tensor] = {}
+        self._read_again: dict[Edge, Tensor] = {}
+        self._reads: dict[int, int] = {}
+        #: Of the value that a detach hands on, where it was last detached by the program.
+        self._detached: dict[int, Place] = {}
+        self._behind: dict[int, int] = {}
+        #: Detaches by autograd itself, of results that a backward call reads.
+        self._own_detaches: dict[int, int] = {}
+        self.doubtful: dict[Edge, _DoubtfulRead] = {}
+        self._program = TracedProgram(flow, self._tensors)
+
+    def run(self, end: Value) -> DifferentiatedFlow:
+        """Run all. Raises ``CannotRun``."""
+        parameters: dict[str, Tensor] = {}
+        for leaf in leaves_of_pass(self._flow):
+            tensor = self._kept(leaf.row)
+            if leaf.row.name and leaf.is_number and leaf.operator != "buffer":
+                tensor = tensor.clone().requires_grad_()
+                parameters.setdefault(leaf.row.name, tensor)
+            self._tensors[leaf.key] = tensor
+        with torch.enable_grad():
+            for entry in self._program.order:
+                self._step(entry)
+        result = self._tensors.get(end.key)
+        if result is None or not result.requires_grad:
+            raise CannotRun("its result has no gradient")
+        one = torch.ones_like(result)
+        lost = _gradients(result, self._lost, one)
+        losses = [LostGradient(e[1], e[0], g) for e, g in lost.items() if g.any()]
+        return DifferentiatedFlow(
+            self._flow,
+            self._tensors,
+            parameters,
+            _gradients(result, parameters, one),
+            self._way,
+            _gradients(result, self._read_again, one),
+            losses,
+        )
+
+    def _kept(self, row: RecordedRow) -> Tensor:
+        tensor = self._flow.tensor(row.record)
+        if tensor is None:
+            raise CannotRun("one of its inputs was not stored")
+        return tensor.detach()
+
+    def _step(self, entry: TracedCall | RecordedRow) -> None:
+        if isinstance(entry, RecordedRow):
+            for row, tensor in self._program.one(entry):
+                self._tensors[row.record] = tensor
+            return
+        results: dict[int, Tensor] = {}
+        if self._hands_on(entry):
+            results = self._results(entry)
+        for row in entry.rows:
+            if row.dtype is None:
+                continue
+            result = results.get(row.place or 0)
+            if result is None or not _is_number(result):
+                result = self._kept(row)
+            if tuple(result.shape) != tuple(row.shape or ()):
+                raise CannotRun("it gives another shape than was recorded")
+            self._tensors[row.record] = result
+
+    def _hands_on(self, call: TracedCall) -> bool:
+        """Return True for a call whose results have a gradient that goes on to an input."""
+        first = call.first
+        if _place(first) in self._way.hidden:
+            return False
+        if first.base_operator in _JUMP and not self._way.is_straight:
+            return False
+        read = [self._tensors.get(record) for record in first.inputs]
+        if any(tensor is not None and tensor.requires_grad for tensor in read):
+            return True
+        # what is lost may be known before, and not here
+        known = [record for record in first.inputs if self._goes_on(record)]
+        return bool(known) and not self._stand_for_it(call)
+
+    def _results(self, call: TracedCall) -> dict[int, Tensor]:
+        first = call.first
+        if first.base_operator in _DRAW:
+            raise CannotRun("it draws random numbers")
+        if first.base_operator in _CUT:
+            return {0: self._handed_on(first)}
+        if self._way.is_straight and first.base_operator in _JUMP:
+            read = self._tensors[first.inputs[0]]
+            return {0: read + (self._kept(call.rows[0]) - read).detach()}
+        if first.overload is None or first.arguments is None:
+            raise CannotRun("its arguments were not recorded")
+        try:
+            func = overload_of(first.overload)
+            is_written = writes_arguments(func)
+
+            def value(record: int) -> Tensor:
+                tensor = self._read(record, call)
+                return tensor.clone() if is_written else tensor
+
+            args, kwargs = checked_arguments(func, first.arguments, value)
+            with _CountedDetaches() as counted:
+                result = func(*args, **kwargs)
+            made = tensors_made(func, args, kwargs, result)
+        except _FAILURES as error:
+            raise CannotRun(str(error)) from error
+        for row in call.rows:
+            self._own_detaches[row.record] = counted.count
+        return dict(enumerate(made))
+
+    def _handed_on(self, detach: RecordedRow) -> Tensor:
+        """Return what a detach reads; notes where the program detaches it."""
+        [record, *_] = detach.inputs
+        source = self._behind.get(record, record)
+        self._behind[detach.record] = source
+        if self._own_detaches.get(source, 0):
+            self._own_detaches[source] -= 1
+        else:
+            self._detached[source] = _place(detach)
+        return self._tensors[record]
+
+    def _read(self, record: int, reader: TracedCall) -> Tensor:
+        """Return a value that a call reads; notes one that hands no gradient on."""
+        tensor = self._tensors.get(record)
+        if tensor is None:
+            raise CannotRun("one of its inputs was not stored")
+        if not _is_number(tensor) or not self._flow.values[record].is_call:
+            return tensor
+        number = reader.first.call
+        self._reads[number] = self._reads.get(number, 0) + 1
+        edge = number, record, self._reads[number]
+        detached = self._detached.get(self._behind.get(record, record))
+        if tensor.requires_grad and detached is not None:
+            is_on_line = detached == _place(reader.first)
+            self.doubtful[edge] = _DoubtfulRead(record, is_on_line)
+            if edge not in self._way.cut:
+                read = tensor.view_as(tensor)
+                self._read_again[edge] = read
+                return read
+        elif tensor.requires_grad or self._stand_for_it(reader):
+            return tensor
+        self._lost[edge] = tensor.detach().clone().requires_grad_()
+        return self._lost[edge]
+
+    def _stand_for_it(self, reader: TracedCall) -> bool:
+        """Return True where all that a call makes stands for what it reads."""
+        numbers = [
+            row.record for row in reader.rows if self._flow.values[row.record].is_number
+        ]
+        return bool(numbers) and all(map(self._goes_on, numbers))
+
+
+class _CountedDetaches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the results that autograd detaches to keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see ``inner_values``
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten.detach.default
+        return func(*args, **kwargs or {})
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _gradients(
+    result: Tensor, leaves: Mapping[Key, Tensor], gradient: Tensor
+) -> dict[Key, Tensor]:
+    """Return what autograd gives to leaves; those that it does not reach are left out."""
+    if not leaves or not result.requires_grad:
+        return {}
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        result,
+        list(leaves.values()),
+        gradient,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {
+        name: tensor
+        for name, tensor in zip(leaves, found, strict=True)
+        if tensor is not None
+    }

@@ -1,0 +1,317 @@
+"""Gradients of ports: rounded much, cut somewhere, clipped in another way."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundoff
+
+
+def drawn(*shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+LEAVES = {
+    "a": drawn(8, 6, seed=1, scale=0.5),
+    "b": drawn(8, 8, seed=2, scale=0.4),
+    "c": drawn(5, 8, seed=3, scale=0.4),
+}
+X = 3 * drawn(7, 6, seed=4)
+Y = 3 * drawn(7, 5, seed=5)
+
+
+def product(x, w):
+    return torch.einsum("bi,oi->bo", x, w)
+
+
+def tanh(x):
+    return 2 * torch.sigmoid(2 * x) - 1
+
+
+def far(scores, y):
+    return ((scores - y) ** 2).mean()
+
+
+@pytest.fixture
+def compared(program, tmp_path):
+    """``compared(reference, port)``: a step of each, recorded and compared.
+
+    ``prepare`` and ``optimizer``: what either does to its gradients.
+    """
+
+    numbers = itertools.count()
+
+    def compare(reference, port, *, prepare=(None, None), optimizers=(None, None)):
+        folders = []
+        for function, prepared, made in zip(
+            (reference, port), prepare, optimizers, strict=True
+        ):
+            net = program(function, **LEAVES)
+            optimizer = (made or adam)(net.parameters())
+            folders.append(tmp_path / str(next(numbers)))
+            with roundoff.capture(folders[-1], net, keep="tensors"):
+                net(X, Y).backward()
+                if prepared is not None:
+                    prepared(net)
+                optimizer.step()
+        return roundoff.compare(reference=folders[0], candidate=folders[1])
+
+    return compare
+
+
+def text(line):
+    return linecache.getline(__file__, int(line.rpartition(":")[2])).strip()
+
+
+# -- one program alone hands a gradient on ---------------------------------------------
+
+
+def with_branch(m, x, y):
+    h = torch.tanh(F.linear(x, m.a))
+    h = h + torch.relu(F.linear(h, m.b))
+    return F.mse_loss(F.linear(h, m.c), y)
+
+
+def right_branch(m, x, y):
+    h = tanh(product(x, m.a))
+    h = h + product(h, m.b).clamp(min=0)
+    return far(product(h, m.c), y)
+
+
+def detached_branch(m, x, y):
+    h = tanh(product(x, m.a))
+    g = product(h.detach(), m.b).clamp(min=0)
+    return far(product(h + g, m.c), y)
+
+
+def detached_twice_in_one_call(m, x, y):
+    h = tanh(product(x, m.a))
+    both = torch.stack([h, h.detach()])
+    return far(product(both[0] + product(both[1], m.b).clamp(min=0), m.c), y)
+
+
+def branch_without_gradient(m, x, y):
+    h = tanh(product(x, m.a))
+    with torch.no_grad():
+        g = torch.maximum(h @ m.b.T, torch.zeros(()))
+    return far(product(h + g, m.c), y)
+
+
+def with_target(m, x, y):
+    h = torch.tanh(F.linear(x, m.a))
+    target = torch.sigmoid(F.linear(h, m.b)).detach()
+    return F.mse_loss(h, target) + F.mse_loss(F.linear(h, m.c), y)
+
+
+def learning_target(m, x, y):
+    h = tanh(product(x, m.a))
+    target = 1 / (1 + torch.exp(-(h @ m.b.T)))
+    return far(h, target) + far(product(h, m.c), y)
+
+
+def with_steps(m, x, y):
+    h = F.linear(x, m.a)
+    steps = h + (torch.round(4 * h) / 4 - h).detach()
+    return F.mse_loss(F.linear(steps, m.c), y)
+
+
+def flat_steps(m, x, y):
+    h = product(x, m.a)
+    steps = torch.floor(4 * h + 0.5) * 0.25
+    return far(product(steps, m.c), y)
+
+
+@pytest.mark.parametrize(
+    ("reference", "port", "line"),
+    [
+        (with_branch, detached_branch, "h.detach()"),
+        (with_branch, detached_twice_in_one_call, "h.detach()"),
+        (with_branch, branch_without_gradient, "g = torch.maximum"),
+        (with_target, learning_target, "target = 1 /"),
+    ],
+)
+def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
+    [culprit] = compared(reference, port).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert culprit.phase == "forward"
+    assert line in text(culprit.line)
+
+
+def test_a_missing_straight_through_estimator_is_named(compared):
+    [culprit] = compared(with_steps, flat_steps).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "steps = h +" in text(culprit.reference_line)
+
+
+# -- a backward pass that rounds much --------------------------------------------------
+
+
+def of_differences(m, x, y):
+    h = torch.tanh(F.linear(x, m.a))
+    return torch.log((h + 30 - 30).abs() + 1e-6).mean() + with_branch(m, x, y)
+
+
+def of_differences_in_another_way(m, x, y):
+    # exact but for rounding: 2e-6 of numbers that are 0.01 and less
+    h = tanh(product(x, m.a)) - 17 + 17
+    logs = torch.log2(torch.maximum(h, -h) + 1e-6) * math.log(2)
+    return logs.sum() / logs.numel() + right_branch(m, x, y)
+
+
+class AlmostRight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [x] = ctx.saved_tensors
+        # a third of what rounding may do in fp32: 2e-5 of 6.1e-5
+        return gradient * (1 - torch.tanh(x) ** 2) * (1 + 2e-5)
+
+
+def almost_right(m, x, y):
+    h = AlmostRight.apply(product(x, m.a))
+    h = h + product(h, m.b).clamp(min=0)
+    return far(product(h, m.c), y)
+
+
+def test_gradients_of_right_ports_agree(compared):
+    assert compared(with_branch, right_branch).agrees
+    assert compared(of_differences, of_differences_in_another_way).agrees
+
+
+def test_less_than_rounding_in_a_backward_pass_is_found(compared):
+    [culprit] = compared(with_branch, almost_right).culprits()
+    assert culprit.phase == "backward"
+
+
+# -- what is done to gradients afterwards ----------------------------------------------
+
+
+def clip(net, norm=0.5):
+    nn.utils.clip_grad_norm_(net.parameters(), norm)
+
+
+def less(net):
+    clip(net, 1.0)
+
+
+@torch.no_grad()
+def clip_by_hand(net):
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in net.parameters()))
+    for p in net.parameters():
+        p.grad.mul_(torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-3)
+
+
+class Clipping(torch.optim.Optimizer):
+    """Adam written out, which clips on the way, and not in place."""
+
+    norm = 0.5
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        norm = torch.sqrt(sum((p.grad * p.grad).sum() for p in parameters))
+        for p in parameters:
+            mean = 0.1 * self.clipped(p, norm)
+            square = 0.001 * self.clipped(p, norm) ** 2
+            p -= 1e-3 * (mean / 0.1) / (torch.sqrt(square / 0.001) + 1e-8)
+
+    def clipped(self, p, norm):
+        return p.grad * torch.clamp(self.norm / (norm + 1e-6), max=1.0)
+
+
+class ClippingLess(Clipping):
+    norm = 1.0
+
+
+class NotClipping(Clipping):
+    def clipped(self, p, norm):
+        return p.grad * 1.0
+
+
+class InOneTensor(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        whole = torch.cat([p.grad.flatten() for p in parameters])
+        whole = whole * torch.clamp(0.5 / (whole.norm() + 1e-6), max=1.0)
+        change = 1e-3 * whole / (whole.abs() + 1e-8)
+        sizes = [p.numel() for p in parameters]
+        for p, part in zip(parameters, change.split(sizes), strict=True):
+            p -= part.view_as(p)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "optimizers"),
+    [
+        ((clip, clip_by_hand), (adam, adam)),
+        ((clip, None), (adam, Clipping)),
+        ((None, clip), (Clipping, adam)),
+        ((clip, None), (adam, InOneTensor)),
+    ],
+)
+def test_clips_that_are_the_same_agree(prepare, optimizers, compared):
+    assert compared(
+        with_branch, right_branch, prepare=prepare, optimizers=optimizers
+    ).agrees
+
+
+@pytest.mark.parametrize(
+    ("prepare", "optimizers"),
+    [
+        ((clip, None), (adam, adam)),
+        ((None, clip), (adam, adam)),
+        ((clip, less), (adam, adam)),
+        ((clip, None), (adam, ClippingLess)),
+        ((clip, None), (adam, NotClipping)),
+    ],
+)
+def test_another_clip_is_a_difference(prepare, optimizers, compared):
+    comparison = compared(
+        with_branch, right_branch, prepare=prepare, optimizers=optimizers
+    )
+    [culprit] = comparison.culprits()
+    assert culprit.phase == "optimizer"
+
+
+def test_a_cut_before_a_clip_is_named_and_not_the_clip(compared):
+    comparison = compared(with_branch, detached_branch, prepare=(clip, clip))
+    [culprit] = comparison.culprits()
+    assert "h.detach()" in text(culprit.line)
+
+
+def test_a_gradient_that_is_scaled_and_unscaled_agrees(compared):
+    def scaled(m, x, y):
+        return 1024 * right_branch(m, x, y)
+
+    @torch.no_grad()
+    def unscale(net):
+        for p in net.parameters():
+            p.grad.mul_(1 / 1024)
+
+    def scaled_reference(m, x, y):
+        return 1024 * with_branch(m, x, y)
+
+    comparison = compared(scaled_reference, scaled, prepare=(unscale, unscale))
+    assert comparison.agrees

@@ -59,13 +59,7 @@ _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
-_PAD = {
-    "constant_pad_nd",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "replication_pad1d",
-    "replication_pad2d",
-}
+_PAD = operators_that("pad")
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")

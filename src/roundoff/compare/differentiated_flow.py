@@ -48,10 +48,7 @@ _FAILURES = (
 )
 _FORWARD = "forward"
 
-#: Their gradient may be handed on without a call.
-_WITHOUT_KERNEL = frozenset(
-    {"add", "sub", "clone", "contiguous", "_to_copy", "alias", "lift_fresh"}
-)
+_WITHOUT_CALL = operators_that("hand the gradient on without a call")
 
 Key = TypeVar("Key")
 
@@ -150,13 +147,13 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
     try:
         for way in _ways(flow):
             whole = _Run(flow, way)
-            found = whole.run(end)
-            if is_right(found):
-                return found
-            for cut in _cuts(whole, found, wanted):
-                found = _Run(flow, replace(way, cut=cut)).run(end)
-                if is_right(found):
-                    return found
+            differentiated_so = whole.run(end)
+            if is_right(differentiated_so):
+                return differentiated_so
+            for cut in _cuts(whole, differentiated_so, wanted):
+                with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
+                if is_right(with_cuts):
+                    return with_cuts
     except CannotRun:
         return None
     return None
@@ -204,10 +201,10 @@ def _solved(
     """
     rows = []
     for edge, read in whole.doubtful.items():
-        given: Mapping[str, Tensor] = {}
+        share: Mapping[str, Tensor] = {}
         if edge in found.through:
-            given = found.given(read.record, found.through[edge])
-        rows.append(_stacked(given, wanted))
+            share = found.given(read.record, found.through[edge])
+        rows.append(_stacked(share, wanted))
     more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
     matrix = torch.stack(rows, 1)
     shares = torch.linalg.lstsq(matrix, more[:, None], driver="gelsd").solution[:, 0]
@@ -249,7 +246,7 @@ def _without_backward(flow: Flow) -> frozenset[Place]:
         for row in rows
         if row.phase == _FORWARD
         and row.is_call
-        and row.base_operator not in _WITHOUT_KERNEL
+        and row.base_operator not in _WITHOUT_CALL
     }
     return frozenset(standing - going_back)
 
@@ -320,16 +317,16 @@ class _Run:
         result = self._tensors.get(end.key)
         if result is None or not result.requires_grad:
             raise CannotRun("its result has no gradient")
-        one = torch.ones_like(result)
-        lost = _gradients(result, self._lost, one)
+        ones = torch.ones_like(result)
+        lost = _gradients(result, self._lost, ones)
         losses = [LostGradient(e[1], e[0], g) for e, g in lost.items() if g.any()]
         return DifferentiatedFlow(
             self._flow,
             self._tensors,
             parameters,
-            _gradients(result, parameters, one),
+            _gradients(result, parameters, ones),
             self._way,
-            _gradients(result, self._read_again, one),
+            _gradients(result, self._read_again, ones),
             losses,
         )
 
@@ -368,8 +365,8 @@ class _Run:
         if any(tensor is not None and tensor.requires_grad for tensor in read):
             return True
         # what is lost may be known before, and not here
-        known = [record for record in first.inputs if self._goes_on(record)]
-        return bool(known) and not self._stand_for_it(call)
+        is_known = any(self._goes_on(record) for record in first.inputs)
+        return is_known and not self._stand_for_it(call)
 
     def _results(self, call: TracedCall) -> dict[int, Tensor]:
         first = call.first
@@ -393,12 +390,12 @@ class _Run:
             args, kwargs = checked_arguments(func, first.arguments, value)
             with _CountedDetaches() as counted:
                 result = func(*args, **kwargs)
-            made = tensors_made(func, args, kwargs, result)
+            tensors = tensors_made(func, args, kwargs, result)
         except _FAILURES as error:
             raise CannotRun(str(error)) from error
         for row in call.rows:
             self._own_detaches[row.record] = counted.count
-        return dict(enumerate(made))
+        return dict(enumerate(tensors))
 
     def _handed_on(self, detach: RecordedRow) -> Tensor:
         """Return what a detach reads; notes where the program detaches it."""
@@ -470,7 +467,7 @@ def _gradients(
     """Return what autograd gives to leaves; those that it does not reach are left out."""
     if not leaves or not result.requires_grad:
         return {}
-    found: Sequence[Tensor | None] = torch.autograd.grad(
+    tensors: Sequence[Tensor | None] = torch.autograd.grad(
         result,
         list(leaves.values()),
         gradient,
@@ -479,6 +476,6 @@ def _gradients(
     )
     return {
         name: tensor
-        for name, tensor in zip(leaves, found, strict=True)
+        for name, tensor in zip(leaves, tensors, strict=True)
         if tensor is not None
     }

@@ -120,16 +120,15 @@ class FaultLines:
         reader = self._wrong_reader(value)
         makers = stack_of(value.row) if value.is_call else ()
         read = stack_of(reader.row) if reader is not None else ()
-        if reader is not None and read and not makers:
-            within = self._shared_with_right(value, missing, reader)
+        if reader is None or not read:
+            return value, self.of_operator(value)
+        within = self._shared_with_right(value, missing, reader)
+        if not makers:
             # what a function makes of all it is given is not made of one input alone
             place = self._innermost(reader, read, is_used_elsewhere=True)
             return reader, read[max(within, default=place)]
-        if reader is None or not read:
-            return value, self.of_operator(value)
         from_made, from_read = self._places_in_reference(value, missing)
         both = shared(makers, read)
-        within = self._shared_with_right(value, missing, reader)
         is_made_right = is_right_elsewhere or bool(within)
         is_made_right = is_made_right or self._is_right_in_other_turns(value, makers)
         is_idle = changes_nothing(self.sides.candidate, value)

@@ -322,7 +322,7 @@ def left_out(
     right. With ``several`` it may be several calls, one after the other.
     """
     # in other turns of a loop it is left out too
-    here = Trials(trials.program, trials.goal, only=trials.only)
+    everywhere = Trials(trials.program, trials.goal, only=trials.only)
     flow = sides.candidate
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]
@@ -340,9 +340,9 @@ def left_out(
                 continue
             near = _in_region_alone(flow, trials, rejoin, value)
             for moved in _in_layout_of(held, content):
-                given = {value.key: moved}
-                is_wrong_everywhere = here.outcome({}, given)[0]
-                if is_wrong_everywhere or near.outcome({}, given)[0]:
+                instead = {value.key: moved}
+                is_wrong_everywhere = everywhere.outcome({}, instead)[0]
+                if is_wrong_everywhere or near.outcome({}, instead)[0]:
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)

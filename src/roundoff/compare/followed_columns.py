@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed
-from roundoff.compare.repair_trials import BUDGET, Trials
+from roundoff.compare.repair_trials import BUDGET, Trials, alike_in_layers
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides
 from roundoff.ops import operators_that
@@ -66,7 +66,7 @@ def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     if not named:
         return None
     trials.left = BUDGET
-    if not trials.outcome({}, wanted, to_the_end=True)[0]:
+    if not _agrees(sides, trials, wanted):
         return None
     use, twin = min(named, key=lambda pair: pair[0].value.order)
     words = (
@@ -74,6 +74,23 @@ def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
         f"{use.value.row.site}, as the reference's {twin.leaf.row.name} is"
     )
     return Blamed(use.leaf, twin.leaf, words, wanted[use.leaf.key])
+
+
+def _agrees(sides: Sides, trials: Trials, wanted: dict[int, Tensor]) -> bool:
+    """Return True where all is right with what parameters would have to hold.
+
+    Of the layers behind nothing is known yet: theirs are tried in the same order.
+    """
+    if trials.outcome({}, wanted, to_the_end=True)[0]:
+        return True
+    flow = sides.candidate
+    alike: dict[int, Tensor] = {}
+    for key, held in wanted.items():
+        alike |= alike_in_layers(flow, flow.values[key], held)
+    alike |= wanted
+    if len(alike) == len(wanted):
+        return False
+    return trials.outcome({}, alike, to_the_end=True)[0]
 
 
 def _in_order_of(
@@ -84,7 +101,7 @@ def _in_order_of(
     Those of which it has the rows in another order. Nothing once one of them says that it
     is right.
     """
-    found = []
+    uses = []
     for twin in ours:
         is_same_kind = (twin.held.dim(), twin.held.shape[1:]) == (
             use.held.dim(),
@@ -101,8 +118,8 @@ def _in_order_of(
         if _is_near(rows, use.held, sides.limit):
             return
         if _order_of(_by_rows(twin.held), _by_rows(use.held), sides.limit) is not None:
-            found.append((twin, rows))
-    yield from found
+            uses.append((twin, rows))
+    yield from uses
 
 
 def _uses(flow: Flow, key: int) -> Iterator[_Use]:

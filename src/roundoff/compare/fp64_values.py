@@ -183,27 +183,31 @@ def _run_backward(
     step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
     program = TracedProgram(flow_of(step, flow.trained), tensors, phases=("backward",))
 
-    def take(row: RecordedRow) -> None:
-        tensor = flow.tensor(row.record)
-        if tensor is not None:
-            tensors[row.record] = _wide(tensor, widened)
+    def take(rows: Iterable[RecordedRow]) -> None:
+        for row in rows:
+            tensor = flow.tensor(row.record)
+            if tensor is not None:
+                tensors[row.record] = _wide(tensor, widened)
 
-    for row in step.rows.values():
-        # what its kernel in fp64 does not make, such as a workspace
-        is_unmade = row.phase == "forward" and row.record not in tensors
-        if is_unmade or (row.phase == "backward" and row.is_leaf):
-            take(row)
+    take(row for row in step.rows.values() if _is_given(row, tensors))
     for entry in program.order:
+        rows = _rows_of(entry)
         if _draws(entry):
-            for row in _rows_of(entry):
-                take(row)
+            take(rows)
             continue
-        for row in _rows_of(entry):
-            if not flow.values[row.record].is_number:
-                take(row)
+        take(row for row in rows if not flow.values[row.record].is_number)
         for row, tensor in _results(program, entry, tensors):
             tensors[row.record] = _wide(tensor, widened)
     return tensors
+
+
+def _is_given(row: RecordedRow, tensors: Mapping[int, Tensor]) -> bool:
+    """Return True for what a backward pass begins with, and nothing makes in fp64.
+
+    Such as a workspace of a kernel of the forward pass.
+    """
+    is_unmade = row.phase == "forward" and row.record not in tensors
+    return is_unmade or (row.phase == "backward" and row.is_leaf)
 
 
 def _wide_step(

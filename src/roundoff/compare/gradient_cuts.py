@@ -47,14 +47,14 @@ class _Lost:
     Attributes:
         cut: the first value, going back, that hands nothing on.
         twin: the other program's value that agrees with it, and does.
-        given: what the other program's parameters get of it.
+        share: what the other program's parameters get of it.
         is_candidate: the candidate loses it.
         reader: the line of the call that would hand it on.
     """
 
     cut: Value
     twin: Value
-    given: Gradients
+    share: Gradients
     is_candidate: bool
     reader: str | None
 
@@ -96,7 +96,7 @@ def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
     yield from ([lost] for lost in losses)
     ours = [group for (is_candidate, _), group in by_line.items() if not is_candidate]
     theirs = [group for (is_candidate, _), group in by_line.items() if is_candidate]
-    yield from ([*two, *one] for one in ours for two in theirs)
+    yield from ([*second, *first] for first in ours for second in theirs)
     if losses:
         yield losses
 
@@ -129,11 +129,11 @@ class _Pair:
                 if not other.hands_on(key):
                     continue
                 gradient = _in_layout(losing, lost, other.tensors[key])
-                cut, twin = losing.flow.values[lost.key], other.flow.values[key]
-                cut, twin = _first(self, cut, twin, is_candidate)
+                pair = losing.flow.values[lost.key], other.flow.values[key]
                 reader = losing.flow.first[lost.reader].line
-                given = other.given(key, gradient)
-                yield _Lost(cut, twin, given, is_candidate, reader)
+                share = other.given(key, gradient)
+                cut, twin = _first(self, *pair, is_candidate)
+                yield _Lost(cut, twin, share, is_candidate, reader)
                 break
 
     def is_explained_by(self, losses: Sequence[_Lost]) -> bool:
@@ -171,8 +171,8 @@ class _Pair:
         if gradient is None:
             return None
         for lost in losses:
-            if lost.is_candidate == is_candidate and name in lost.given:
-                gradient = gradient - lost.given[name]
+            if lost.is_candidate == is_candidate and name in lost.share:
+                gradient = gradient - lost.share[name]
         return gradient
 
 
@@ -181,7 +181,8 @@ def _apart(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         present = one if other is None else other
         return 0.0 if present is None else float(present.norm())
-    ours, theirs = sketch_of_tensor(one), sketch_of_tensor(other)
+    ours = sketch_of_tensor(one)
+    theirs = sketch_of_tensor(other)
     if ours is None or theirs is None or ours.numel != theirs.numel:
         return math.inf
     return float(np.linalg.norm(ours.values - theirs.values))

@@ -195,11 +195,11 @@ def _differences(sides: Sides) -> list[Difference]:
         return recorded
     exact = _exact_sides(sides)
     if exact is None:
-        found = recorded or _closer_difference(sides)
+        forward = recorded or _closer_difference(sides)
     else:
-        found = _first_difference(exact, (outputs,))
-    if found or recorded:
-        return found
+        forward = _first_difference(exact, (outputs,))
+    if forward or recorded:
+        return forward
     return (
         _first_difference(sides, (buffers,))
         or _backward_difference(sides, exact)

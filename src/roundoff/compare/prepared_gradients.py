@@ -42,15 +42,15 @@ def prepared_gradients(sides: Sides) -> Results:
         ours: Value | None = after
         theirs: Value | None = other_after
         if after.key == before.key:
-            made = _contradiction(
+            results = _contradiction(
                 (sides.candidate, sides.reference), other_after, before, limit
             )
-            ours = _first_of(made, sides.agreeing)
+            ours = _first_of(results, sides.agreeing)
         elif other_after.key == other_before.key:
-            made = _contradiction(
+            results = _contradiction(
                 (sides.reference, sides.candidate), after, other_before, limit
             )
-            theirs = _first_of(made, sides.twins)
+            theirs = _first_of(results, sides.twins)
         if ours is not None and theirs is not None:
             keys[0].append(ours.key)
             keys[1].append(theirs.key)
@@ -79,11 +79,11 @@ def _contradiction(
     gradient alone, but of all gradients in one tensor.
     """
     flow, other = flows
-    made = list(_made_of(other, gradient))
+    results = list(_made_of(other, gradient))
     wanted = [clipped, *_readers(flow, clipped)]
-    if any(_distance(w, value) <= limit for w in wanted for value in made):
+    if any(_distance(w, value) <= limit for w in wanted for value in results):
         return []
-    return made
+    return results
 
 
 def _first_of(made: Sequence[Value], agreeing: Container[int]) -> Value | None:

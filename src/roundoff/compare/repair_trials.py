@@ -802,7 +802,7 @@ def leaf_on_trial(
         if not trials.is_unconfirmed and len(gained) < SEVERAL:
             return False
         # what a loader does wrong to one layer it does to the others
-        alike = _alike(sides.candidate, leaf, other)
+        alike = alike_in_layers(sides.candidate, leaf, other)
         return len(alike) > 1 and trials.outcome({}, alike)[0]
 
     # what is right where another call reads it is not what the loader filled wrongly
@@ -824,7 +824,7 @@ def _misplaced(sides: Sides, region: Collection[int]) -> list[int]:
     flow = sides.candidate
     waiting = [i for key in region for i in flow.values[key].inputs if i not in region]
     seen = set()
-    found = []
+    read = []
     while waiting:
         value = flow.values.get(waiting.pop())
         if value is None or value.key in seen or not value.is_call:
@@ -833,10 +833,10 @@ def _misplaced(sides: Sides, region: Collection[int]) -> list[int]:
         if not value.computes or value.operator in _MOVE:
             waiting += value.inputs
         elif value.key in sides.twins:
-            found.append(value)
-    if all(is_in_order(sides, value) for value in found):
+            read.append(value)
+    if all(is_in_order(sides, value) for value in read):
         return []
-    return sorted(value.key for value in found)
+    return sorted(value.key for value in read)
 
 
 def _twins_of(sides: Sides, leaves: Sequence[Value]) -> list[Value]:
@@ -846,7 +846,7 @@ def _twins_of(sides: Sides, leaves: Sequence[Value]) -> list[Value]:
     return [twin for twin in twins if twin.row.name and not twin.is_call]
 
 
-def _alike(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
+def alike_in_layers(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
     """Return what parameters of the same name in other layers hold in the order of one's.
 
     Args:

@@ -57,6 +57,7 @@ Trait = Literal[
     "join",
     "fill",
     "write into",
+    "pad",
     "store or add",
     "sort",
     "drop out",
@@ -84,6 +85,7 @@ Trait = Literal[
     # where no derivative follows
     "jump",
     "cut the gradient",
+    "hand the gradient on without a call",
     # arithmetic
     "multiply",
     "multiply two matrices",
@@ -166,6 +168,10 @@ _TRAITS: dict[Trait, str] = {
     "write into": """
         setitem where index_copy zero pad constant_pad_nd block_diag diag_embed
         slice_scatter select_scatter diagonal_scatter""",
+    # a larger tensor with the values inside
+    "pad": """
+        pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d
+        replication_pad1d replication_pad2d replication_pad3d""",
     # the same, or a sum where an argument says so (``stores_unless``)
     "store or add": "index_put _index_put_impl put scatter",
     # in the order of the values
@@ -246,6 +252,9 @@ _TRAITS: dict[Trait, str] = {
         fake_quantize_per_channel_affine""",
     # the values go on, the gradient does not come back
     "cut the gradient": "detach data detach_copy",
+    # their derivative is one: nothing runs for it
+    "hand the gradient on without a call": """
+        add sub clone contiguous _to_copy alias lift_fresh""",
     # -- arithmetic
     # multiply and accumulate, beside the operators with operands of such a kind
     "multiply": """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed
-from roundoff.compare.repair_trials import BUDGET, Trials, alike_in_layers
+from roundoff.compare.repair_trials import BUDGET, Trials, parameters_alike
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides
 from roundoff.ops import operators_that
@@ -55,51 +55,81 @@ def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     """
     theirs = [use for key in part.region for use in _uses(sides.candidate, key)]
     ours = [use for key in part.expected for use in _uses(sides.reference, key)]
-    wanted: dict[int, Tensor] = {}
-    named: list[tuple[_Use, _Use]] = []
+    unlike: dict[int, _Unlike] = {}
     for use in theirs:
-        twin, rows = next(_in_order_of(sides, use, ours), (None, None))
-        if twin is None or rows is None or use.leaf.key in wanted:
-            continue
-        wanted[use.leaf.key] = rows.t().contiguous() if use.is_turned else rows
-        named.append((use, twin))
-    if not named:
+        in_order = next(_in_order_of(sides, use, ours), None)
+        if in_order is not None:
+            unlike.setdefault(use.leaf.key, in_order)
+    if not unlike:
         return None
+    wanted = {key: each.rows_of(each.twin.held) for key, each in unlike.items()}
     trials.left = BUDGET
-    if not _agrees(sides, trials, wanted):
-        return None
-    use, twin = min(named, key=lambda pair: pair[0].value.order)
+    if not trials.outcome({}, wanted, to_the_end=True)[0]:
+        # of the layers behind nothing is known yet
+        alike = _in_other_layers(sides, list(unlike.values())) | wanted
+        if len(alike) == len(wanted):
+            return None
+        if not trials.outcome({}, alike, to_the_end=True)[0]:
+            return None
+    first = min(unlike.values(), key=lambda each: each.use.value.order)
+    leaf = first.use.leaf
+    twin = first.twin.leaf
     words = (
-        f"{use.leaf.row.name} is not in the order of what it is used with in "
-        f"{use.value.row.site}, as the reference's {twin.leaf.row.name} is"
+        f"{leaf.row.name} is not in the order of what it is used with in "
+        f"{first.use.value.row.site}, as the reference's {twin.row.name} is"
     )
-    return Blamed(use.leaf, twin.leaf, words, wanted[use.leaf.key])
+    return Blamed(leaf, twin, words, wanted[leaf.key])
 
 
-def _agrees(sides: Sides, trials: Trials, wanted: dict[int, Tensor]) -> bool:
-    """Return True where all is right with what parameters would have to hold.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unlike:
+    """A use of a parameter whose rows are not in the order of the columns.
 
-    Of the layers behind nothing is known yet: theirs are tried in the same order.
+    Attributes:
+        use: the candidate's.
+        twin: the reference's, of the same columns.
+        order: which of the reference's columns each of the candidate's is.
     """
-    if trials.outcome({}, wanted, to_the_end=True)[0]:
-        return True
-    flow = sides.candidate
-    alike: dict[int, Tensor] = {}
-    for key, held in wanted.items():
-        alike |= alike_in_layers(flow, flow.values[key], held)
-    alike |= wanted
-    if len(alike) == len(wanted):
-        return False
-    return trials.outcome({}, alike, to_the_end=True)[0]
+
+    use: _Use
+    twin: _Use
+    order: Tensor
+
+    def rows_of(self, held: Tensor) -> Tensor:
+        """Return what the parameter has to hold, of the reference's rows."""
+        rows = held[self.order].to(self.use.held.dtype)
+        return rows.t().contiguous() if self.use.is_turned else rows
 
 
-def _in_order_of(
-    sides: Sides, use: _Use, ours: list[_Use]
-) -> Iterator[tuple[_Use, Tensor]]:
-    """Yield the reference's uses of the same columns, and what the parameter would hold.
+def _in_other_layers(sides: Sides, unlike: list[_Unlike]) -> dict[int, Tensor]:
+    """Return what the parameters of the same name have to hold in the same order.
 
-    Those of which it has the rows in another order. Nothing once one of them says that it
-    is right.
+    Of the reference's parameter whose rows each of them has.
+    """
+    wanted: dict[int, Tensor] = {}
+    for each in unlike:
+        twins = parameters_alike(sides.reference, each.twin.leaf)
+        for leaf in parameters_alike(sides.candidate, each.use.leaf):
+            held = _by_rows(sides.candidate, leaf, each.use)
+            for twin in twins:
+                content = _by_rows(sides.reference, twin, each.twin)
+                if _order_of(content, held, sides.limit) is not None:
+                    wanted.setdefault(leaf.key, each.rows_of(content))
+    return wanted
+
+
+def _by_rows(flow: Flow, leaf: Value, use: _Use) -> Tensor:
+    """Return a parameter with a row for each column that it is used with, as in ``use``."""
+    held = flow.tensor(leaf.key)
+    if held is None:
+        return torch.empty(0)
+    return held.t() if use.is_turned else held
+
+
+def _in_order_of(sides: Sides, use: _Use, ours: list[_Use]) -> Iterator[_Unlike]:
+    """Yield the reference's uses of the same columns, of which the parameter has the rows.
+
+    In another order. Nothing once one of them says that it is right.
     """
     uses = []
     for twin in ours:
@@ -117,8 +147,8 @@ def _in_order_of(
         rows = twin.held[order].to(use.held.dtype)
         if _is_near(rows, use.held, sides.limit):
             return
-        if _order_of(_by_rows(twin.held), _by_rows(use.held), sides.limit) is not None:
-            uses.append((twin, rows))
+        if _order_of(twin.held, use.held, sides.limit) is not None:
+            uses.append(_Unlike(use, twin, order))
     yield from uses
 
 
@@ -192,8 +222,10 @@ def _order_of(ours: Tensor, theirs: Tensor, limit: float) -> Tensor | None:
     """
     if max(len(ours), len(theirs)) > MOST_COLUMNS or not ours.is_floating_point():
         return None
-    wanted = theirs.to(torch.float64)
-    present = ours.to(torch.float64)
+    if ours.dim() != theirs.dim() or ours.shape[1:] != theirs.shape[1:]:
+        return None
+    wanted = theirs.to(torch.float64).reshape(len(theirs), -1)
+    present = ours.to(torch.float64).reshape(len(ours), -1)
     near = torch.cdist(wanted, present) <= limit * wanted.norm(dim=1, keepdim=True)
     if not bool(near.any(1).all()):
         return None
@@ -206,10 +238,6 @@ def _order_of(ours: Tensor, theirs: Tensor, limit: float) -> Tensor | None:
             return None
         taken[free[0]] = None
     return torch.tensor(list(taken))
-
-
-def _by_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() > 1 else tensor[:, None]
 
 
 def _is_near(one: Tensor, other: Tensor, limit: float) -> bool:

@@ -802,7 +802,7 @@ def leaf_on_trial(
         if not trials.is_unconfirmed and len(gained) < SEVERAL:
             return False
         # what a loader does wrong to one layer it does to the others
-        alike = alike_in_layers(sides.candidate, leaf, other)
+        alike = _alike(sides.candidate, leaf, other)
         return len(alike) > 1 and trials.outcome({}, alike)[0]
 
     # what is right where another call reads it is not what the loader filled wrongly
@@ -846,7 +846,7 @@ def _twins_of(sides: Sides, leaves: Sequence[Value]) -> list[Value]:
     return [twin for twin in twins if twin.row.name and not twin.is_call]
 
 
-def alike_in_layers(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
+def _alike(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
     """Return what parameters of the same name in other layers hold in the order of one's.
 
     Args:
@@ -864,13 +864,23 @@ def alike_in_layers(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]
     order = torch.empty_like(places)
     order[moved] = places
     alike = {}
-    for value in flow.values.values():
-        is_leaf = bool(value.row.name) and not value.is_call
-        if is_leaf and _have_one_name(value.row, leaf.row):
-            tensor = flow.tensor(value.key)
-            if tensor is not None and tensor.shape == held.shape:
-                alike[value.key] = tensor.flatten()[order].reshape(held.shape)
+    for value in parameters_alike(flow, leaf):
+        tensor = flow.tensor(value.key)
+        if tensor is not None:
+            alike[value.key] = tensor.flatten()[order].reshape(held.shape)
     return alike
+
+
+def parameters_alike(flow: Flow, leaf: Value) -> list[Value]:
+    """Return the parameters of one's name and shape in all layers, with itself."""
+    return [
+        value
+        for value in flow.values.values()
+        if value.row.name
+        and not value.is_call
+        and value.row.shape == leaf.row.shape
+        and _have_one_name(value.row, leaf.row)
+    ]
 
 
 def _have_one_name(one: RecordedRow, other: RecordedRow) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from roundoff.compare.value_flow import flow_of
+from roundoff.compare.value_regions import upstream
 
 
 def drawn(*shape, seed=0):
@@ -67,3 +68,32 @@ def test_gradients_say_what_is_trained(program, step_of):
     assert flow_of(step).trained == frozenset()
     # of the forward pass alone, run again on other numbers
     assert flow_of(step, frozenset({"weight"})).trained == {"weight"}
+
+
+def test_a_tensor_of_which_views_were_written_is_made_of_all_of_them(program, step_of):
+    def differences(_, x):
+        whole = torch.empty_like(x)
+        whole[:, :-1] = x[:, 1:] - x[:, :-1]
+        whole[:, -1] = 0.5
+        return whole * 2
+
+    flow = flow_of(step_of(program(differences), drawn(3, 4)))
+    values = by_operator(flow)
+    made_of = upstream(flow, [values["mul"].key], lambda _value: True)
+    assert values["sub"].key in made_of
+    assert values["input"].key in made_of
+
+
+def test_a_tensor_that_was_written_as_a_whole_is_made_of_what_was_written(
+    program, step_of
+):
+    def copied(_, x):
+        whole = x.exp()
+        whole.copy_(x.sin())
+        return whole * 2
+
+    flow = flow_of(step_of(program(copied), drawn(3, 4)))
+    values = by_operator(flow)
+    made_of = upstream(flow, [values["mul"].key], lambda _value: True)
+    assert values["sin"].key in made_of
+    assert values["exp"].key not in made_of

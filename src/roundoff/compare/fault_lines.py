@@ -80,6 +80,23 @@ def alike_inside(one: Sequence[str], other: Sequence[str]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def _at_same_place(
+    value: Value, alike: Sequence[Value], others: Sequence[Value]
+) -> list[Value]:
+    """Return those of a line's calls that stand at one's place, where it has several.
+
+    Args:
+        value: the one.
+        alike: all that the same lines have led to, with it.
+        others: all that other lines have led to.
+    """
+    keys = [each.key for each in sorted(alike, key=lambda v: v.order)]
+    count = min(len(keys), len(others))
+    place = keys.index(value.key) % count
+    in_order = sorted(others, key=lambda v: v.order)
+    return [v for at, v in enumerate(in_order) if at % count == place]
+
+
 @dataclass(frozen=True, slots=True)
 class FaultLines:
     """The lines to name for values of the candidate.
@@ -156,10 +173,13 @@ class FaultLines:
         With ``is_used_elsewhere`` one that other lines call is right, whatever it gives.
         """
         place = len(stack) - 1
-        for other in self._of_same_code(value):
-            its_stack = stack_of(other.row)
-            is_right = is_used_elsewhere or self._leads_to_right(other.key)
-            if its_stack != tuple(stack) and is_right:
+        calls: dict[tuple[str, ...], list[Value]] = {}
+        for other in (value, *self._of_same_code(value)):
+            calls.setdefault(stack_of(other.row), []).append(other)
+        alike = calls.pop(tuple(stack), [value])
+        for its_stack, others in calls.items():
+            others = _at_same_place(value, alike, others)
+            if is_used_elsewhere or any(self._leads_to_right(o.key) for o in others):
                 place = min(place, len(stack) - 1 - alike_inside(stack, its_stack))
         return max(place, 0)
 

@@ -8,11 +8,9 @@ no small edit of the candidate gives, and the operator is named that it has no e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
 import torch
-from torch import Tensor
 
 from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.call_arguments import argument_differences
@@ -34,7 +32,7 @@ from roundoff.compare.repair_trials import (
     leaf_on_trial,
 )
 from roundoff.compare.traced_calls import TracedProgram
-from roundoff.compare.transplants import Rejoin, before, orders_of, trials_of_value
+from roundoff.compare.transplants import Rejoin, before, in_layout_of, trials_of_value
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides, first_of, first_over_turns, upstream
 from roundoff.ops import operators_that
@@ -339,7 +337,7 @@ def left_out(
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
             near = _in_region_alone(flow, trials, rejoin, value)
-            for moved in _in_layout_of(held, content):
+            for moved in in_layout_of(held, content):
                 instead = {value.key: moved}
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]
                 if is_wrong_everywhere or near.outcome({}, instead)[0]:
@@ -362,22 +360,6 @@ def _moved_on(flow: Flow, value: Value) -> Value:
         if len(readers) != 1 or not _hands_on(readers[0]) or readers[0].inner:
             return value
         value = readers[0]
-
-
-def _in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as it may stand in another one's place: broadcast, or with its axes
-    in each order."""
-    if content.numel() == held.numel():
-        for order in orders_of(content, held):
-            moved = content.permute(order).reshape(held.shape)
-            yield moved.to(held.dtype).contiguous()
-    elif _broadcasts(held.shape, content.shape):
-        yield content.to(held.dtype).contiguous()
-
-
-def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
-    pairs = zip(reversed(small), reversed(large), strict=False)
-    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
 
 
 def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
@@ -425,16 +407,14 @@ class _Unlike:
         rejoin = self._rejoin
         heads = first_of(flow, set(rejoin.region))
         region = [flow.values[key] for key in rejoin.region]
-        heads += [value for value in region if value.operator in _JOIN]
-        heads.sort(key=lambda value: value.order)
+        joins = [value for value in region if value.operator in _JOIN]
         idle = next((v for v in before(flow, rejoin.region) if self._is_idle(v)), None)
         if idle is not None:
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
             return Blamed(idle, rejoin.twin, words, is_operator=True, line=line)
-        first = rejoin.value
-        if heads:
-            first = first_over_turns(flow, heads, set(rejoin.region))
+        first = min(heads + joins, key=lambda v: v.order, default=rejoin.value)
+        first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]
         words = f"with {_there(rejoin.twin)} all that follows is right"

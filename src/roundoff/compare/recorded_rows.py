@@ -100,6 +100,23 @@ class RecordedRow:
 
 Rows = Mapping[int, RecordedRow]
 
+
+def whole_before(
+    rows: Rows, written: RecordedRow, alias: RecordedRow
+) -> RecordedRow | None:
+    """Return the tensor that was written through a view, as it was before.
+
+    Args:
+        rows: of the step.
+        written: the view, after it was written.
+        alias: the tensor, afterwards.
+    """
+    source = rows.get(written.inputs[0]) if written.inputs else None
+    while source is not None and source.numel != alias.numel:
+        source = rows.get(source.inputs[0]) if source.inputs else None
+    return source
+
+
 _COLUMNS = tuple(field.name for field in fields(RecordedRow))
 
 

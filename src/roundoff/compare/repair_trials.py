@@ -302,6 +302,9 @@ class Trials:
                 value = values[row.record]
                 if not value.computes and value.operator not in _JOIN:
                     continue
+                # a turn of what the reference does at once is never one of these
+                if to_the_end and not self.goal.lost.has_numel(tensor.numel()):
+                    continue
                 more = set(self.goal.gains(tensor)) - gained
                 gained |= more
                 waiting.add(value, is_gain=bool(more))
@@ -324,17 +327,21 @@ class _Waiting:
     to_the_end: bool
     forever: bool
     _since: set[object] = field(default_factory=set)
+    #: What was followed by something right before, as in another layer.
+    _fruitful: set[object] = field(default_factory=set)
     _has_gained: bool = False
 
     def add(self, value: Value, *, is_gain: bool) -> None:
+        row = value.row
+        place = (row.line or row.call, value.operator, row.place)
         if is_gain:
             self._has_gained = True
+            self._fruitful |= self._since
             self._since.clear()
         elif self.to_the_end:
-            self._since.add(value.row.record)
-        else:
-            row = value.row
-            self._since.add((row.line or row.call, value.operator, row.place))
+            self._since.add(row.record)
+        elif place not in self._fruitful:
+            self._since.add(place)
 
     @property
     def is_over(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.recorded_calls import CannotRun, is_written_in_python
-from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.recorded_rows import RecordedRow, whole_before
 from roundoff.compare.value_flow import Flow
 from roundoff.errors import RunError
 from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
@@ -310,11 +309,10 @@ class TracedProgram:
         if untouched is not None:
             return {untouched}
         read = set(entry.inputs)
-        written = self.flow.step.rows.get(entry.inputs[0])
-        if written is not None:
-            with suppress(CannotRun):
-                read.add(self._whole_before(written, entry).record)
-        return read
+        rows = self.flow.step.rows
+        written = rows.get(entry.inputs[0])
+        before = None if written is None else whole_before(rows, written, entry)
+        return read if before is None else {*read, before.record}
 
     def _written_through(
         self, alias: RecordedRow, changed: Mapping[int, Tensor]
@@ -325,7 +323,9 @@ class TracedProgram:
             return self._value(untouched, changed)
         rows = self.flow.step.rows
         written = rows[alias.inputs[0]]
-        source = self._whole_before(written, alias)
+        source = whole_before(rows, written, alias)
+        if source is None:
+            raise CannotRun("what it is a view of was not recorded")
         values = self._value(written.record, changed)
         whole = self._value(source.record, changed).contiguous().clone()
         if written.numel == alias.numel and values.numel() == whole.numel():
@@ -366,16 +366,6 @@ class TracedProgram:
             if numbers is not None:
                 records.setdefault(numbers, []).append(row.record)
         return records
-
-    def _whole_before(self, written: RecordedRow, alias: RecordedRow) -> RecordedRow:
-        """Return the tensor that was written through a view, as it was before."""
-        rows = self.flow.step.rows
-        source = rows.get(written.inputs[0]) if written.inputs else None
-        while source is not None and source.numel != alias.numel:
-            source = rows.get(source.inputs[0]) if source.inputs else None
-        if source is None:
-            raise CannotRun("what it is a view of was not recorded")
-        return source
 
 
 def _in_memory(values: Tensor, written: RecordedRow, alias: RecordedRow) -> Tensor:

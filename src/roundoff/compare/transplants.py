@@ -354,6 +354,22 @@ def _may_be_replaced(value: Value) -> bool:
     return value.sketch is not None and value.sketch.numel >= FEWEST
 
 
+def in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor as it may stand in another one's place: broadcast, or with its axes
+    in each order."""
+    if content.numel() == held.numel():
+        for order in orders_of(content, held):
+            moved = content.permute(order).reshape(held.shape)
+            yield moved.to(held.dtype).contiguous()
+    elif _broadcasts(held.shape, content.shape):
+        yield content.to(held.dtype).contiguous()
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
+
+
 def orders_of(content: Tensor, held: Tensor) -> Iterator[tuple[int, ...]]:
     """Yield the orders of a tensor's axes with which it has another's shape.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.explain import RecordedStep
-from roundoff.compare.recorded_rows import RecordedRow, first_rows
+from roundoff.compare.recorded_rows import RecordedRow, Rows, first_rows, whole_before
 from roundoff.compare.value_sketch import Sketch, sketch_of_row, sketch_of_tensor
 from roundoff.ops import operators_that
 
@@ -141,11 +141,24 @@ def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
     by_blob: dict[object, Sketch | None] = {}
     for record, row in step.rows.items():
         sketch = _sketch(step, row, by_blob)
-        inputs = tuple(i for i in row.values_read() if i in step.rows)
+        inputs = tuple(i for i in _made_of(step.rows, row) if i in step.rows)
         flow.values[record] = Value(
             record, row, row.base_operator, inputs, sketch, (record, 0)
         )
     return flow
+
+
+def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
+    """Return the records that a row is made of.
+
+    A tensor of which a view was written is also made of what it was before.
+    """
+    read = row.values_read()
+    written = rows.get(read[0]) if len(read) == 1 and not row.is_call else None
+    if written is None or not written.inplace or written.numel == row.numel:
+        return read
+    before = whole_before(rows, written, row)
+    return read if before is None else [*read, before.record]
 
 
 def _trained(step: RecordedStep) -> frozenset[str]:

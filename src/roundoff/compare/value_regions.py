@@ -268,13 +268,14 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
     return sorted(firsts, key=lambda value: value.order)
 
 
-def first_over_turns(flow: Flow, heads: Sequence[Value], region: set[int]) -> Value:
-    """Return the first of ``heads``, or what is before it in a later turn of its loop.
+def first_over_turns(
+    flow: Flow, first: Value, heads: Sequence[Value], region: set[int]
+) -> Value:
+    """Return a value that is wrong, or that of ``heads`` before it in later turns of its loop.
 
     In the first turn of a loop a wrong call may give what is right: of zeros, or of a place
     times zero. Then a call that is made of that one is the first that is wrong.
     """
-    first = heads[0]
     place = stack_of_turn(first)
     earlier = (v for v in flow.values.values() if v.order < first.order)
     if any(value.is_call and stack_of_turn(value) == place for value in earlier):
@@ -323,7 +324,7 @@ def _part(
                 best = value
                 twin = other
     if best is None and heads:
-        best = first_over_turns(sides.candidate, heads, theirs)
+        best = first_over_turns(sides.candidate, heads[0], heads, theirs)
     return Part(twin, best, phase, distance, tuple(heads), tuple(wanted))
 
 

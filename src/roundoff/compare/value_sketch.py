@@ -163,6 +163,10 @@ class SketchIndex:
             for numel, entries in self._by_size.items()
         }
 
+    def has_numel(self, numel: int) -> bool:
+        """Return True where one of these has so many elements."""
+        return numel in self._by_size
+
     def has_size(self, numel: int, size: float, limit: float) -> bool:
         """Return True where one of these has about this l2 norm: cheaper than ``near``."""
         sizes = self._sizes.get(numel)

@@ -115,3 +115,40 @@ def test_padding_on_the_wrong_side_is_named(program, step_of, sides):
     [row] = [row for row in rows if row.cause == "own"]
     assert row.operator == "constant_pad_nd", row.evidence
     assert "with [0, 0, 4, 0]" in row.evidence or "padded before only" in row.evidence
+
+
+# -- rows that are looked up, sums of all, constants that both have ------------------------
+
+TABLES = {"table": drawn(12, 5, seed=21), "last": drawn(3, 5, seed=22)}
+IDS = torch.tensor([[1, 4, 2], [3, 5, 1], [0, 2, 4]])
+
+
+def looking_up(m, ids):
+    x = torch.tanh(F.embedding(ids, m.table[6:]))
+    return 0.25 * F.linear(x, m.last).square().mean((1, 2)).sum()
+
+
+def in_one_table(m, ids, fault):
+    start = 5 if fault == "rows" else 6
+    x = torch.tanh(m.table.index_select(0, ids.flatten() + start)).view(3, 3, 5)
+    x = (x @ m.last.t()).square().mean((1, 2))
+    if fault == "mean":
+        return x.mean() * 0.25
+    return x.sum() * 0.25
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("rows", "of rows one later"), ("mean", "as sum, not mean")],
+)
+def test_rows_and_reductions_are_named(program, step_of, fault, words):
+    def named_with(fault):
+        wrong = program(lambda m, x: in_one_table(m, x, fault), **TABLES)
+        ours = step_of(program(looking_up, **TABLES), IDS, tensors=True)
+        sides = Sides(ours, step_of(wrong, IDS, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not named_with("")
+    [row] = named_with(fault)
+    assert words in row.evidence, row.evidence

@@ -218,3 +218,57 @@ def test_pairs_and_halves_turn_alike(program, step_of):
 def test_rows_of_each_head_in_another_order_in_all_layers(program, step_of):
     [row] = turning_port(program, step_of, "q")
     assert row.name == "layer0_q", row.evidence
+
+
+# -- two layers in one tensor -------------------------------------------------------------
+
+TWINS = {
+    f"{who}_{name}": drawn(*shape, seed=70 + place)
+    for who, first in (("left", 0), ("right", 3))
+    for place, (name, shape) in enumerate(
+        (("w1", (5, 4)), ("w2", (5, 5)), ("b2", (5,))), first
+    )
+}
+POINT = drawn(7, 4, seed=80)
+
+
+def two_networks(m, x):
+    left = torch.tanh(F.linear(x, m.left_w1))
+    right = torch.tanh(F.linear(x, m.right_w1))
+    left = torch.tanh(F.linear(left, m.left_w2, m.left_b2))
+    right = torch.tanh(F.linear(right, m.right_w2, m.right_b2))
+    return left.sum(1) * right.sum(1).exp()
+
+
+def at_once(m, x):
+    both = torch.tanh(x.expand(2, -1, -1) @ m.one_kernels)
+    both = torch.tanh(torch.baddbmm(m.two_biases, both, m.two_kernels))
+    left, right = both.sum(2).unbind(0)
+    return left * right.exp()
+
+
+def stacked(order):
+    def pair(name, sides):
+        return torch.stack([TWINS[f"{side}_{name}"] for side in sides])
+
+    return {
+        "one_kernels": pair("w1", ("left", "right")).transpose(1, 2).contiguous(),
+        "two_kernels": pair("w2", order).transpose(1, 2).contiguous(),
+        "two_biases": pair("b2", order).unsqueeze(1),
+    }
+
+
+def twins_named(program, step_of, order):
+    ours = step_of(program(two_networks, **TWINS), POINT, tensors=True)
+    theirs = step_of(program(at_once, **stacked(order)), POINT, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    return [row for row in rows if row.cause == "own"]
+
+
+def test_layers_in_one_tensor_are_right(program, step_of):
+    assert not twins_named(program, step_of, ("left", "right"))
+
+
+def test_layers_that_stand_in_one_tensor_the_other_way_round(program, step_of):
+    [row] = twins_named(program, step_of, ("right", "left"))
+    assert row.name in ("two_kernels", "two_biases"), row.evidence

@@ -60,6 +60,7 @@ _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
 _PAD = operators_that("pad")
+_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
@@ -152,7 +153,12 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
             on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
-            everywhere = kind in (_transferred, _switches, _constants)
+            everywhere = kind in (
+                _transferred,
+                _switches,
+                _constants,
+                _shared_constants,
+            )
             exchanges = kind in (_exchanged_parts, _other_order_of_results)
             exchanges |= kind is _exchanged_inputs and _is_move(call, _JOIN)
             yield Proposal(unlikely, template, on_line, everywhere, exchanges)
@@ -220,6 +226,11 @@ def _transferred(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
     seen: set[str] = set()
     if trusts_sizes(call.first.base_operator):
         yield from _groups_of_another(call, ingredients)
+        return
+    shared = ingredients.numbers_of(call.first.base_operator)
+    is_pair = call.first.base_operator in _PAIRS
+    if is_pair and any(value in shared for _, value in _numbers_of(call)):
+        # its number is the reference's: see ``_shared_constants``
         return
     for other in ingredients.arguments_of(call.first.overload or ""):
         template = _taking_over(other)
@@ -311,14 +322,22 @@ def _shown(value: Any) -> str:
 
 
 def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """Other numbers."""
-    for place, declared, value in _places(call):
-        if not isinstance(value, int | float) or isinstance(value, bool):
+    """Other numbers in the place of one that the reference does not have."""
+    yield from _other_constants(call, ingredients, is_shared=False)
+
+
+def _shared_constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Other numbers in the place of one that the reference has too."""
+    yield from _other_constants(call, ingredients, is_shared=True)
+
+
+def _other_constants(
+    call: TracedCall, ingredients: Ingredients, *, is_shared: bool
+) -> Iterator[Template]:
+    pool = ingredients.numbers_of(call.first.base_operator)
+    for place, value in _numbers_of(call):
+        if (float(value) in pool) != is_shared:
             continue
-        kind = str(declared.type).removeprefix("Optional[").rstrip("]")
-        if kind not in _NUMBERS or declared.name == "alpha":
-            continue
-        pool = ingredients.numbers_of(call.first.base_operator)
         numbers = _other_numbers(float(value), pool)
         if call.first.base_operator in _FILL:
             numbers.append(NEVER)
@@ -328,6 +347,16 @@ def _constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
             yield _setting(
                 place, value, other, f"with {other:.6g}, not {float(value):.6g}"
             )
+
+
+def _numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
+    """Yield the numbers of a call, and where they stand."""
+    for place, declared, value in _places(call):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        kind = str(declared.type).removeprefix("Optional[").rstrip("]")
+        if kind in _NUMBERS and declared.name != "alpha":
+            yield place, value
 
 
 def floats_in(value: object) -> Iterator[float]:
@@ -505,6 +534,30 @@ def _centred(before: int, after: int) -> tuple[int, int]:
     return half, before + after - half
 
 
+def _other_rows(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """The rows one later or one earlier of what is looked up."""
+    if call.first.base_operator not in _LOOK_UP:
+        return
+    for place in range(1, len(records_in(call.parsed))):
+        yield _looked_up(place, 1, "of rows one later")
+        yield _looked_up(place, -1, "of rows one earlier")
+
+
+def _looked_up(place: int, by: int, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        indexes = [[{"record": records[place]}, by], {}]
+        first = EditStep("aten.add.Scalar", indexes)
+        counter = iter(range(len(records)))
+        arguments = _with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), words)
+
+    return template
+
+
 def _padded(moved: Callable[[int, int], tuple[int, int]], words: str) -> Template:
     def template(call: TracedCall) -> Edit | None:
         positional, keywords = call.parsed
@@ -643,10 +696,14 @@ def _is_move(call: TracedCall, names: frozenset[str] = _MOVE) -> bool:
 def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """Another operator on the same operands."""
     name = call.first.base_operator
+    reductions: tuple[str, ...] = ("dim", "dim_IntList", "default")
+    if len(call.parsed[0]) == 1:
+        # of all elements
+        reductions = ("default",)
     for names, overloads in (
         (_UNARY, ("default",)),
         (_PAIRS, ("Tensor", "default")),
-        (_REDUCE, ("dim", "dim_IntList", "default")),
+        (_REDUCE, reductions),
     ):
         if name not in names:
             continue
@@ -950,6 +1007,7 @@ _KINDS = (
     (CHANGE, _exchanged_parts),
     (CHANGE, _moved_windows),
     (CHANGE, _other_sides),
+    (CHANGE, _other_rows),
     (CHANGE, _other_parts),
     (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),
@@ -957,6 +1015,7 @@ _KINDS = (
     (LAYOUT, _layouts),
     (LEFT_OUT, _left_out),
     (INPUT, _other_inputs),
+    (ONE_MORE, _shared_constants),
     (ONE_MORE, _one_more),
 )
 

@@ -30,8 +30,8 @@ from roundoff.ops import (
     operators_that,
     overload_of,
     tensors_made,
+    writes_arguments,
 )
-from roundoff.ops.from_recording import writes_arguments
 
 _CUT = operators_that("cut the gradient")
 _DRAW = operators_that("draw") | operators_that("drop out")

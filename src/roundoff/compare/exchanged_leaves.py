@@ -222,12 +222,20 @@ def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]
             tensors = {
                 leaf.key: torch.cat([tensor.chunk(count, axis)[i] for i in order], axis)
                 for leaf, tensor in members
-                if tensor.dim() and tensor.shape[axis] > count
+                if tensor.dim() and _has_parts(tensor, axis, count)
             }
             if len(tensors) > 1:
                 names = ", ".join(leaf.row.name or "" for leaf, _ in members)
                 words = f"{names} have their {count} parts in another order: {order}"
                 yield _Exchange(members[0][0], tensors, words)
+
+
+def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
+    """Return True where one of so many parts along an axis is more than a number.
+
+    Of an axis of that size they are layers that stand in one tensor.
+    """
+    return tensor.shape[axis] > count or (axis == 0 and tensor.dim() > 2)
 
 
 def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor:
@@ -261,7 +269,7 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
     """Yield one parameter with two of its equal parts exchanged."""
     for axis, size in enumerate(tensor.shape):
         for count in PARTS:
-            if size % count or size == count:
+            if size % count or not _has_parts(tensor, axis, count):
                 continue
             parts = tensor.chunk(count, axis)
             for first, second in combinations(range(count), 2):

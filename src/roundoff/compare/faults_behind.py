@@ -17,6 +17,7 @@ from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf
+from roundoff.compare.misordered_values import misordered
 from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
 from roundoff.compare.repair_trials import (
@@ -162,13 +163,14 @@ def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
 def _between(
     sides: Sides, trials: Trials, rejoin: Rejoin, region: Region
 ) -> Blamed | None:
-    """Return a parameter, two values that are exchanged, or what is left out."""
+    """Return a parameter, values that are exchanged or in another order, what is left out."""
     return (
         leaf_on_trial(sides, trials, region, of=PLAIN)
         or exchanged_leaves(sides, trials, region)
         or _exchanged(sides, trials, rejoin)
         or _mistaken(sides, trials, rejoin)
         or left_out(sides, trials, rejoin)
+        or misordered(sides, trials, rejoin)
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,7 @@ from roundoff.compare.blamed_leaves import (
 from roundoff.compare.blamed_tables import blamed_table
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.contained_values import blamed_after_contained
+from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
 from roundoff.compare.faults_behind import (
@@ -76,6 +77,7 @@ from roundoff.compare.repair_trials import (
     leaf_on_trial,
     trials_of,
 )
+from roundoff.compare.shared_parameters import blamed_shared
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.transplants import Rejoin, rejoin_of, trials_of_value
@@ -315,7 +317,8 @@ def _blamed(
 
     What is tried and makes the results agree goes before what is only likely.
     """
-    certain = blamed_duplicate(sides, part) or blamed_format(sides, part)
+    certain = blamed_duplicate(sides, part) or blamed_shared(sides, part)
+    certain = certain or blamed_format(sides, part)
     if certain is not None:
         return certain
     if sides.candidate.step.tensors is None:
@@ -408,7 +411,7 @@ def _tried(
     """Return what makes all results agree, else what is likely, else what helps most."""
     region = Region(part.region, part.expected)
     repair = best_repair(
-        sides, trials, region, lambda: leaf_on_trial(sides, trials, region)
+        sides, trials, region, lambda: _wrong_leaf(sides, trials, region)
     )
     if isinstance(repair, Blamed):
         return repair
@@ -429,6 +432,13 @@ def _tried(
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
+
+
+def _wrong_leaf(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+    """Return a parameter, or several, with other values of which all results agree."""
+    return leaf_on_trial(sides, trials, region) or exchanged_leaves(
+        sides, trials, region
+    )
 
 
 def _is_made_of_wrong(flow: Flow, repair: Repair, part: Part) -> bool:
@@ -596,8 +606,10 @@ class _Rows:
 
     def _row(self, row: RecordedRow) -> ComparedRow:
         difference = self._by_record.get(row.record)
-        if difference is not None:
-            return self._own(row, difference)
+        if difference is not None and difference.value is not None:
+            # of two parameters in one memory one was recorded
+            named = replace(row, name=difference.value.row.name)
+            return self._own(named, difference)
         twin = self._sides.twins.get(row.record)
         if twin is not None:
             return self._agreeing(row, *twin)

@@ -129,9 +129,32 @@ def flat_steps(m, x, y):
     return far(product(steps, m.c), y)
 
 
+def with_mask(m, x, y):
+    h = F.linear(x, m.a)[None, None]
+    # a mask of booleans becomes one of numbers, which has no gradient
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    h = F.scaled_dot_product_attention(h, h, h, attn_mask=mask)[0, 0]
+    return focal(F.linear(h, m.c), y, lambda sure: sure)
+
+
+def with_mask_and_detached(m, x, y):
+    h = product(x, m.a)
+    later = torch.ones(len(x), len(x)).triu(1) > 0
+    scores = product(h, h / 8**0.5) - 1e9 * later
+    shares = (scores - scores.amax(1, keepdim=True)).exp()
+    h = product(shares / shares.sum(1, keepdim=True), h.T)
+    return focal(product(h, m.c), y, lambda sure: sure.detach())
+
+
+def focal(scores, y, handed_on):
+    sure = torch.sigmoid(scores)
+    return ((1 - handed_on(sure)) * (scores - y) ** 2).mean()
+
+
 @pytest.mark.parametrize(
     ("reference", "port", "line"),
     [
+        (with_mask, with_mask_and_detached, "sure.detach()"),
         (with_branch, detached_branch, "h.detach()"),
         (with_branch, detached_twice_in_one_call, "h.detach()"),
         (with_branch, branch_without_gradient, "g = torch.maximum"),
@@ -149,6 +172,28 @@ def test_a_missing_straight_through_estimator_is_named(compared):
     [culprit] = compared(with_steps, flat_steps).culprits()
     assert culprit.looks_like == "gradient cut"
     assert "steps = h +" in text(culprit.reference_line)
+
+
+# -- a loss with one term less ---------------------------------------------------------
+
+
+def with_penalty(m, x, y):
+    scores = F.linear(torch.tanh(F.linear(x, m.a)), m.c)
+    return F.mse_loss(scores, y) + 0.3 * F.relu(-scores).mean()
+
+
+def penalty_that_nothing_uses(m, x, y):
+    scores = product(tanh(product(x, m.a)), m.c)
+    loss = far(scores, y)
+    penalty = (-scores).clamp(min=0)
+    return loss if penalty is not None else penalty
+
+
+def test_a_term_that_is_computed_and_not_added_is_left_out(compared):
+    [culprit] = compared(with_penalty, penalty_that_nothing_uses).culprits()
+    assert culprit.evidence.startswith("left out is add of ")
+    assert "return ((scores - y) ** 2).mean()" in text(culprit.line)
+    assert "0.3 * F.relu" in text(culprit.reference_line)
 
 
 # -- a backward pass that rounds much --------------------------------------------------
@@ -293,6 +338,37 @@ def test_another_clip_is_a_difference(prepare, optimizers, compared):
     )
     [culprit] = comparison.culprits()
     assert culprit.phase == "optimizer"
+
+
+class Decaying(torch.optim.Optimizer):
+    """AdamW written out; what it decays is 1e-5 of a parameter, and 1 % of its update."""
+
+    decay = 0.01
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            change = p.grad / (p.grad.abs() + 1e-8)
+            p.copy_(p - 1e-3 * (change + self.decay * p))
+
+
+class NotDecaying(Decaying):
+    decay = 0.0
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 1e-3, weight_decay=0.01)
+
+
+def test_an_update_that_is_small_beside_its_parameter_is_compared(compared):
+    assert compared(with_branch, right_branch, optimizers=(adamw, Decaying)).agrees
+    comparison = compared(with_branch, right_branch, optimizers=(adamw, NotDecaying))
+    [culprit] = comparison.culprits()
+    assert culprit.phase == "optimizer"
+    assert "p.copy_(" in text(culprit.line)
 
 
 def test_a_cut_before_a_clip_is_named_and_not_the_clip(compared):

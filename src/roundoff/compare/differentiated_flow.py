@@ -389,7 +389,13 @@ class _Run:
 
             args, kwargs = checked_arguments(func, first.arguments, value)
             with _CountedDetaches() as counted:
-                result = func(*args, **kwargs)
+                try:
+                    result = func(*args, **kwargs)
+                except RuntimeError:
+                    # it may refuse a gradient for one of its inputs: a mask
+                    if not self._is_kept_from(first.call):
+                        raise
+                    result = func(*args, **kwargs)
             tensors = tensors_made(func, args, kwargs, result)
         except _FAILURES as error:
             raise CannotRun(str(error)) from error
@@ -430,6 +436,13 @@ class _Run:
             return tensor
         self._lost[edge] = tensor.detach().clone().requires_grad_()
         return self._lost[edge]
+
+    def _is_kept_from(self, call: int) -> bool:
+        """Ask for no gradient of what a call reads without one; False where it has none."""
+        edges = [edge for edge in self._lost if edge[0] == call]
+        for edge in edges:
+            self._lost.pop(edge).requires_grad_(False)
+        return bool(edges)
 
     def _stand_for_it(self, reader: TracedCall) -> bool:
         """Return True where all that a call makes stands for what it reads."""

@@ -31,6 +31,7 @@ from roundoff.compare.blamed_leaves import (
 from roundoff.compare.blamed_tables import blamed_table
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.contained_values import blamed_after_contained
+from roundoff.compare.early_ends import blamed_end
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.explain import EarlierSteps
 from roundoff.compare.explain import Sides as RecordedSides
@@ -317,7 +318,8 @@ def _blamed(
 
     What is tried and makes the results agree goes before what is only likely.
     """
-    certain = blamed_duplicate(sides, part) or blamed_shared(sides, part)
+    certain = blamed_end(sides)
+    certain = certain or blamed_duplicate(sides, part) or blamed_shared(sides, part)
     certain = certain or blamed_format(sides, part)
     if certain is not None:
         return certain
@@ -578,9 +580,6 @@ def _wanted_end(
     return end.sketch, min(sides.usual, apart / CLEARLY)
 
 
-# -- results -------------------------------------------------------------------------
-
-#: Keys of the reference and of the candidate that do not agree, and their phase.
 # -- the table -----------------------------------------------------------------------
 
 

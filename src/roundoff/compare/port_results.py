@@ -22,6 +22,8 @@ WIDE = 4
 
 _FORWARD = "forward"
 _BACKWARD = "backward"
+#: What autograd makes of a loss to begin with.
+_ONES = "ones_like"
 
 #: Keys of the reference and of the candidate that differ, and their phase.
 Results = tuple[list[int], list[int], str]
@@ -135,7 +137,10 @@ def wide(flow: Flow, last: Value) -> Value:
 
 
 def last_result(flow: Flow) -> Value | None:
-    last = None
+    """Return what the backward pass begins with, or the last value that nothing reads."""
+    last = _differentiated(flow)
+    if last is not None:
+        return last
     for value in flow.in_order():
         if value.inner or value.row.phase != _FORWARD or value.row.name:
             continue
@@ -143,6 +148,24 @@ def last_result(flow: Flow) -> Value | None:
             continue
         if not _is_read(flow, value.key):
             last = value
+    return last
+
+
+def _differentiated(flow: Flow) -> Value | None:
+    """Return the last value of which a backward pass begins with ones; None without one.
+
+    What a program computes and does not use is no result of it.
+    """
+    last = None
+    for row in flow.step.rows.values():
+        if row.base_operator != _ONES or row.phase != _FORWARD or not row.inputs:
+            continue
+        source = flow.values.get(row.inputs[0])
+        phases = {
+            flow.values[key].row.phase for key in flow.readers.get(row.record, ())
+        }
+        if source is not None and phases == {_BACKWARD}:
+            last = source
     return last
 
 
@@ -156,7 +179,7 @@ def _is_read(flow: Flow, key: int) -> bool:
                 continue
             if value.computes:
                 return True
-            if value.sketch is None or value.operator != "ones_like":
+            if value.sketch is None or value.operator != _ONES:
                 waiting.append(reader)
     return False
 

@@ -203,6 +203,10 @@ def parted(
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
     wanted = _with_siblings(sides, first_of(sides.reference, ours))
     heads = first_of(sides.candidate, theirs)
+    if not heads:
+        # what they hand on agrees by itself: an update is small beside its parameter
+        results = [sides.candidate.values[key] for key in candidate if key in theirs]
+        heads = sorted(results, key=lambda value: value.order)
     if not heads and not wanted:
         return None
     part = _part(sides, theirs, wanted, heads, phase)

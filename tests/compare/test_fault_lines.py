@@ -144,6 +144,63 @@ def test_the_line_that_calls_the_function_is_named(program, step_of, fault, text
     assert text in text_of(row.blamed_line), (row.blamed_line, row.evidence)
 
 
+# -- two modules that one line calls ---------------------------------------------------
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.bias = torch.nn.Parameter(bias.clone())
+
+    def forward(self, x):
+        y = torch.einsum("...i,oi->...o", x, self.weight)
+        return y + self.bias
+
+
+class Normed(torch.nn.Module):
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class Steps(torch.nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.mix = Mixed(LEAVES["enter"], LEAVES["places"][0])
+        self.norm = Normed()
+        self.fault = fault
+
+    def forward(self, x):
+        if self.fault:
+            return self.norm(self.mix(x))
+        return self.norm(x + self.mix(x))
+
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(DIM, DIM)
+        self.mix.weight.data.copy_(LEAVES["enter"])
+        self.mix.bias.data.copy_(LEAVES["places"][0])
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        return F.layer_norm(x, (DIM,))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_is_left_out_between_two_modules_is_on_the_line_that_calls_them(
+    step_of, fault
+):
+    sides = Sides(step_of(Whole(), X), step_of(Steps(fault), X))
+    rows = [r for r in compare_port(sides, EarlierSteps()) if r.cause == "own"]
+    assert len(rows) == fault
+    for row in rows:
+        assert "return self.norm(self.mix(x))" in text_of(row.blamed_line)
+        assert row.evidence.startswith("left out is add of ")
+
+
 def test_stacks_of_rows():
     row = RecordedRow(0, 0, "add", line="a.py:3", callers="a.py:9 < b.py:1")
     assert stack_of(row) == ("b.py:1", "a.py:9", "a.py:3")

@@ -58,6 +58,13 @@ def shared(one: Sequence[str], other: Sequence[str]) -> int:
     return place
 
 
+def _are_beside(one: str | None, other: str | None) -> bool:
+    """Return True for two modules neither of which is the other or a part of it."""
+    if not one or not other or one == other:
+        return False
+    return not one.startswith(f"{other}.") and not other.startswith(f"{one}.")
+
+
 def changes_nothing(flow: Flow, value: Value) -> bool:
     """Return True for a sum or product that is what it was made of; False if unknown."""
     if value.operator not in _PAIRS or value.inner or not value.is_call:
@@ -145,11 +152,14 @@ class FaultLines:
             place = self._innermost(reader, read, is_used_elsewhere=True)
             return reader, read[max(within, default=place)]
         from_made, from_read = self._places_in_reference(value, missing)
-        both = shared(makers, read)
+        both = self._shared_by(value, reader)
         is_made_right = is_right_elsewhere or bool(within)
         is_made_right = is_made_right or self._is_right_in_other_turns(value, makers)
         is_idle = changes_nothing(self.sides.candidate, value)
-        if is_idle or (not is_made_right and from_made.is_nearer(from_read)):
+        # of the steps inside a call of the reference all are as near
+        is_beside = missing.inner and makers[:-1] == read[:-1]
+        is_nearer = not is_beside and from_made.is_nearer(from_read)
+        if is_idle or (not is_made_right and is_nearer):
             inner = -1
             if from_made.depth > from_read.depth:
                 inner = self._innermost(value, makers) - from_made.above
@@ -158,12 +168,40 @@ class FaultLines:
             within = [self._innermost(reader, read) - from_read.above]
         return reader, read[max([both, *within])]
 
+    def _shared_by(self, one: Value, other: Value) -> int:
+        """Return at which place of two stacks the function stands that both run in.
+
+        Two modules that one line calls are two functions.
+        """
+        stack = stack_of(one.row)
+        other_stack = stack_of(other.row)
+        place = shared(stack, other_stack)
+        is_last = place == len(stack) - 1 == len(other_stack) - 1
+        if (
+            not place
+            or not is_last
+            or not _are_beside(one.row.module, other.row.module)
+        ):
+            return place
+        are_functions = self._has_lines(one) and self._has_lines(other)
+        return place - 1 if are_functions else place
+
+    def _has_lines(self, value: Value) -> bool:
+        """Return True where a value's module has several lines: no layer of a library."""
+        stack = stack_of(value.row)
+        return any(
+            other.row.module == value.row.module
+            and other.row.line != value.row.line
+            and stack_of(other.row)[:-1] == stack[:-1]
+            for other in self.sides.candidate.values.values()
+        )
+
     def _shared_with_right(
         self, value: Value, missing: Value, reader: Value
     ) -> list[int]:
         """Return how much of its stack a wrong reader shares with each right one."""
         right = [v for v in self._right_readers(value, missing) if v.key != reader.key]
-        return [shared(stack_of(reader.row), stack_of(v.row)) for v in right]
+        return [self._shared_by(reader, v) for v in right]
 
     def _innermost(
         self, value: Value, stack: Sequence[str], *, is_used_elsewhere: bool = False
@@ -252,6 +290,14 @@ class FaultLines:
             and reader.row.line is not None
             and not self._agrees(reader)
         ]
+        if not wrong:
+            # the region ends before anything computes: with what moves the value
+            region = (self.sides.candidate.values[key] for key in self.region)
+            wrong = [
+                moved
+                for moved in region
+                if moved.order > value.order and moved.row.line and not moved.inner
+            ]
         return min(wrong, key=lambda reader: reader.order, default=None)
 
     def _right_readers(self, value: Value, missing: Value) -> list[Value]:

@@ -6,6 +6,8 @@ result has another shape.
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,53 @@ def test_the_port_is_right(program, step_of):
 def test_the_edit_is_named(program, step_of, fault, operator, words):
     [row] = named(program, step_of, fault)
     assert row.operator.rstrip("_#0123456789") == operator, row.evidence
+    assert words in row.evidence
+
+
+# -- signs and factors, behind products that move their operands many times -------------
+
+
+def of_waves(m, x):
+    waves = torch.fft.rfft(F.linear(x, m.enter)[..., :6])
+    mixed = waves * torch.complex(m.turn[0], m.turn[1])
+    return torch.tanh(torch.fft.irfft(mixed, 6)) @ m.mix
+
+
+def of_sines(m, x, fault):
+    x = torch.einsum("bi,oi->bo", x, m.enter)[..., :6]
+    angle = torch.outer(torch.arange(4.0), torch.arange(6.0)) * (2 * torch.pi / 6)
+    twice = torch.tensor([1.0, 2.0, 2.0, 1.0])
+    real = torch.einsum("bn,kn->bk", x, angle.cos()) * twice
+    imag = torch.einsum("bn,kn->bk", x, angle.sin()) * twice
+    if fault != "other sign":
+        imag = -imag
+    mixed_real = real * m.turn[0] - imag * m.turn[1]
+    mixed_imag = real * m.turn[1] + imag * m.turn[0]
+    back = torch.einsum("bk,kn->bn", mixed_real, angle.cos())
+    back = back - torch.einsum("bk,kn->bn", mixed_imag, angle.sin())
+    count = 6**0.5 if fault == "root of the number" else 6
+    return torch.einsum("bi,io->bo", torch.tanh(back / count), m.mix)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "words"),
+    [
+        ("other sign", "imag = torch.einsum", "followed by a change of sign"),
+        ("root of the number", "back / count", "with 6, not 2.44949"),
+    ],
+)
+def test_a_sign_and_a_factor_are_named(program, step_of, fault, line, words):
+    def rows_of(fault):
+        ours = step_of(program(of_waves, **LEAVES), X, tensors=True)
+        theirs = program(lambda m, x: of_sines(m, x, fault), **LEAVES)
+        sides = Sides(ours, step_of(theirs, X, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not rows_of("")
+    [row] = rows_of(fault)
+    number = int(row.blamed_line.rpartition(":")[2])
+    assert line in linecache.getline(__file__, number), row.evidence
     assert words in row.evidence
 
 

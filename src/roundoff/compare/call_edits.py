@@ -926,6 +926,13 @@ def _handing_on(place: int) -> Template:
     return template
 
 
+def _negated(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Its result with the other sign."""
+    if not _is_move(call, _RESHAPE | _PERMUTE):
+        step = EditStep("aten.neg.default", [[{"record": BEFORE}], {}])
+        yield _followed(Insertion(step, {}, "a change of sign", ()))
+
+
 def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """A call of the reference after it, or another value added to it."""
     if call.first.base_operator in _RESHAPE:
@@ -1015,6 +1022,7 @@ _KINDS = (
     (LAYOUT, _layouts),
     (LEFT_OUT, _left_out),
     (INPUT, _other_inputs),
+    (ONE_MORE, _negated),
     (ONE_MORE, _shared_constants),
     (ONE_MORE, _one_more),
 )

@@ -8,6 +8,7 @@ no small edit of the candidate gives, and the operator is named that it has no e
 
 from __future__ import annotations
 
+import math
 from itertools import combinations, product
 
 import torch
@@ -22,6 +23,7 @@ from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
 from roundoff.compare.repair_trials import (
     BUDGET,
+    FEWEST,
     ODD,
     PATIENCE,
     PLAIN,
@@ -64,7 +66,7 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     """
     trials = trials_of_value(sides, rejoin)
     blamed = _other_constants(sides, rejoin) or fitted_leaf(sides, trials, rejoin)
-    blamed = blamed or _believed(sides, rejoin, likely)
+    blamed = blamed or _believed(sides, rejoin, likely) or _scaled(sides, rejoin)
     if blamed is not None:
         return blamed
     flow = sides.candidate
@@ -82,6 +84,25 @@ def _is_clear(sides: Sides, rejoin: Rejoin) -> bool:
     """
     present = sides.candidate.tensor(rejoin.value.key)
     return present is not None and apart(rejoin.held, present) > sides.limit**0.5
+
+
+def _scaled(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+    """Return a value that is so many times what the reference has, in every element."""
+    present = sides.candidate.tensor(rejoin.value.key)
+    if present is None or present.numel() < FEWEST or not present.is_floating_point():
+        return None
+    wanted = rejoin.held.to(torch.float64).reshape(-1)
+    values = present.to(torch.float64).reshape(-1)
+    square = float(wanted @ wanted)
+    if values.shape != wanted.shape or not square > 0 or not values.any():
+        return None
+    factor = float(values @ wanted) / square
+    rest = float((values - factor * wanted).norm())
+    if not math.isfinite(rest) or rest > sides.limit * float(values.norm()):
+        return None
+    words = f"it is {factor:.6g} times what {_there(rejoin.twin)} gives"
+    line = FaultLines(sides, rejoin.region).of_operator(rejoin.value)
+    return Blamed(rejoin.value, rejoin.twin, words, is_operator=True, line=line)
 
 
 def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
@@ -415,7 +436,10 @@ class _Unlike:
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
             return Blamed(idle, rejoin.twin, words, is_operator=True, line=line)
-        first = min(heads + joins, key=lambda v: v.order, default=rejoin.value)
+        # where nothing computes, the first that moves values is wrong
+        moves = [value for value in region if value.is_call and not value.inner]
+        candidates = heads + joins or moves or [rejoin.value]
+        first = min(candidates, key=lambda v: v.order)
         first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]

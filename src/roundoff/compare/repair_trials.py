@@ -63,7 +63,8 @@ from roundoff.compare.value_sketch import MASK, Sketch, SketchIndex, sketch_of_t
 from roundoff.ops import operators_that, run_in_this_process
 
 #: Calls after the place where two programs part, whose edits are tried: of those that one
-#: place of a line makes in turns of a loop or in several layers the first.
+#: place of a line makes in turns of a loop or in several layers the first. So many that
+#: compute, and so many that move values.
 MOST_CALLS = 64
 #: Calls before it, which only move values.
 MOST_MOVES = 24
@@ -532,7 +533,7 @@ def _suspects(
     program = trials.program
     families = trials.families
     calls = [program.calls[call] for call in parted if call in program.calls]
-    firsts = list(islice(_one_of_each(calls, families), MOST_CALLS))
+    firsts = _nearest(_one_of_each(calls, families))
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = islice(_one_of_each(before, families), MOST_MOVES)
@@ -541,6 +542,21 @@ def _suspects(
         # what agrees is right, unless nothing behind it is wrong: the nearest first
         return list(chosen.values())
     return [chosen[number] for number in sorted(chosen)]
+
+
+def _nearest(calls: Iterable[TracedCall]) -> list[TracedCall]:
+    """Return the first calls that compute, and as many that only move values.
+
+    A product over named axes moves its inputs half a dozen times.
+    """
+    left = {False: MOST_CALLS, True: MOST_CALLS}
+    nearest = []
+    for call in calls:
+        is_move = call.first.base_operator in _MOVE
+        if left[is_move]:
+            left[is_move] -= 1
+            nearest.append(call)
+    return nearest
 
 
 def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list[int]:

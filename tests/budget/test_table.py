@@ -205,6 +205,16 @@ def test_the_table(small):
     assert small.table["noise"].to_list() == sorted(small.table["noise"], reverse=True)
 
 
+def test_costs_that_differ_by_rounding_alone_stand_in_the_order_of_their_names(made):
+    e = 0.01
+    new = made(["bf16"], probes=2, batch_samples=[1])
+    for name, size in (("z", e), ("a", e * (1 + 1e-9)), ("b", e), ("m", 1.001 * e)):
+        new.site(name)
+        new.term(name, "bf16", "output", [[size], [-size]])
+    # m is larger by 0.2 %; the others differ by 2e-9, less than a sum in fp32 can say
+    assert [cost.site for cost in new.budget().costs] == ["m", "a", "b", "z"]
+
+
 def test_parameters(small):
     rows = {
         (r["parameter"], r["format"]): r["noise"] for r in small.parameters.to_dicts()

@@ -31,8 +31,8 @@ def point(site, fmt, predicted, measured):
 def test_total_of_a_format_is_the_sum_of_its_noise_powers():
     # 1e-3 + 3e-3 = 4e-3
     rows = [
-        row("a", "int8", 30.0, 0.25),
         row("b", "int8", -10 * math.log10(3e-3), 0.75),
+        row("a", "int8", 30.0, 0.25),
         row("c", "bf16", None, 0.0),
     ]
     int8, bf16, fp16 = totals(["int8", "bf16", "fp16"], rows)

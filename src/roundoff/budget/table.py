@@ -261,7 +261,7 @@ class Budget:
 
     @cached_property
     def costs(self) -> tuple[SiteCost, ...]:
-        """What each site costs in each format, worst first."""
+        """What each site costs in each format, worst first; equal costs by name."""
         sites = {site.site: site for site in self.sites}
         worst = self._worst_outputs()
         totals: dict[str, float] = defaultdict(float)
@@ -272,7 +272,7 @@ class Budget:
             _site_cost(sites[site], fmt, cost, totals[fmt], powers)
             for ((site, fmt), cost), powers in zip(worst.items(), parts, strict=True)
         ]
-        return tuple(sorted(costs, key=lambda cost: (-cost.noise, cost.site)))
+        return tuple(sorted(costs, key=lambda cost: (-_compared(cost.noise), cost.site)))
 
     def _worst_outputs(self) -> dict[tuple[str, str], _WorstOutput]:
         """Return what the terms of each row cost the output that they cost most."""
@@ -617,6 +617,15 @@ def _part_powers(rows: Sequence[Sequence[Term]]) -> list[dict[str, float]]:
 
 #: The parts of a call that have columns of their own.
 _PARTS = ("activation", "weight", "output")
+
+
+#: Digits in which every processor agrees: runs in fp32 sum to about seven.
+_COMPARED_DIGITS = 6
+
+
+def _compared(noise: float) -> float:
+    """Return a noise power as costs are ordered by it: without its last digits."""
+    return float(f"{noise:.{_COMPARED_DIGITS}g}")
 
 
 def _share(noise: float, total: float) -> float:

@@ -180,21 +180,20 @@ class FormatTotal:
 def totals(formats: Sequence[str], ranking: Sequence[RankingRow]) -> list[FormatTotal]:
     """Return the noise of all sites in each format, in the order of ``formats``.
 
-    A format that no site takes has no rows and no error.
+    ``ranking``: worst first, as a budget ranks. A format that no site takes has no rows and no error.
     """
     return [
         _total(name, [row for row in ranking if row.format == name]) for name in formats
     ]
 
 
-def _total(name: str, rows: Sequence[RankingRow]) -> FormatTotal:
+def _total(name: str, rows: list[RankingRow]) -> FormatTotal:
     """The noise of all sites is the noise of one divided by its share."""
-    worst_first = sorted(rows, key=lambda row: -row.share)
-    for row in worst_first:
+    for row in rows:
         if row.sqnr_db is not None and row.share > 0:
             sqnr_db = row.sqnr_db + 10 * math.log10(row.share)
-            return FormatTotal(name, worst_first, sqnr_db)
-    return FormatTotal(name, worst_first, math.inf)
+            return FormatTotal(name, rows, sqnr_db)
+    return FormatTotal(name, rows, math.inf)
 
 
 def totals_sentence(formats: Sequence[FormatTotal]) -> str:

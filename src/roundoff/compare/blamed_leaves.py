@@ -30,7 +30,12 @@ from roundoff.compare.structure import fewer_digits
 from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
-from roundoff.compare.value_sketch import Sketch, SketchIndex, sketch_of_tensor
+from roundoff.compare.value_sketch import (
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.ops import operators_that
 
 #: Parameters of a region that are tried one by one.
@@ -945,9 +950,9 @@ def same_layout(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    a = one.reshape(-1).to(torch.float64)
-    b = other.reshape(-1).to(torch.float64)
-    return float((a - b).norm()) <= 1e-4 * float(a.norm())
+    a = in_reals(one).reshape(-1).to(torch.float64)
+    b = in_reals(other).reshape(-1).to(torch.float64)
+    return a.shape == b.shape and float((a - b).norm()) <= 1e-4 * float(a.norm())
 
 
 def _joins_to(fine: Sequence[int], coarse: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from roundoff.compare.blamed_leaves import Blamed
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, first_of
+from roundoff.compare.value_sketch import in_reals
 
 #: That all elements are near others by chance must be less likely than this: of a
 #: thousand values against a thousand, one in a thousand.
@@ -74,7 +75,7 @@ class _Pool:
         """Return True where each element of a tensor is near one of these, not by chance."""
         if held is None or not 0 < held.numel() <= len(self.elements):
             return False
-        wanted = torch.unique(held.detach().double())
+        wanted = torch.unique(in_reals(held.detach()).double())
         if not bool(wanted.isfinite().all()):
             return False
         near = self.limit * float(wanted.abs().max())
@@ -114,7 +115,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return all elements that are finite, in fp64, rising."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
-    joined = torch.cat([t.detach().double().reshape(-1) for t in tensors])
+    joined = torch.cat([in_reals(t.detach()).double().reshape(-1) for t in tensors])
     return joined[joined.isfinite()].sort().values
 
 

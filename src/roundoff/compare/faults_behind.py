@@ -38,6 +38,7 @@ from roundoff.compare.traced_calls import TracedProgram
 from roundoff.compare.transplants import Rejoin, before, in_layout_of, trials_of_value
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides, first_of, first_over_turns, upstream
+from roundoff.compare.value_sketch import in_reals
 from roundoff.ops import operators_that
 
 #: Values that the wrong region reads, of which some may be exchanged or not complete.
@@ -89,10 +90,10 @@ def _is_clear(sides: Sides, rejoin: Rejoin) -> bool:
 def _scaled(sides: Sides, rejoin: Rejoin) -> Blamed | None:
     """Return a value that is so many times what the reference has, in every element."""
     present = sides.candidate.tensor(rejoin.value.key)
-    if present is None or present.numel() < FEWEST or not present.is_floating_point():
+    if present is None or present.numel() < FEWEST or not rejoin.value.is_number:
         return None
-    wanted = rejoin.held.to(torch.float64).reshape(-1)
-    values = present.to(torch.float64).reshape(-1)
+    wanted = in_reals(rejoin.held).to(torch.float64).reshape(-1)
+    values = in_reals(present).to(torch.float64).reshape(-1)
     square = float(wanted @ wanted)
     if values.shape != wanted.shape or not square > 0 or not values.any():
         return None

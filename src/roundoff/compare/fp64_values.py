@@ -38,7 +38,7 @@ from roundoff.compare.rounding_bound import unit
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, flow_of
 from roundoff.compare.value_regions import Sides, wanted_formats
-from roundoff.compare.value_sketch import MASK
+from roundoff.compare.value_sketch import MASK, in_reals
 from roundoff.ops import operators_that
 
 #: Larger recordings are not run again.
@@ -92,7 +92,7 @@ def in_fp64(sides: Sides) -> Sides | None:
 def _widened(sides: Sides) -> frozenset[str]:
     """Return the formats that run in fp64: fp32, and the narrower ones that are wanted."""
     wanted = wanted_formats(sides.reference, sides.candidate)
-    return (wanted & _NARROW) | {"float32"}
+    return (wanted & _NARROW) | {"float32", "complex64"}
 
 
 def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> bool:
@@ -108,9 +108,12 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
         recorded = flow.tensor(key)
         if recorded is None or recorded.shape != tensor.shape:
             continue
-        seen = recorded.to(torch.float64)
+        seen = in_reals(recorded).to(torch.float64)
         finite = seen.abs() < MASK
-        apart = float((tensor - seen)[finite].norm())
+        present = in_reals(tensor)
+        if present.shape != seen.shape:
+            return False
+        apart = float((present - seen)[finite].norm())
         if apart > allowed * float(seen[finite].norm()):
             return False
     return True
@@ -167,8 +170,9 @@ def _rounding_of_gradients(
         if recorded is None or tensor is None or recorded.shape != tensor.shape:
             return None
         scale = flow.step.scales.get(row.record, 1.0)
-        seen = recorded.to(torch.float64)
-        pairs.append((float(seen.norm()), float((tensor / scale - seen).norm())))
+        seen = in_reals(recorded).to(torch.float64)
+        apart = in_reals(tensor) / scale - seen
+        pairs.append((float(seen.norm()), float(apart.norm())))
     least = least_gradient(sides) * max((size for size, _ in pairs), default=0.0)
     shares = [apart / max(size, least) for size, apart in pairs if max(size, least)]
     return max(shares, default=0.0) if all(map(math.isfinite, shares)) else None
@@ -232,14 +236,19 @@ def _wide_row(row: RecordedRow, widened: frozenset[str]) -> RecordedRow:
     arguments = row.arguments
     if arguments is not None:
         for name in widened:
-            arguments = arguments.replace(f'"dtype":"{name}"', '"dtype":"float64"')
-    dtype = "float64" if row.dtype in widened else row.dtype
+            wide = f'"dtype":"{_wide_format(name)}"'
+            arguments = arguments.replace(f'"dtype":"{name}"', wide)
+    dtype = _wide_format(row.dtype) if row.dtype in widened else row.dtype
     return replace(row, dtype=dtype, arguments=arguments, blob=None)
 
 
 def _wide(tensor: Tensor, widened: frozenset[str]) -> Tensor:
     name = str(tensor.dtype).removeprefix("torch.")
-    return tensor.to(torch.float64) if name in widened else tensor
+    return tensor.to(getattr(torch, _wide_format(name))) if name in widened else tensor
+
+
+def _wide_format(name: str) -> str:
+    return "complex128" if name == "complex64" else "float64"
 
 
 class _Given:

@@ -152,7 +152,8 @@ def run_decomposed(
 
 
 def _inner(flow: Flow) -> list[Value]:
-    return [value for value in flow.values.values() if value.inner]
+    values = flow.values.values()
+    return [value for value in values if value.inner and not value.is_part]
 
 
 def _enter(flow: Flow, row: RecordedRow, watch: _Watch, result: Any) -> bool:

@@ -59,7 +59,13 @@ from roundoff.compare.traced_calls import (
 )
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
-from roundoff.compare.value_sketch import MASK, Sketch, SketchIndex, sketch_of_tensor
+from roundoff.compare.value_sketch import (
+    MASK,
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.ops import operators_that, run_in_this_process
 
 #: Calls after the place where two programs part, whose edits are tried: of those that one
@@ -189,6 +195,7 @@ class Goal:
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is."""
+        tensor = in_reals(tensor)
         if not tensor.is_floating_point() or tensor.numel() < FEWEST:
             return []
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
@@ -229,8 +236,11 @@ def apart(wanted: Tensor, tensor: Tensor) -> float:
     if wanted.shape != tensor.shape:
         return math.inf
     # what stands for "never" is no number to compare
-    seen = wanted.to(torch.float64).clamp(-MASK, MASK)
-    apart = tensor.to(torch.float64).clamp(-MASK, MASK) - seen
+    seen = in_reals(wanted).to(torch.float64).clamp(-MASK, MASK)
+    present = in_reals(tensor).to(torch.float64).clamp(-MASK, MASK)
+    if present.shape != seen.shape:
+        return math.inf
+    apart = present - seen
     return float(apart.norm()) / max(float(seen.norm()), TINY)
 
 
@@ -304,7 +314,9 @@ class Trials:
                 if not value.computes and value.operator not in _JOIN:
                     continue
                 # a turn of what the reference does at once is never one of these
-                if to_the_end and not self.goal.lost.has_numel(tensor.numel()):
+                if to_the_end and not self.goal.lost.has_numel(
+                    in_reals(tensor).numel()
+                ):
                     continue
                 more = set(self.goal.gains(tensor)) - gained
                 gained |= more

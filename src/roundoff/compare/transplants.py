@@ -147,11 +147,12 @@ class _Search:
         lost: dict[int, list[Value]] = {}
         flow = self._sides.reference
         for key in sorted(self._part.expected, key=lambda k: flow.values[k].order):
-            value = flow.values[key]
-            if not value.computes or not value.is_number or value.says_nothing:
-                continue
-            if value.sketch is not None:
-                lost.setdefault(value.sketch.numel, []).append(value)
+            parts = [flow.values[k] for k in flow.parts.get(key, ())]
+            for value in (flow.values[key], *parts):
+                if not value.computes or not value.is_number or value.says_nothing:
+                    continue
+                if value.sketch is not None:
+                    lost.setdefault(value.sketch.numel, []).append(value)
         return lost
 
     def transplants(self) -> Iterator[_Transplant]:

@@ -16,6 +16,8 @@ from roundoff.ops import operators_that
 _PRIMITIVE = operators_that("hand on in decompositions")
 #: Make values out of nothing.
 _CREATE = operators_that("create")
+#: The parts of a complex value, which another program may compute apart.
+PARTS = ("real", "imag")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +45,11 @@ class Value:
     tensor: Tensor | None = None
 
     @property
+    def is_part(self) -> bool:
+        """True for the real or imaginary part of a complex value."""
+        return self.inner and self.operator in PARTS
+
+    @property
     def is_call(self) -> bool:
         """True where an operator made it."""
         return self.inner or self.row.is_call
@@ -56,10 +63,11 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """True for floating point: indexes and masks choose, they are not computed with."""
+        """True for floating point, complex too: indexes and masks choose, they are not
+        computed with."""
         if self.tensor is not None:
-            return self.tensor.is_floating_point()
-        return (self.row.dtype or "").startswith(("float", "bfloat"))
+            return self.tensor.is_floating_point() or self.tensor.is_complex()
+        return (self.row.dtype or "").startswith(("float", "bfloat", "complex"))
 
     @property
     def says_nothing(self) -> bool:
@@ -78,21 +86,23 @@ class Flow:
         values: by key.
         first: the first row of each call, which has its arguments.
         trained: names of the parameters that get a gradient.
+        parts: the keys of the real and imaginary part of each complex value.
     """
 
     step: RecordedStep
     values: dict[int, Value] = field(default_factory=dict)
     first: Mapping[int, RecordedRow] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _readers: dict[int, list[int]] | None = None
 
     @property
     def readers(self) -> Mapping[int, list[int]]:
-        """The keys that read each key."""
+        """The keys that read each key; that it has parts counts for none."""
         if self._readers is None:
             readers: dict[int, list[int]] = {}
             for value in self.values.values():
-                for key in value.inputs:
+                for key in () if value.is_part else value.inputs:
                     readers.setdefault(key, []).append(value.key)
             self._readers = readers
         return self._readers
@@ -145,7 +155,37 @@ def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
         flow.values[record] = Value(
             record, row, row.base_operator, inputs, sketch, (record, 0)
         )
+    _add_parts(flow)
     return flow
+
+
+def _add_parts(flow: Flow) -> None:
+    """Add the real and imaginary parts of complex values, where tensors were kept."""
+    complex_values = [
+        value
+        for value in flow.values.values()
+        if (value.row.dtype or "").startswith("complex") and value.sketch is not None
+    ]
+    following = max(flow.values, default=0) + 1
+    for value in complex_values:
+        tensor = flow.tensor(value.key)
+        if tensor is None or not tensor.is_complex():
+            continue
+        keys = []
+        for place, part in enumerate((tensor.real, tensor.imag)):
+            flow.values[following] = Value(
+                following,
+                value.row,
+                PARTS[place],
+                (value.key,),
+                sketch_of_tensor(part),
+                (value.key, place + 1),
+                inner=True,
+                tensor=part,
+            )
+            keys.append(following)
+            following += 1
+        flow.parts[value.key] = tuple(keys)
 
 
 def _made_of(rows: Rows, row: RecordedRow) -> list[int]:

@@ -104,6 +104,8 @@ class Sides:
         self._index = _index(self.reference)
         self.twins = self._nearest(self.candidate, self._index)
         self.agreeing = self._nearest(self.reference, _index(self.candidate))
+        self._join_parts(self.candidate, self.twins)
+        self._join_parts(self.reference, self.agreeing)
         self.several = joined_turns(self.candidate, self.twins, self._index, self.limit)
         for key, twin in self.several.items():
             self.twins[key] = (twin, 0.0)
@@ -114,6 +116,13 @@ class Sides:
         for key, twin in others.items():
             self.agreeing[key] = (twin, 0.0)
             self.twins.setdefault(twin, (key, 0.0))
+
+    def _join_parts(self, of: Flow, agreeing: dict[int, tuple[int, float]]) -> None:
+        """Let a complex value agree where both its parts do, apart from each other."""
+        for key, parts in of.parts.items():
+            telling = [k for k in parts if not of.values[k].says_nothing]
+            if key not in agreeing and telling and agreeing.keys() >= set(telling):
+                agreeing[key] = max((agreeing[k] for k in telling), key=lambda t: t[1])
 
     def _nearest(self, of: Flow, index: SketchIndex) -> dict[int, tuple[int, float]]:
         """Return for each key of one side the nearest of the other, and its distance."""

@@ -84,11 +84,24 @@ def _of_statistics(one: Sketch, other: Sketch) -> float:
     )
 
 
+def in_reals(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, along an axis more; others as they are.
+
+    >>> in_reals(torch.tensor([1 + 2j])).tolist(), in_reals(torch.tensor([3.0])).tolist()
+    ([[1.0, 2.0]], [3.0])
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
-    """Return the sketch of a tensor; None for empty ones and formats without order."""
-    if not tensor.numel() or tensor.is_complex():
+    """Return the sketch of a tensor; None for empty ones.
+
+    That of complex numbers is of their real and imaginary parts together.
+    """
+    if not tensor.numel():
         return None
-    flat = tensor.detach().reshape(-1)
+    tensor = in_reals(tensor.detach())
+    flat = tensor.reshape(-1)
     if flat.is_floating_point() and flat.element_size() == 1:
         flat = flat.to(torch.float32)
     flat = flat.to(torch.float64)

@@ -28,7 +28,10 @@ from roundoff.ops import (
 )
 from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 
-Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+#: How the elements of memory are read: their format, whether conjugated, whether negated.
+Reading = tuple[torch.dtype, bool, bool]
+#: Offset, shape and strides in elements, and the reading.
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], Reading]
 #: What stores a tensor's content: gives the columns ``hash`` or ``blob``.
 Keep = Callable[[int, Tensor], dict[str, Any]]
 
@@ -239,6 +242,15 @@ class _Memory:
             self.end = start
             stride = value.contiguous().stride()
         return None, stride
+
+
+    def holds_otherwise(self, geometry: Geometry) -> bool:
+        """Return True where a view reads other numbers in this memory: of another format,
+        such as pairs as complex numbers, or with another sign.
+
+        What is kept of the memory does not give these.
+        """
+        return self.base is not None and self.base[3] != geometry[3]
 
 
 class Recorder:
@@ -598,12 +610,17 @@ class Recorder:
         geometry = _geometry(value)
         version = _version(value) if self.versions else 0
         is_written = inplace or (self.versions and memory.version != version)
+        keep = self.keep if self.keeps_all or head.is_given else None
+        if not is_written and memory.holds_otherwise(geometry):
+            memory.records[geometry] = record
+            content = value.resolve_conj().resolve_neg().contiguous()
+            self._measure(record, content, keep)
+            return None, content.stride(), 0
         view_of, stride = memory.add(
             record, value, geometry, version if is_written else None
         )
         if inplace and memory.blank is not None and memory.blank.write(value):
             memory.blank = None
-        keep = self.keep if self.keeps_all or head.is_given else None
         self._read(record, value, geometry, view_of, memory, keep)
         return view_of, stride, geometry[0] - memory.start
 
@@ -620,9 +637,7 @@ class Recorder:
         if view_of is None:
             memory.base = geometry
             memory.elements = None
-            self.statistics.add(record, value)
-            if keep is not None:
-                self._kept[record] = keep(record, value)
+            self._measure(record, value, keep)
             return
         kept = self._kept.get(view_of)
         if kept:
@@ -639,6 +654,11 @@ class Recorder:
         memory.elements[elements] = record
         self.statistics.add(record, value)
         if keep is not None and not kept:
+            self._kept[record] = keep(record, value)
+
+    def _measure(self, record: int, value: Tensor, keep: Keep | None) -> None:
+        self.statistics.add(record, value)
+        if keep is not None:
             self._kept[record] = keep(record, value)
 
     def _call_columns(self) -> dict[str, list[Any]]:
@@ -766,7 +786,7 @@ def _end(value: Tensor) -> int:
 
 
 def _elements(
-    offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    offset: int, shape: Sequence[int], strides: Sequence[int], reading: Reading
 ) -> tuple[Any, ...] | None:
     """Return which elements of the storage these are, in whatever order; None where one
     appears twice."""
@@ -779,7 +799,7 @@ def _elements(
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
         else:
             merged.append((stride, size))
-    return dtype, offset, *merged
+    return reading, offset, *merged
 
 
 def _version(value: Tensor) -> int:
@@ -787,7 +807,9 @@ def _version(value: Tensor) -> int:
 
 
 def _geometry(value: Tensor) -> Geometry:
-    return value.storage_offset(), tuple(value.shape), value.stride(), value.dtype  # type: ignore[return-value]
+    # a view may hand on the conjugate, or the negative, of what the memory holds
+    reading = value.dtype, value.is_conj(), value.is_neg()
+    return value.storage_offset(), tuple(value.shape), value.stride(), reading  # type: ignore[return-value]
 
 
 _free = torch.UntypedStorage._free_weak_ref

@@ -7,7 +7,7 @@ and the other compute it, in other steps: nothing before its last value has a co
 from __future__ import annotations
 
 from roundoff.compare.blamed_leaves import Blamed
-from roundoff.compare.value_flow import Flow, Value
+from roundoff.compare.value_flow import Flow, Value, constants_of
 from roundoff.compare.value_regions import Part, Sides
 
 
@@ -51,7 +51,7 @@ def _in_words(value: Value) -> str:
 
 def _lost_tables(flow: Flow, region: frozenset[int], agreeing: object) -> list[Value]:
     """Return what a region reads that is made of constants alone, and does not agree."""
-    constant = _constants(flow)
+    constant = constants_of(flow)
     lost = {}
     for key in region:
         if key in constant:
@@ -63,16 +63,3 @@ def _lost_tables(flow: Flow, region: frozenset[int], agreeing: object) -> list[V
             if not value.says_nothing and value.key not in agreeing:  # type: ignore[operator]
                 lost[value.key] = value
     return sorted(lost.values(), key=lambda value: value.order)
-
-
-def _constants(flow: Flow) -> set[int]:
-    """Return the values made of no parameter and no data; buffers are constants."""
-    constant: set[int] = set()
-    for value in flow.in_order():
-        if value.is_call or value.row.inputs:
-            is_constant = all(k in constant for k in value.inputs)
-        else:
-            is_constant = bool(value.row.name) and value.row.name not in flow.trained
-        if is_constant:
-            constant.add(value.key)
-    return constant

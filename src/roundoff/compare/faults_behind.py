@@ -17,7 +17,7 @@ from roundoff.compare.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
-from roundoff.compare.fitted_leaves import fitted_leaf
+from roundoff.compare.fitted_leaves import fitted_leaf, fitted_table
 from roundoff.compare.misordered_values import misordered
 from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
@@ -66,7 +66,11 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     than one operator takes that is written out: then the value does not say where.
     """
     trials = trials_of_value(sides, rejoin)
-    blamed = _other_constants(sides, rejoin) or fitted_leaf(sides, trials, rejoin)
+    blamed = (
+        _other_constants(sides, rejoin)
+        or fitted_leaf(sides, trials, rejoin)
+        or fitted_table(sides, trials, rejoin)
+    )
     blamed = blamed or _believed(sides, rejoin, likely) or _scaled(sides, rejoin)
     if blamed is not None:
         return blamed
@@ -361,7 +365,7 @@ def left_out(
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
             near = _in_region_alone(flow, trials, rejoin, value)
-            for moved in in_layout_of(held, content):
+            for moved in in_layout_of(sides, held, content):
                 instead = {value.key: moved}
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]
                 if is_wrong_everywhere or near.outcome({}, instead)[0]:

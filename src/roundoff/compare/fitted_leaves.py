@@ -1,8 +1,10 @@
-"""Which numbers would a bias or a scale have to hold for a wrong value to be right?
+"""Which numbers would a bias, a scale or a table have to hold for a wrong value to be right?
 
 A loader that folds a normalization computes the bias and the scale itself, so that they
 hold nothing of the reference's, right or wrong. Where what a value lacks is one number for
 each channel, or one factor, the parameter is fitted to it, and what follows runs again.
+So is what a value that agrees is multiplied with, or added to, where that is made of
+constants: angles of positions, a mask, a table.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from torch import Tensor
 from roundoff.compare.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.repair_trials import BUDGET, TINY, Trials
 from roundoff.compare.transplants import Rejoin
+from roundoff.compare.value_flow import Flow, Value, constants_of
 from roundoff.compare.value_regions import Sides
+from roundoff.ops import operators_that
+
+_PAIRED = operators_that("pair elements")
+_MOVED = operators_that("move values")
 
 #: Parameters of a region that are tried.
 MOST_LEAVES = 12
@@ -42,6 +49,66 @@ def fitted_leaf(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
                 text = f"{leaf.row.name} is off by {words} for each of its elements"
                 return Blamed(leaf, rejoin.twin, text, fitted)
     return None
+
+
+def fitted_table(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
+    """Return a table of constants that makes a value right once it is fitted.
+
+    The value is a sum or product, or a difference or ratio, of the table and of what
+    agrees; see ``fitted_leaf`` for the arguments.
+    """
+    flow = sides.candidate
+    value = rejoin.value
+    if value.inner or value.operator not in _PAIRED or len(value.row.inputs) != 2:
+        return None
+    operands = [flow.values.get(key) for key in value.row.inputs]
+    constant = constants_of(flow)
+    trials.left = BUDGET
+    for table, other in (operands, operands[::-1]):
+        if table is None or other is None or table.key not in constant:
+            continue
+        if table.key in sides.twins or other.key not in sides.twins:
+            continue
+        held = flow.tensor(table.key)
+        present = flow.tensor(other.key)
+        if held is None or present is None or held.shape == present.shape:
+            # each element has an equation of its own, which any operator solves
+            continue
+        for fitted in _solved(value.operator, held, present, rejoin.held):
+            if trials.outcome({}, {table.key: fitted})[0]:
+                source = _origin(flow, table)
+                name = source.row.name or f"what {source.operator} gives"
+                words = f"{name} holds other values than the reference's table"
+                return Blamed(source, rejoin.twin, words, is_operator=source.is_call)
+    return None
+
+
+def _origin(flow: Flow, table: Value) -> Value:
+    """Return the leaf that a table is moved from, or the last call that computes it."""
+    value = flow.behind(table.key)
+    while value.operator in _MOVED and len(value.inputs) == 1:
+        value = flow.behind(value.inputs[0])
+    return value
+
+
+def _solved(
+    operator: str, table: Tensor, other: Tensor, wanted: Tensor
+) -> Iterator[Tensor]:
+    """Yield what a table has to hold by the least squares of all that it is paired with."""
+    if operator in ("mul", "div"):
+        paired = other if operator == "mul" else other.reciprocal()
+        size = _summed(paired.abs().square(), table.shape)
+        yield (_summed(wanted * paired.conj(), table.shape) / size).to(table.dtype)
+    if operator in ("add", "sub"):
+        count = wanted.numel() / table.numel()
+        for difference in (wanted - other, other - wanted):
+            yield (_summed(difference, table.shape) / count).to(table.dtype)
+
+
+def _summed(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return the sums over the axes along which a tensor of another shape is repeated."""
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return wide.sum_to_size(shape)
 
 
 def _fits(

@@ -19,6 +19,7 @@ from roundoff.ops import operators_that
 #: Values that are tried, the first ones.
 MOST_TRIED = 32
 _PLACES = operators_that("reshape") | operators_that("permute axes")
+_PLACES |= operators_that("repeat")
 
 
 def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -44,7 +45,7 @@ def _twin_in_place(sides: Sides, trials: Trials, value: Value) -> Value | None:
         content = sides.reference.tensor(key)
         if held is None or content is None:
             continue
-        for moved in in_layout_of(held, content):
+        for moved in in_layout_of(sides, held, content):
             if trials.outcome({}, {value.key: moved})[0]:
                 return sides.reference.values[key]
     return None

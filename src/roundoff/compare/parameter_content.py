@@ -14,6 +14,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from roundoff.compare.value_sketch import in_reals
+
 #: Two tensors are equal up to this many roundings of the coarser format.
 ROUNDINGS = 4.0
 #: Tensors of more axes are compared in their own order alone.
@@ -64,8 +66,8 @@ def relation(reference: Tensor, candidate: Tensor) -> Relation | None:
     if not reference.numel() or not candidate.numel():
         return None
     allowed = _allowed(reference, candidate)
-    ours = reference.detach().to(torch.float64)
-    theirs = candidate.detach().to(torch.float64)
+    ours = in_reals(reference.detach()).to(torch.float64)
+    theirs = in_reals(candidate.detach()).to(torch.float64)
     if not bool(ours.isfinite().all() & theirs.isfinite().all()):
         return None
     if ours.numel() != theirs.numel():

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.alignment import MATCHED, renaming
+from roundoff.compare.alignment import EQUIVALENT, MATCHED, renaming
 from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.distance import (
     COUNTS,
@@ -368,6 +368,9 @@ class _RankComparison:
         modules = self._settings.modules
         if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
             self._is_one_program = False
+            return [*rows]
+        if any(row.status == EQUIVALENT for row in rows):
+            # compared by values: what follows from the first that differs is inherited
             return [*rows]
         if self._first_step is None:
             self._first_step = step

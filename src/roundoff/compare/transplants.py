@@ -20,7 +20,7 @@ from itertools import islice
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import same_layout
-from roundoff.compare.parameter_content import axis_orders
+from roundoff.compare.learnt_layouts import Layout, layouts_for, stand_in
 from roundoff.compare.repair_trials import (
     BUDGET,
     CLEARLY,
@@ -33,7 +33,12 @@ from roundoff.compare.repair_trials import (
 from roundoff.compare.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Part, Sides, upstream
-from roundoff.compare.value_sketch import Sketch, SketchIndex, sketch_of_tensor
+from roundoff.compare.value_sketch import (
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.ops import operators_that
 
 #: Results of fewer elements agree by chance with one of the many that are tried.
@@ -68,6 +73,10 @@ class Rejoin:
     region: frozenset[int]
     expected: frozenset[int]
     agrees: bool = True
+
+
+#: Values of the candidate, each with the reference's that it is given.
+_Pairs = Sequence[tuple[Value, Value]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +213,36 @@ class _Search:
             if not alone:
                 like = [other.key for _, other in pairs]
                 seen.update(like or [v.key for v in self._other_turns.of(twin)])
-            for transplant in self._turned(value, twin, pairs or [(value, twin)]):
+            groups: list[_Pairs] = [pairs or [(value, twin)]]
+            if not alone:
+                groups += self._pairs_of_other_sizes(value, twin)
+            for transplant in self._turned(value, twin, groups):
                 count += 1
                 yield transplant
             if count >= MOST_GIVEN:
                 return
+
+    def _pairs_of_other_sizes(self, value: Value, twin: Value) -> list[_Pairs]:
+        """Return what else the same place of a line makes, by size, with what it is given.
+
+        A function that is called for several values, queries and keys, is wrong for all.
+        The reference makes these with one operator too.
+        """
+        by_size: dict[int, list[Value]] = {}
+        for other in self._turns.of(value):
+            if other.sketch is not None and other.key in self._part.region:
+                by_size.setdefault(other.sketch.numel, []).append(other)
+        groups: list[_Pairs] = []
+        for numel, values in by_size.items():
+            if value.sketch is None or numel == value.sketch.numel:
+                continue
+            for like in self._lost.get(numel, []):
+                if like.operator == twin.operator and like.inner == twin.inner:
+                    pairs = self._pairs(values, like)
+                    if pairs:
+                        groups.append(pairs)
+                        break
+        return groups
 
     def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
         values = self._sides.reference.values
@@ -220,15 +254,23 @@ class _Search:
                 yield values[key]
 
     def _turned(
-        self, value: Value, twin: Value, pairs: Sequence[tuple[Value, Value]]
+        self, value: Value, twin: Value, groups: Sequence[_Pairs]
     ) -> Iterator[_Transplant]:
-        """Yield a transplant for each order of the axes that the shapes allow."""
+        """Yield a transplant for each layout that the shapes allow.
+
+        Values of other sizes stand in the layout of as high a number, or the last.
+        """
         held = self._sides.candidate.tensor(value.key)
-        content = self._sides.reference.tensor(twin.key)
-        if held is None or content is None or content.numel() != held.numel():
+        if held is None:
             return
-        for order in orders_of(content, held):
-            tensors = self._tensors(pairs, order)
+        layouts = [self._layouts(*pairs[0]) for pairs in groups]
+        if not all(layouts):
+            return
+        for number in range(len(layouts[0])):
+            tensors: dict[int, Tensor] = {}
+            for pairs, of_group in zip(groups, layouts, strict=True):
+                layout = of_group[min(number, len(of_group) - 1)]
+                tensors |= self._tensors(pairs, layout)
             transplanted = tensors.get(value.key)
             if (
                 transplanted is not None
@@ -236,18 +278,23 @@ class _Search:
             ):
                 yield _Transplant(value, twin, tensors)
 
-    def _tensors(
-        self, pairs: Sequence[tuple[Value, Value]], order: tuple[int, ...]
-    ) -> dict[int, Tensor]:
+    def _layouts(self, value: Value, twin: Value) -> list[Layout]:
+        held = self._sides.candidate.tensor(value.key)
+        content = self._sides.reference.tensor(twin.key)
+        if held is None or content is None:
+            return []
+        return list(layouts_for(self._sides, content, held))
+
+    def _tensors(self, pairs: _Pairs, layout: Layout) -> dict[int, Tensor]:
         tensors: dict[int, Tensor] = {}
         for value, other in pairs:
             content = self._sides.reference.tensor(other.key)
             present = self._sides.candidate.tensor(value.key)
-            if content is None or present is None or content.numel() != present.numel():
+            if content is None or present is None:
                 continue
-            if content.dim() == len(order):
-                turned = content.permute(order).reshape(present.shape)
-                tensors[value.key] = turned.to(present.dtype).contiguous()
+            moved = stand_in(layout, content, present)
+            if moved is not None:
+                tensors[value.key] = moved
         return tensors
 
     def _pairs(self, ours: Sequence[Value], twin: Value) -> list[tuple[Value, Value]]:
@@ -355,13 +402,14 @@ def _may_be_replaced(value: Value) -> bool:
     return value.sketch is not None and value.sketch.numel >= FEWEST
 
 
-def in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as it may stand in another one's place: broadcast, or with its axes
-    in each order."""
-    if content.numel() == held.numel():
-        for order in orders_of(content, held):
-            moved = content.permute(order).reshape(held.shape)
-            yield moved.to(held.dtype).contiguous()
+def in_layout_of(sides: Sides, held: Tensor, content: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor as it may stand in another one's place: broadcast, or in each layout
+    that the shapes allow."""
+    if in_reals(content).numel() == in_reals(held).numel():
+        for layout in layouts_for(sides, content, held):
+            moved = stand_in(layout, content, held)
+            if moved is not None:
+                yield moved
     elif _broadcasts(held.shape, content.shape):
         yield content.to(held.dtype).contiguous()
 
@@ -369,36 +417,6 @@ def in_layout_of(held: Tensor, content: Tensor) -> Iterator[Tensor]:
 def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
     pairs = zip(reversed(small), reversed(large), strict=False)
     return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
-
-
-def orders_of(content: Tensor, held: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of a tensor's axes with which it has another's shape.
-
-    Up to the joining of neighbouring axes.
-    """
-    for order in axis_orders(content):
-        shape = [content.shape[axis] for axis in order]
-        if _splits(shape, held.shape):
-            yield order
-
-
-def _splits(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True where either shape is the other with neighbouring axes joined."""
-    return _joins(one, other) or _joins(other, one)
-
-
-def _joins(fine: Sequence[int], coarse: Sequence[int]) -> bool:
-    ends = set()
-    count = 1
-    for size in fine:
-        count *= size
-        ends.add(count)
-    count = 1
-    for size in coarse:
-        count *= size
-        if count not in ends:
-            return False
-    return True
 
 
 class _Turns:

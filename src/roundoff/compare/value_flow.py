@@ -188,6 +188,19 @@ def _add_parts(flow: Flow) -> None:
         flow.parts[value.key] = tuple(keys)
 
 
+def constants_of(flow: Flow) -> set[int]:
+    """Return the values made of no parameter and no data; buffers are constants."""
+    constant: set[int] = set()
+    for value in flow.in_order():
+        if value.is_call or value.row.inputs:
+            is_constant = all(k in constant for k in value.inputs)
+        else:
+            is_constant = bool(value.row.name) and value.row.name not in flow.trained
+        if is_constant:
+            constant.add(value.key)
+    return constant
+
+
 def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
     """Return the records that a row is made of.
 

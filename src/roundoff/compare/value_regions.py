@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from roundoff.compare.divergence import EXACT
 from roundoff.compare.inner_values import open_calls
 from roundoff.compare.loop_turns import joined_turns, stack_of_turn
@@ -55,6 +57,8 @@ class Sides:
         made_up: the values are no recorded ones.
         usual: the limit that it was made with.
         stored: the limit by the formats of what is there before the step.
+        learnt: for two shapes how values of them that agree stand in each other: see
+            ``learnt_layouts``.
     """
 
     reference: Flow
@@ -64,6 +68,9 @@ class Sides:
     agreeing: dict[int, tuple[int, float]] = field(default_factory=dict)
     several: dict[int, int] = field(default_factory=dict)
     made_up: bool = False
+    learnt: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tensor]] = field(
+        default_factory=dict
+    )
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
     stored: float = field(init=False)
@@ -101,6 +108,7 @@ class Sides:
 
     def match(self) -> None:
         """Find the values that agree, of calls that were opened too."""
+        self.learnt.clear()
         self._index = _index(self.reference)
         self.twins = self._nearest(self.candidate, self._index)
         self.agreeing = self._nearest(self.reference, _index(self.candidate))

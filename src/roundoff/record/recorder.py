@@ -243,7 +243,6 @@ class _Memory:
             stride = value.contiguous().stride()
         return None, stride
 
-
     def holds_otherwise(self, geometry: Geometry) -> bool:
         """Return True where a view reads other numbers in this memory: of another format,
         such as pairs as complex numbers, or with another sign.

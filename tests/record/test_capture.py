@@ -731,3 +731,35 @@ def test_leaves_are_given_up_where_a_step_has_more(tmp_path, leaves):
 def test_no_size_of_leaves(tmp_path, leaves):
     with pytest.raises(RoundoffError, match="not a size"):
         roundoff.capture(tmp_path / "run", leaves=leaves)
+
+
+def test_views_of_other_numbers_are_kept_as_what_they_read(path):
+    """Pairs as complex numbers, a conjugate, the parts of a complex number, other bits."""
+    pairs = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
+    with roundoff.capture(path, keep="tensors") as run:
+        z = torch.view_as_complex(pairs[1:] + 0)
+        turned = torch.fft.fft(z)
+        opposite = turned.conj()
+        imaginary = opposite.imag
+        bits = imaginary.contiguous().view(torch.int32)
+        (opposite[2:] * 2).real.sum() + (bits & 1).sum()
+        run.step()
+    recorded = roundoff.load(path)
+    for operator, expected in (
+        ("view_as_complex", z),
+        ("_conj", opposite.resolve_conj()),
+        ("view_as_real", torch.view_as_real(turned)),
+    ):
+        held = recorded.tensor(f"/{operator}")
+        assert held.dtype == expected.dtype
+        assert torch.equal(held, expected), operator
+    table = rows(path)
+    assert table.filter(operator="view_as_complex")["inputs"].item().to_list()
+    # what is cut out of the conjugate is no view of what that is a view of
+    conjugate = table.filter(operator="_conj").to_dicts()[0]
+    [cut] = [
+        row
+        for row in table.filter(operator="slice").to_dicts()
+        if row["inputs"] == [conjugate["record"]]
+    ]
+    assert torch.equal(recorded.tensor(record=cut["record"]), opposite[2:])

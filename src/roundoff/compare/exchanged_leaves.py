@@ -24,7 +24,7 @@ from roundoff.compare.repair_trials import BUDGET, Region, Trials
 from roundoff.compare.transplants import before
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
-from roundoff.compare.value_sketch import sketch_of_tensor
+from roundoff.compare.value_sketch import rising, sketch_of_tensor
 from roundoff.ops import operators_that
 
 _MOVE = operators_that("move values")
@@ -326,7 +326,7 @@ def _have_the_elements(parts: Sequence[Tensor], whole: Tensor) -> bool:
     if any(part.dtype != whole.dtype for part in parts):
         return False
     together = torch.cat([part.reshape(-1) for part in parts])
-    return torch.equal(together.sort().values, whole.reshape(-1).sort().values)
+    return torch.equal(together[rising(together)], whole.reshape(-1)[rising(whole)])
 
 
 def _cut_again(

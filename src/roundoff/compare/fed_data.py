@@ -33,6 +33,7 @@ from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.step_causes import DATA, Cause, with_line
 from roundoff.compare.table import ComparedRow
+from roundoff.compare.value_sketch import in_reals
 
 #: Data that were made otherwise may differ by this many roundings.
 ROUNDINGS = 16.0
@@ -423,8 +424,8 @@ def _samples(tensor: Tensor) -> list[bytes]:
 
 
 def _same_values(ours: Tensor, theirs: Tensor) -> str | None:
-    mine = ours.detach().reshape(-1).sort().values
-    others = theirs.detach().reshape(-1).sort().values
+    mine = in_reals(ours.detach()).reshape(-1).sort().values
+    others = in_reals(theirs.detach()).reshape(-1).sort().values
     if mine.numel() > 1 and torch.equal(mine, others):
         return "has the same values in another order"
     return None

@@ -29,7 +29,7 @@ from roundoff.compare.differentiated_flow import (
 from roundoff.compare.port_results import least_gradient, same_parameters
 from roundoff.compare.value_flow import Value
 from roundoff.compare.value_regions import Sides
-from roundoff.compare.value_sketch import sketch_of_tensor
+from roundoff.compare.value_sketch import rising, sketch_of_tensor
 
 LABEL = "gradient cut"
 #: Places that are tried, at most.
@@ -213,10 +213,7 @@ def _in_layout(losing: DifferentiatedFlow, lost: LostGradient, twin: Tensor) -> 
             if torch.allclose(turned, wanted, rtol=1e-5, atol=1e-8):
                 return lost.gradient.permute(order).reshape(wanted.shape)
     gradient = torch.empty_like(wanted).reshape(-1)
-    places = wanted.reshape(-1).argsort(stable=True)
-    gradient[places] = lost.gradient.reshape(-1)[
-        values.reshape(-1).argsort(stable=True)
-    ]
+    gradient[rising(wanted)] = lost.gradient.reshape(-1)[rising(values)]
     return gradient.reshape(wanted.shape)
 
 

@@ -18,6 +18,7 @@ from roundoff.compare.blamed_leaves import Blamed
 from roundoff.compare.unlike_operands import moves_to
 from roundoff.compare.value_flow import Flow, Value
 from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import rising
 from roundoff.ops import operators_that
 
 _CUT = operators_that("cut out")
@@ -82,7 +83,7 @@ def _also(blamed: Blamed, words: str, call: Value | None, does: str) -> Blamed:
 def _same_elements(one: Tensor, other: Tensor) -> bool:
     if one.numel() != other.numel():
         return False
-    return torch.equal(one.reshape(-1).sort().values, other.reshape(-1).sort().values)
+    return torch.equal(one.reshape(-1)[rising(one)], other.reshape(-1)[rising(other)])
 
 
 def _parts_in_other_order(held: Tensor, other: Tensor) -> _Parts | None:

@@ -19,6 +19,7 @@ from roundoff.compare.recorded_rows import RecordedRow, last_named
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.value_flow import Flow
 from roundoff.compare.value_regions import Sides
+from roundoff.compare.value_sketch import in_reals
 
 #: Updates of parameters agree up to this.
 UPDATE = 1e-3
@@ -135,8 +136,9 @@ def _change(
     least = least_gradient(sides) * size.max()
     sure = size > least
     unsure = (size - least).abs() <= sides.limit * size
-    change = after.to(torch.float64) - before.to(torch.float64)
-    return _Change(change[sure].sort().values, int(unsure.sum()))
+    wide = torch.complex128 if after.is_complex() else torch.float64
+    change = in_reals((after.to(wide) - before.to(wide))[sure])
+    return _Change(change.reshape(-1).sort().values, int(unsure.sum()))
 
 
 def _statistics_apart(updated: _Updated) -> float:

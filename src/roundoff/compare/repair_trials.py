@@ -64,6 +64,7 @@ from roundoff.compare.value_sketch import (
     Sketch,
     SketchIndex,
     in_reals,
+    rising,
     sketch_of_tensor,
 )
 from roundoff.ops import operators_that, run_in_this_process
@@ -892,8 +893,8 @@ def _alike(flow: Flow, leaf: Value, other: Tensor) -> dict[int, Tensor]:
     held = flow.tensor(leaf.key)
     if held is None:
         return {}
-    places = held.flatten().argsort(stable=True)
-    moved = other.flatten().argsort(stable=True)
+    places = rising(held)
+    moved = rising(other)
     if not torch.equal(held.flatten()[places], other.flatten()[moved]):
         return {}
     order = torch.empty_like(places)

@@ -93,6 +93,21 @@ def in_reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def rising(tensor: Tensor) -> Tensor:
+    """Return the places of a tensor's elements in rising order, equal ones in their own.
+
+    Complex numbers rise by their real parts, then by their imaginary ones.
+
+    >>> rising(torch.tensor([2 + 1j, 1 + 5j, 2 - 1j])).tolist()
+    [1, 2, 0]
+    """
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_complex():
+        return flat.argsort(stable=True)
+    by_imaginary = flat.imag.argsort(stable=True)
+    return by_imaginary[flat.real[by_imaginary].argsort(stable=True)]
+
+
 def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
     """Return the sketch of a tensor; None for empty ones.
 

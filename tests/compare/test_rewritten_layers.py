@@ -1,0 +1,140 @@
+"""A layer that is written anew in a program that is the same elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from roundoff.compare.explain import EarlierSteps, Sides
+from roundoff.compare.step_comparison import compare_step
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+        self.k = nn.Linear(8, 8)
+        self.v = nn.Linear(8, 8)
+
+    def heads(self, x):
+        return (f(x).view(2, 5, 2, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(2, 5, 8)
+
+
+class ByHand(Attention):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x):
+        q, k, v = self.heads(x)
+        scores = torch.einsum("nhtd,nhsd->nhts", q, k)
+        scores = scores * (0.25 if self.fault == "scale" else 0.5)
+        later = torch.ones(5, 5).triu(2 if self.fault == "mask" else 1) > 0
+        scores = scores.masked_fill(later, float("-inf"))
+        largest = scores.amax(-1, keepdim=True)
+        each = (scores - largest).exp()
+        share = each / each.sum(-2 if self.fault == "axis" else -1, keepdim=True)
+        y = torch.einsum("nhts,nhsd->nhtd", share, v)
+        return y.transpose(1, 2).reshape(2, 5, 8)
+
+
+class Kernel(nn.Module):
+    """A linear layer that holds its weight transposed, under another name."""
+
+    def __init__(self, linear, change):
+        super().__init__()
+        self.kernel = nn.Parameter(change(linear.weight.detach()).t().contiguous())
+        self.shift = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        return torch.einsum("ntd,do->nto", x, self.kernel) + self.shift
+
+
+class Block(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.first = nn.LayerNorm(8)
+        self.attention = attention
+        self.second = nn.LayerNorm(8)
+        self.feed = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.leave = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x + self.attention(self.first(x))
+        x = x + self.feed(self.second(x))
+        return self.leave(torch.tanh(x))
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(3))
+
+
+def block(attention=Attention):
+    torch.manual_seed(1)
+    return Block(attention())
+
+
+def own_rows(step_of, candidate):
+    sides = Sides(step_of(block(), X), step_of(candidate, X))
+    rows = compare_step(sides, EarlierSteps(), modules={})
+    return [row for row in rows if row.cause == "own"]
+
+
+def test_a_layer_written_anew_agrees(step_of):
+    assert not own_rows(step_of, block(lambda: ByHand("")))
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "words"),
+    [
+        ("scale", "scores = scores * (", "with 0.5, not 0.25"),
+        ("mask", ".triu(2 if", "with diagonal=1, not 2"),
+        ("axis", "each.sum(-2 if", "over axes [3], not [-2]"),
+    ],
+)
+def test_the_line_inside_the_layer_is_named(step_of, fault, text, words):
+    [row] = own_rows(step_of, block(lambda: ByHand(fault)))
+    lines, start = inspect.getsourcelines(ByHand)
+    [number] = [start + n for n, line in enumerate(lines) if text in line]
+    assert row.blamed_line.endswith(f":{number}")
+    assert words in row.evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda w: w * 1.01,
+            "kernel is the reference's leave.weight transposed and times 1.01",
+        ),
+        (torch.zeros_like, "kernel is the reference's leave.weight set to zero"),
+        (lambda w: w.t(), "leave.kernel"),
+    ],
+)
+def test_the_parameter_of_another_name_is_named(step_of, change, words):
+    candidate = block()
+    candidate.leave = Kernel(candidate.leave, change)
+    [row] = own_rows(step_of, candidate)
+    assert row.name == "leave.kernel"
+    assert words in row.evidence
+
+
+def test_a_parameter_of_another_name_may_be_right(step_of):
+    candidate = block()
+    candidate.leave = Kernel(candidate.leave, lambda w: w)
+    assert not own_rows(step_of, candidate)
+
+
+def test_a_later_step_of_a_run_that_has_parted_is_compared_by_name(step_of):
+    """What a fault leaves in the parameters is no fault of the next step."""
+    memory = EarlierSteps(parted=True)
+    sides = Sides(step_of(block(), X), step_of(block(lambda: ByHand("scale")), X))
+    rows = compare_step(sides, memory, modules={})
+    assert not any(row.status == "equivalent" for row in rows)

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.alignment import EQUIVALENT, MATCHED, renaming
+from roundoff.compare.alignment import MATCHED, renaming
 from roundoff.compare.data_portions import DataPortions
 from roundoff.compare.distance import (
     COUNTS,
@@ -46,8 +46,9 @@ from roundoff.compare.restored_step import (
     restored_tensors,
     tensors_of_all,
 )
+from roundoff.compare.rewritten_calls import compared_by_values
 from roundoff.compare.rounding_bound import MARGIN, unit
-from roundoff.compare.step_causes import Cause
+from roundoff.compare.step_causes import UPDATE, Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
@@ -321,6 +322,7 @@ class _RankComparison:
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
         )
+        is_first = not self._memory.parted
         rows = compare_step(
             sides,
             self._memory,
@@ -331,7 +333,21 @@ class _RankComparison:
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
-        return self._with_causes(sides, rows, step)
+        rows = self._with_causes(sides, rows, step)
+        if by_hands or not is_first or self._is_explained(step):
+            return rows
+        by_values = compared_by_values(sides, rows)
+        if by_values is None:
+            return rows
+        self._memory.parted = True
+        self._differs = True
+        # updates that are missing follow from what the forward pass does otherwise
+        self.causes = [cause for cause in self.causes if cause.step != step]
+        return by_values
+
+    def _is_explained(self, step: int) -> bool:
+        """Return True where a step was fed or given something else, or lacks operators."""
+        return any(cause.step == step and cause.kind != UPDATE for cause in self.causes)
 
     def _shows_portions(self, sides: Sides, portions: DataPortions | None) -> bool:
         """Return True where tensors say if a step does the same work in other portions.
@@ -368,9 +384,6 @@ class _RankComparison:
         modules = self._settings.modules
         if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
             self._is_one_program = False
-            return [*rows]
-        if any(row.status == EQUIVALENT for row in rows):
-            # compared by values: what follows from the first that differs is inherited
             return [*rows]
         if self._first_step is None:
             self._first_step = step

@@ -7,13 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from roundoff.compare.alignment import (
-    CANDIDATE_ONLY,
-    MATCHED,
-    REFERENCE_ONLY,
-    Pair,
-    align,
-)
+from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
 from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.call_pairs import TRANSPARENT
 from roundoff.compare.data_portions import DataPortions
@@ -112,54 +106,6 @@ def compare_step(
     candidate = sides.candidate.rows
     if by_different_hands(reference, candidate, modules):
         return compare_port(sides, memory)
-    is_first = not memory.parted
-    rows = _by_name(sides, memory, modules, floors, portions)
-    if is_first and _is_rewritten_where_it_parts(sides, rows):
-        by_values = compare_port(sides, EarlierSteps())
-        if any(row.cause == OWN for row in by_values):
-            memory.parted = True
-            return by_values
-    return rows
-
-
-def _is_rewritten_where_it_parts(sides: Sides, rows: Sequence[ComparedRow]) -> bool:
-    """Return True where the first fault is at a call that the reference writes otherwise.
-
-    Its counterpart was chosen by what reads it. A layer may be written anew, with
-    parameters of other names and layouts, in a program that is the same elsewhere. True
-    too where the result of the forward pass has no counterpart at all: then nothing that
-    was compared says that it is right.
-    """
-    if sides.reference.tensors is None or sides.candidate.tensors is None:
-        return False
-    first = next((row for row in rows if row.cause == OWN), None)
-    if first is None:
-        return _lacks_results(sides.candidate.rows, rows)
-    if first.call is None or first.call < 0:
-        return False
-    return first.status != MATCHED or first.looks_like == "other operator"
-
-
-def _lacks_results(candidate: Rows, rows: Sequence[ComparedRow]) -> bool:
-    """Return True where a result of the candidate's forward pass has no counterpart."""
-    read = {record for row in candidate.values() for record in row.inputs}
-    alone = [row for row in rows if row.status == CANDIDATE_ONLY]
-    return any(
-        row.record not in read and row.phase == "forward" and unit(row.dtype)
-        for row in alone
-    )
-
-
-def _by_name(
-    sides: Sides,
-    memory: EarlierSteps,
-    modules: Mapping[str, str],
-    floors: NoiseFloors | None,
-    portions: DataPortions | None,
-) -> list[ComparedRow]:
-    """Compare the calls of two programs with their counterparts by module and operator."""
-    reference = sides.reference.rows
-    candidate = sides.candidate.rows
     pairs = align(reference, candidate, modules)
     measures = _Measures(
         sides,

@@ -167,11 +167,19 @@ def device_of(model: nn.Module) -> torch.device:
 
 def double(workload: Workload) -> Workload:
     """The workload in fp64: parameters, buffers, batches, and what the program makes
-    without naming a format.
+    without naming a format; complex numbers in complex128.
     """
     torch.set_default_dtype(torch.float64)
     workload.model.double()
-    return with_batches(workload, lambda t: t.double() if t.is_floating_point() else t)
+    for tensor in (*workload.model.parameters(), *workload.model.buffers()):
+        tensor.data = _doubled(tensor.data)
+    return with_batches(workload, _doubled)
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def with_batches(

@@ -78,7 +78,7 @@ def update_causes(
     ours = _side(sides.reference.rows, events[0], rename)
     theirs = _side(sides.candidate.rows, events[1], lambda name: name)
     lost = _changed_by_one(ours, theirs)
-    blamed = _forward_calls_at_fault(compared)
+    blamed = _forward_calls_at_fault(theirs.rows, compared)
     extra = [
         name
         for name in _changed_by_one(theirs, ours)
@@ -99,16 +99,27 @@ def _changed_by_one(side: _Side, other: _Side) -> list[str]:
     return left + frozen
 
 
-def _forward_calls_at_fault(compared: Sequence[ComparedRow]) -> set[int]:
+def _forward_calls_at_fault(rows: Rows, compared: Sequence[ComparedRow]) -> set[int]:
     """Return the candidate's forward calls that are named themselves.
 
-    What they change is their doing: a norm in training mode moves its statistics.
+    What they change is their doing: a norm in training mode moves its statistics. A call
+    outside of all modules that the reference lacks is an update, and none of them.
     """
-    return {
-        row.call
+    at_fault = [
+        row
         for row in compared
         if row.call is not None and row.cause == OWN and row.phase == "forward"
+    ]
+    return {
+        row.call
+        for row in at_fault
+        if row.call is not None
+        if row.looks_like != "extra operator" or _is_in_a_module(rows, row.record)
     }
+
+
+def _is_in_a_module(rows: Rows, record: int | None) -> bool:
+    return record is None or bool(rows[record].module)
 
 
 def _changed_again(
@@ -290,11 +301,15 @@ def _extra(
 ) -> Cause:
     row = theirs.changed[names[0]]
     which = listed(names)
+    are = "is" if len(names) == 1 else "are"
     frozen = [name for name in names if name in ours.frozen]
-    why = ", where it is frozen (requires_grad is False)" if frozen else ""
+    why = ", before the step ends"
+    if frozen:
+        they = "it is" if len(names) == 1 else "they are"
+        why = f", where {they} frozen (requires_grad is False)"
     evidence = (
-        f"{which} changed here by {with_line(row.operator, row.line)}, and not in the "
-        f"reference{why}"
+        f"{which} {are} changed here by {with_line(row.operator, row.line)}, and not in "
+        f"the reference{why}"
     )
     return Cause(
         kind=UPDATE,
@@ -307,5 +322,6 @@ def _extra(
         names=names,
         at=-1 if frozen else row.call,
         row=row,
+        shown_by=[theirs.changed[name].record for name in names],
         decides=bool(frozen),
     )

@@ -12,7 +12,11 @@ from roundoff.compare.loaded_values import GRADIENT
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.table import ComparedRow
+from roundoff.ops import operators_that
 from roundoff.record import FROZEN, LoopEvent
+
+#: These divide the loss scale out of gradients.
+UNSCALING = operators_that("unscale gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +245,7 @@ def _lost(
         get = "gets" if len(names) == 1 else "get"
         evidence = f"{which} {get} no gradient here{where}; the reference changes"
     elif reason == _NO_UPDATE:
-        at = theirs.optimizer.call if theirs.optimizer is not None else _last(theirs)
+        at = _first_use_of_an_optimizer(theirs)
         why = "its gradient is there, the optimizer does not hold or does not step it"
         evidence = f"{which} {are} not changed here: {why}; the reference changes"
     else:
@@ -261,6 +265,19 @@ def _lost(
         line=None if cut is None else cut.line,
         decides=reason != _NO_GRADIENT,
     )
+
+
+def _first_use_of_an_optimizer(side: _Side) -> int:
+    """Return the first call that what an optimizer holds decides on: that of its step.
+
+    Or the one before it that divides the loss scale out of the gradients of all that it
+    holds.
+    """
+    unscaled = [
+        row.call for row in side.rows.values() if row.base_operator in UNSCALING
+    ]
+    step = _last(side) if side.optimizer is None else side.optimizer.call
+    return min([*unscaled, step])
 
 
 def _last(side: _Side) -> int:

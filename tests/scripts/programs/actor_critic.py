@@ -33,7 +33,7 @@ class Pole:
         self.angle += 0.1 * self.speed
         self.last = float(push)
         cost = self.angle**2 + 0.1 * self.speed**2 + 0.001 * push**2
-        fell = abs(self.angle) > 1.5
+        fell = abs(self.angle) > 2.0
         return self.seen(), -cost, fell
 
 
@@ -85,10 +85,7 @@ class Agent:
             self.critic.parameters(), lr=3e-3, weight_decay=1e-2
         )
         self.actor_optimizer = torch.optim.Adam(
-            [
-                {"params": self.actor.parameters()},
-                {"params": [self.temper], "lr": 1e-2},
-            ],
+            [{"params": self.actor.parameters()}, {"params": [self.temper], "lr": 1e-2}],
             lr=1e-3,
             betas=(0.8, 0.99),
         )

@@ -194,3 +194,18 @@ def test_a_number_that_is_only_printed_is_not_fed(keep, tmp_path):
         sides.append(record(tmp_path / name, keep, work))
     found = roundoff.compare(reference=sides[0], candidate=sides[1])
     assert not any("were fed" in culprit.evidence for culprit in found.culprits())
+
+
+def test_a_draw_after_more_of_them_says_so(tmp_path):
+    def drawing_after(count):
+        def work(model):
+            for _ in range(count):
+                torch.rand(3)
+            model(torch.rand(5, 6)).sum().backward()
+
+        return work
+
+    right = record(tmp_path / "right", "tensors", drawing_after(1))
+    wrong = record(tmp_path / "wrong", "tensors", drawing_after(2))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert "after 2 draws in this step where the reference has 1" in found.answer

@@ -82,3 +82,24 @@ def test_equal_runs_agree(keep, tmp_path):
     found = roundoff.compare(reference=right, candidate=again)
     assert found.agrees
     assert not found.culprits()
+
+
+def made(folder, *, left_out=()):
+    """Record a step in which the model is made, and then trained."""
+    with roundoff.capture(folder, keep="tensors") as run:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        held = [p for name, p in model.named_parameters() if name not in left_out]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        run.step()
+    return folder
+
+
+def test_what_a_module_names_later_is_told_by_that_name(tmp_path):
+    right = made(tmp_path / "right")
+    wrong = made(tmp_path / "wrong", left_out=("bias",))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.culprits()[0].name == "bias"
+    assert not any("no module names" in c.evidence for c in found.culprits())

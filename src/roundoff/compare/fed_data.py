@@ -33,6 +33,7 @@ from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.step_causes import DATA, Cause, with_line
+from roundoff.compare.symptoms import other_number_of_draws
 from roundoff.compare.table import ComparedRow
 from roundoff.compare.unnamed_updates import unnamed_state
 from roundoff.ops import operators_that
@@ -249,7 +250,13 @@ def _draw_cause(
     twin = sides.reference.rows.get(drawn.reference_record or 0)
     place = with_line(row.site, row.line)
     label = "other draws"
+    before = ""
+    if twin is not None:
+        before = other_number_of_draws(
+            sides.reference.rows, twin, sides.candidate.rows, row
+        )
     evidence = f"{place} draws other numbers: another seed, or other draws before it"
+    evidence += before
     arguments = [] if twin is None else argument_differences(twin, row)
     if row.arguments is None:
         evidence += ", or other arguments, of which none are recorded"

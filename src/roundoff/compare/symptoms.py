@@ -303,7 +303,30 @@ def _random(fault: Fault) -> Symptom | None:
     if fault.other_operator or not draws(fault.row):
         return None
     drawn = f"{fault.row.operator} draws random numbers"
-    return Symptom("noise", f"{drawn}: other ones than in the reference")
+    before = other_number_of_draws(
+        fault.reference, fault.twin, fault.candidate, fault.row
+    )
+    evidence = f"{drawn}: other ones than in the reference{before}"
+    return Symptom("noise", evidence)
+
+
+def other_number_of_draws(
+    reference: Rows, twin: RecordedRow, candidate: Rows, row: RecordedRow
+) -> str:
+    """Return how often each run has drawn before in the step, in words; "" for as often."""
+    ours = _draws_before(reference, twin)
+    theirs = _draws_before(candidate, row)
+    if ours == theirs:
+        return ""
+    return f", after {theirs:,} draws in this step where the reference has {ours:,}"
+
+
+def _draws_before(rows: Rows, row: RecordedRow) -> int:
+    """Return how many calls before a row's draw; each overload is looked up once."""
+    by_overload = {each.overload: each for each in rows.values() if each.is_call}
+    drawing = {name for name, each in by_overload.items() if draws(each)}
+    before = (r for r in rows.values() if r.is_call and r.call < row.call)
+    return len({each.call for each in before if each.overload in drawing})
 
 
 def draws(row: RecordedRow) -> bool:

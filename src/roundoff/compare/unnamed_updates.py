@@ -39,10 +39,11 @@ def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow
     parameters = {}
     for record, source in sources.items():
         before = rows.get(source)
-        if before is None or before.name or before.phase != "forward":
+        write = rows[record]
+        if before is None or before.name or write.name:  # named later in the step
             continue
-        if rows[record].phase == "optimizer":
-            parameters[source] = rows[record]
+        if before.phase == "forward" and write.phase == "optimizer":
+            parameters[source] = write
     return parameters
 
 

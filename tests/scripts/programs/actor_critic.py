@@ -33,7 +33,7 @@ class Pole:
         self.angle += 0.1 * self.speed
         self.last = float(push)
         cost = self.angle**2 + 0.1 * self.speed**2 + 0.001 * push**2
-        fell = abs(self.angle) > 2.0
+        fell = abs(self.angle) > 1.5
         return self.seen(), -cost, fell
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -118,3 +120,92 @@ def test_samples_picked_one_by_one_are_data(detached, keep, tmp_path):
     wrong = picking(tmp_path / "wrong", keep, [0, 1, 2, 4], detached=detached)
     found = roundoff.compare(reference=right, candidate=wrong)
     assert [culprit.looks_like for culprit in found.culprits()] == ["other data"]
+
+
+def dealing(high):
+    """The data are drawn between bounds that a call is given."""
+
+    def work(model):
+        x = torch.randint(0, high, (5, 6)).float()
+        model(x).square().mean().backward()
+
+    return work
+
+
+@KEEP
+def test_draws_with_other_arguments_are_not_another_seed(keep, tmp_path):
+    right = record(tmp_path / "right", keep, dealing(9))
+    wrong = record(tmp_path / "wrong", keep, dealing(4))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+    assert "draws with other arguments: high: 9, here 4" in first.evidence
+
+
+def copying(factor):
+    """A table outside of the model is copied, by way of storages, and used."""
+
+    def work(model):
+        table = torch.arange(30.0).view(5, 6) * factor / 9
+        model(copy.deepcopy(table)).square().mean().backward()
+
+    return work
+
+
+@KEEP
+def test_the_memory_that_a_copy_is_made_in_holds_no_data(keep, tmp_path):
+    right = record(tmp_path / "right", keep, copying(1.0))
+    again = record(tmp_path / "again", keep, copying(1.0))
+    assert roundoff.compare(reference=right, candidate=again).agrees
+    wrong = record(tmp_path / "wrong", keep, copying(1.5))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert "is 1.5 times the reference's" in found.culprits()[0].evidence
+    assert "noise" not in found.answer
+
+
+def acting(folder, scale):
+    """What the model makes of its first input is its second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].weight.data *= scale
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        act = model(torch.ones(5, 6)).detach().numpy().repeat(2, axis=1)
+        model(torch.as_tensor(act)).square().mean().backward()
+        run.step()
+    return folder
+
+
+def test_data_that_a_wrong_parameter_has_made_come_after_it(tmp_path):
+    right = acting(tmp_path / "right", 1.0)
+    wrong = acting(tmp_path / "wrong", 0.5)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.name) == ("parameter", "0.weight")
+
+
+@KEEP
+def test_a_number_that_is_only_printed_is_not_fed(keep, tmp_path):
+    sides = []
+    for name, number in (("right", 1.0), ("wrong", 2.0)):
+        kept = torch.tensor(number)
+
+        def work(model, kept=kept):
+            kept.item()
+            model(torch.ones(5, 6)).sum().backward()
+
+        sides.append(record(tmp_path / name, keep, work))
+    found = roundoff.compare(reference=sides[0], candidate=sides[1])
+    assert not any("were fed" in culprit.evidence for culprit in found.culprits())
+
+
+def test_a_draw_after_more_of_them_says_so(tmp_path):
+    def drawing_after(count):
+        def work(model):
+            for _ in range(count):
+                torch.rand(3)
+            model(torch.rand(5, 6)).sum().backward()
+
+        return work
+
+    right = record(tmp_path / "right", "tensors", drawing_after(1))
+    wrong = record(tmp_path / "wrong", "tensors", drawing_after(2))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert "after 2 draws in this step where the reference has 1" in found.answer

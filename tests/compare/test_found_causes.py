@@ -244,3 +244,90 @@ def test_an_update_left_out_of_hooks(tmp_path):
     first = found.culprits(1)[0]
     assert first.looks_like == "missing update"
     assert first.name in ("optimizer SGD#3", "2.bias")
+
+
+def scaled(folder, *, held):
+    """Train a step with a loss scale and a clip, an optimizer holding some parameters."""
+    model = net()
+    parameters = [p for n, p in model.named_parameters() if n in held]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        scaler.scale(model(batch(0)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        run.step()
+    return folder
+
+
+def test_what_no_optimizer_holds_comes_before_the_scale_that_it_keeps(tmp_path):
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    right = scaled(tmp_path / "right", held=names)
+    wrong = scaled(tmp_path / "wrong", held=names[:3])
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.name) == ("update", "2.bias")
+    assert "2.bias is not changed here: its gradient is there" in first.evidence
+
+
+def followed(folder, *, before=False, follows=True):
+    """Two steps in which a slow copy follows the model, before or after its update."""
+    model = net()
+    slow = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def follow():
+        with torch.no_grad():
+            for old, new in zip(slow.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        for step in range(STEPS):
+            x = batch(step)
+            (model(x) - slow(x).detach() + 1).square().mean().backward()
+            if before:
+                follow()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+            if follows and not before:
+                follow()
+    return folder
+
+
+def test_an_update_before_the_step_ends_is_told_in_one_sentence(tmp_path):
+    right = followed(tmp_path / "right", before=False)
+    wrong = followed(tmp_path / "wrong", before=True)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.looks_like) == ("update", "extra update")
+    assert "Sequential.0.weight" in first.evidence
+    assert "and not in the reference, before the step ends" in first.evidence
+
+
+def test_a_slow_copy_that_stays_is_no_work_in_other_portions(tmp_path):
+    right = followed(tmp_path / "right")
+    wrong = followed(tmp_path / "wrong", follows=False)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.looks_like) == ("update", "missing update")
+    assert "Sequential.2.bias" in first.evidence
+    assert "lerp_" in first.evidence
+
+
+def far_off(folder, *, masked):
+    """A loss whose gradient is the same however far its goal is."""
+    model = net()
+    ended = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])[:, None]
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        ahead = model(batch(1)).detach()
+        wanted = 50 + (0.9 * (1 - ended) * ahead if masked else 0.9 * ahead)
+        nn.functional.smooth_l1_loss(model(batch(0)), wanted).backward()
+        run.step()
+    return folder
+
+
+def test_a_loss_that_differs_is_no_agreement_though_its_gradient_does_not(tmp_path):
+    right = far_off(tmp_path / "right", masked=True)
+    wrong = far_off(tmp_path / "wrong", masked=False)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert not found.agrees
+    assert found.culprits()

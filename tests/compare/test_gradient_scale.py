@@ -86,3 +86,52 @@ def test_a_clip_divides_no_scale_out(keep, clip, tmp_path):
     found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
     assert not found.agrees
     assert found.culprits(1)[0].operator == "mul"
+
+
+def weighed(folder, *, with_graph):
+    """A penalty with a weight of 0.1, beside a product of two other numbers by 0.1."""
+    draw = torch.Generator().manual_seed(3)
+    model = nn.Linear(4, 1)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        bias = 0.1 * torch.randn(1, generator=draw)
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(1, 4, generator=draw))
+            model.bias.copy_(bias)
+        x = torch.randn(6, 4, generator=draw, requires_grad=True)
+        y = model(x).square()
+        once_more = model(x).square().sum()
+        (slope,) = torch.autograd.grad(once_more, x, create_graph=with_graph)
+        (y.mean() + 0.1 * slope.square().mean()).backward()
+        run.step()
+
+
+def test_the_weight_of_a_term_is_no_scale(tmp_path):
+    weighed(tmp_path / "one", with_graph=True)
+    weighed(tmp_path / "other", with_graph=False)
+    found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
+    forward = found.table.filter(phase="forward", operator="mul", status="matched")
+    assert forward["error"].max() == 0
+    assert "create_graph" in found.answer
+
+
+def in_two_terms(folder, scale):
+    """Both terms of the loss are scaled, each for itself."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x = torch.randn(5, 4)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        out = model(x)
+        loss = out.square().mean() * scale + out.abs().mean() * scale
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(scale)
+        run.step()
+
+
+def test_a_scale_of_all_terms_is_one(tmp_path):
+    in_two_terms(tmp_path / "one", 256.0)
+    in_two_terms(tmp_path / "other", 1024.0)
+    found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
+    backward = found.table.filter(phase="backward", operator="mul", status="matched")
+    # powers of two change no bit
+    assert backward["error"].max() == 0

@@ -313,3 +313,9 @@ def test_usual_error():
     off = usual_error(x, x * (1 + 0.01 * random(10_000, seed=1)))
     assert math.isclose(off, 0.006745, rel_tol=0.06)
     assert usual_error(torch.zeros(4), torch.ones(4)) is None, "relative to nothing"
+
+
+def test_complex_numbers_beside_real_ones_have_no_structure_in_common():
+    real = random(4, 6)
+    assert structure(torch.complex(real, real), real, U) is None
+    assert structure(real, torch.complex(real, real), U) is None

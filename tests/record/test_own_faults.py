@@ -57,6 +57,7 @@ NOT_TRIED = {
     "_leave",
     "_leave_mode",
     "_optimizer_steps",
+    "_optimizer_stepped",
     "_before_optimizer",
     "_after_optimizer",
     "_record_gradient",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundoff.record import capture_script
 
 FOLDER = Path(__file__).parent / "programs"
@@ -112,17 +114,22 @@ def record_script(
 ) -> Path:
     """Write a script into a folder, record it there, and return where the run is.
 
-    The words of the command are the same for all folders.
+    The words of the command are the same for all folders. A default dtype that the
+    script sets ends with it.
     """
     folder.mkdir(parents=True)
     script = folder / "train.py"
     script.write_text(text, encoding="utf-8")
     run = folder / "run"
+    default = torch.get_default_dtype()
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        capture_script(
-            [str(script)], run, keep=keep, steps=steps, whole=whole, stop=not whole
-        )
+        try:
+            capture_script(
+                [str(script)], run, keep=keep, steps=steps, whole=whole, stop=not whole
+            )
+        finally:
+            torch.set_default_dtype(default)
     return run
 
 

@@ -535,11 +535,12 @@ class Divergence:
         Gradients of several uses of a value that are added in another order differ in
         between, as do parts of one product that are several products elsewhere. What is
         read or inserted there and changes nothing after it is no fault. What a norm
-        shows is, though a clip by that norm hides it later.
+        shows is, though a clip by that norm hides it later; and a loss of which the
+        gradient's seed reads the shape alone.
         """
         readers: dict[int, list[int]] = {}
         for row in self.candidate.values():
-            for record in row.inputs:
+            for record in row.inputs if row.inplace else row.values_read():
                 readers.setdefault(record, []).append(row.record)
         forgiven = {
             record

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.alignment import MATCHED
+from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.changing_values import (
     made_of,
     other_draws,
@@ -32,8 +33,11 @@ from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.step_causes import DATA, Cause, with_line
+from roundoff.compare.symptoms import other_number_of_draws
 from roundoff.compare.table import ComparedRow
+from roundoff.compare.unnamed_updates import unnamed_state
 from roundoff.compare.value_sketch import in_reals
+from roundoff.ops import operators_that
 
 #: Data that were made otherwise may differ by this many roundings.
 ROUNDINGS = 16.0
@@ -43,6 +47,8 @@ FIT = 1e-6
 MOST = 3
 #: Of data that nothing leads to from the reference's.
 OTHER_VALUES = "has other values"
+#: These read a number for the program, not for the model.
+FOR_PYTHON = operators_that("ask about values")
 #: Values of one channel that a factor and an offset are fitted to, at the least.
 _CHANNEL = 8
 
@@ -62,10 +68,12 @@ def data_records(rows: Rows) -> set[int]:
 
     Of the forward pass: inputs from outside, and what is computed from them, or drawn,
     outside of all modules. A value that becomes a parameter or buffer is none, nor is
-    what is made of earlier data once a parameter was read: the model is running then.
+    one that an optimizer writes or that follows one, nor what is made of earlier data once a parameter was
+    read: the model is running then.
     """
     running = _first_read_of_a_name(rows)
-    loaded = _behind(rows, values_before(rows).values())
+    state = unnamed_state(rows)
+    loaded = _behind(rows, [*values_before(rows).values(), *state])
     data: set[int] = set()
     for record, row in rows.items():
         if record in loaded or row.name or row.phase != "forward":
@@ -140,7 +148,8 @@ def _fed(
 def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
     """Return what a call of the forward pass reads in both runs, argument by argument.
 
-    Nothing for what is no call of one operator in both, or reads more in one run.
+    Nothing for what is no call of one operator in both, or reads more in one run, or
+    prints a number; and no memory that it overwrites.
     """
     if row.record is None or row.reference_record is None or row.place:
         return []
@@ -150,9 +159,13 @@ def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
     reader = sides.candidate.rows[row.record]
     if not reader.is_call or twin.base_operator != reader.base_operator:
         return []
-    if len(twin.inputs) != len(reader.inputs):
+    if reader.base_operator in FOR_PYTHON:
         return []
-    return list(zip(twin.inputs, reader.inputs, strict=True))
+    ours = twin.values_read()
+    theirs = reader.values_read()
+    if len(ours) != len(theirs):
+        return []
+    return list(zip(ours, theirs, strict=True))
 
 
 def data_causes(
@@ -237,10 +250,24 @@ def _draw_cause(
     row = sides.candidate.rows[drawn.record or 0]
     twin = sides.reference.rows.get(drawn.reference_record or 0)
     place = with_line(row.site, row.line)
+    label = "other draws"
+    before = ""
+    if twin is not None:
+        before = other_number_of_draws(
+            sides.reference.rows, twin, sides.candidate.rows, row
+        )
+    evidence = f"{place} draws other numbers: another seed, or other draws before it"
+    evidence += before
+    arguments = [] if twin is None else argument_differences(twin, row)
+    if row.arguments is None:
+        evidence += ", or other arguments, of which none are recorded"
+    elif arguments:
+        label = "other data"
+        evidence = f"{place} draws with other arguments: {'; '.join(arguments)}"
     return Cause(
         kind=DATA,
-        label="other draws",
-        evidence=f"{place} draws other numbers: another seed, or other draws before it",
+        label=label,
+        evidence=evidence,
         step=step,
         rank=rank,
         phase="forward",
@@ -389,6 +416,8 @@ def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
     "is 1.02 times the reference's"
     >>> how_data_differ(batch, 2 * batch - 1)
     "is the reference's times 2 plus -1: scaled otherwise"
+    >>> how_data_differ(batch, batch + torch.tensor([1e-5, 0.0]))
+    "is 1.2e-06 of its size apart from the reference's"
     >>> how_data_differ(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 0]))
     "has 1 of 4 values unlike the reference's"
     """
@@ -441,7 +470,11 @@ def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
         return None
     factor = float(x @ y) / square
     if factor and float((factor * x - y).square().sum()) <= FIT * float(y @ y):
-        return f"is {factor:.6g} times the reference's"
+        times = f"{factor:.6g}"
+        if times != "1":
+            return f"is {times} times the reference's"
+        apart = float((x - y).norm() / x.norm())
+        return f"is {apart:.1e} of its size apart from the reference's"
     centred = x - x.mean()
     spread = float(centred @ centred)
     if not spread:

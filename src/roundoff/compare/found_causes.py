@@ -15,9 +15,11 @@ from roundoff.compare.left_out_operators import operator_causes
 from roundoff.compare.left_out_updates import update_causes
 from roundoff.compare.loaded_values import loaded_causes, values_before
 from roundoff.compare.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS, TURNS
+from roundoff.compare.recorded_rows import Rows
 from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
 from roundoff.compare.table import ComparedRow
+from roundoff.compare.unnamed_updates import unnamed_update_causes
 from roundoff.record import LoopEvent
 
 #: What a row looks like where the calls themselves differ, not their values alone.
@@ -66,22 +68,39 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     """Return what the step was fed and given otherwise, and the updates left out."""
     rename = renaming(compared.modules)
     at: dict[str, Any] = {"rank": compared.rank, "step": compared.step}
-    causes = []
+    data: list[Cause] = []
+    loaded: list[Cause] = []
     if compared.differs:
-        causes += data_causes(
+        data = data_causes(
             compared.sides, compared.rows, unstable=compared.unstable, **at
         )
     if compared.is_first:
         names = _names(compared.sides, rename)
-        causes += loaded_causes(
+        loaded = loaded_causes(
             compared.sides, compared.rows, names, unstable=compared.unstable, **at
         )
+    is_made_later = _may_be_made_by(data, loaded, compared.sides.candidate.rows)
+    causes = [*loaded, *data] if is_made_later else [*data, *loaded]
     causes += update_causes(
         compared.sides, compared.events, compared.rows, rename, **at
     )
+    causes += unnamed_update_causes(compared.sides, compared.rows, **at)
     if not causes:
         causes += operator_causes(compared.sides, compared.rows, **at)
     return causes
+
+
+def _may_be_made_by(data: Sequence[Cause], loaded: Sequence[Cause], rows: Rows) -> bool:
+    """Return True where a differing parameter was at work before the first differing data.
+
+    What an agent does next, or a model makes of its own words, is data that it is fed.
+    """
+    first = min((cause.row.record for cause in data if cause.row), default=None)
+    if first is None:
+        return False
+    values = {cause.row.record for cause in loaded if cause.row}
+    at_work = [r.record for r in rows.values() if r.is_call and values & {*r.inputs}]
+    return bool(at_work) and min(at_work) < first
 
 
 def _names(sides: Sides, rename: Callable[[str], str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 A loss that is multiplied by a scale multiplies every gradient, until it is divided out
 again before the optimizer reads it. The scale is followed through the rows of a step:
 backward calls are linear in the gradient that they read, and a product with one number
-multiplies the scale. Where it is not divided out, nothing is done: the gradients that
+multiplies the scale. That is a product of the whole loss: one of its terms may have a
+weight. Where a scale is not divided out, nothing is done: the gradients that
 the optimizer reads are wrong. A clip divides nothing out: what it multiplies by was made
 of the gradients, and would hide any scale.
 """
@@ -11,7 +12,7 @@ of the gradients, and would hide any scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from roundoff.compare.explain import RecordedStep, Sides
@@ -22,6 +23,10 @@ from roundoff.ops import operators_that
 #: Scales that differ by less are one: fp16 gradients that are subnormal have few bits,
 #: with six left they are 2**-6 off.
 SAME = 0.02
+#: A loss is looked for behind at most so many sums and products.
+MOST_DEEP = 64
+#: These give the elements of their input.
+HANDS_ON = operators_that("hand on in order")
 #: What changes a gradient by one factor, after the backward pass too.
 _FACTORS = PRODUCTS | DIVISIONS | operators_that("unscale gradients")
 _VALUES = ("min", "max", "mean", "l2", "std")
@@ -118,12 +123,16 @@ def _same(one: float, other: float) -> bool:
 
 
 def _scales(rows: Rows) -> dict[int, float]:
-    """Return the scale of each gradient that has another one than 1, by record."""
+    """Return the scale of each gradient that has another one than 1, by record.
+
+    And of the products that multiply a whole loss.
+    """
+    losses = _scaled_losses(rows)
     scales: dict[int, float] = {}
     made_of_gradients: set[int] = set()
     for record in sorted(rows):
         row = rows[record]
-        scale = _scale(row, rows, scales)
+        scale = _scale(row, rows, scales, losses.values())
         if scale is None:
             if any(i in scales or i in made_of_gradients for i in row.inputs):
                 made_of_gradients.add(record)
@@ -134,11 +143,25 @@ def _scales(rows: Rows) -> dict[int, float]:
     scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
     if not scaled:
         return {}
-    return scaled | _scaled_losses(rows, set(scaled.values()))
+    factors = set(scaled.values())
+    return scaled | {
+        record: factor
+        for record, factor in losses.items()
+        if any(_same(factor, scale) for scale in factors)
+    }
 
 
-def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float | None:
-    """Return the scale of a gradient; None for what is none."""
+def _scale(
+    row: RecordedRow,
+    rows: Rows,
+    scales: Mapping[int, float],
+    of_losses: Collection[float],
+) -> float | None:
+    """Return the scale of a gradient; None for what is none.
+
+    ``of_losses`` are the factors that whole losses are multiplied by: in the backward
+    pass any other is the weight of a term.
+    """
     if not row.is_call:
         return None
     source = _gradient_read(row, rows, scales)
@@ -154,7 +177,9 @@ def _scale(row: RecordedRow, rows: Rows, scales: Mapping[int, float]) -> float |
         return before if stays else None
     if row.numel != source.numel or _is_an_update(row, source, rows, before):
         return None
-    return _rescaled(row, source, before)
+    after = _rescaled(row, source, before)
+    is_of_a_loss = any(_same(after, before * factor) for factor in of_losses)
+    return after if row.phase != "backward" or is_of_a_loss else before
 
 
 def _is_written_over(gradient: RecordedRow, row: RecordedRow) -> bool:
@@ -219,18 +244,39 @@ def _is_gradient(row: RecordedRow) -> bool:
     return bool(row.name) and str(row.name).endswith(".grad")
 
 
-def _scaled_losses(rows: Rows, scales: set[float]) -> dict[int, float]:
-    """Return the forward products that make a loss this many times as large."""
-    losses = {}
-    for record, row in rows.items():
-        if row.phase != "forward" or row.numel != 1 or not row.is_call:
-            continue
-        if row.base_operator not in PRODUCTS | DIVISIONS:
-            continue
-        source = rows.get(row.inputs[0]) if row.inputs else None
-        if source is None or not source.l2 or not row.l2:
-            continue
-        factor = row.l2 / source.l2
-        if any(_same(factor, scale) for scale in scales):
-            losses[record] = factor
+def _scaled_losses(rows: Rows) -> dict[int, float]:
+    """Return the forward products of a whole loss, each with what it multiplies by."""
+    losses: dict[int, float] = {}
+    for row in rows.values():
+        if row.is_call and _is_seed(row, rows):
+            for record in row.inputs:
+                losses |= _products_behind(rows, record)
     return losses
+
+
+def _products_behind(rows: Rows, record: int, depth: int = 0) -> dict[int, float]:
+    """Return the products that made a number out of another, or each of its summands."""
+    row = rows.get(record)
+    if row is None or not row.is_call or row.numel != 1 or depth > MOST_DEEP:
+        return {}
+    if row.base_operator == "add":
+        return _of_all([_products_behind(rows, i, depth + 1) for i in row.inputs])
+    source = rows.get(row.inputs[0]) if row.inputs else None
+    if source is None or source.numel != 1:
+        return {}
+    if row.base_operator in HANDS_ON:
+        return _products_behind(rows, source.record, depth + 1)
+    if row.base_operator not in PRODUCTS | DIVISIONS or not source.l2 or not row.l2:
+        return {}
+    behind = _products_behind(rows, source.record, depth + 1)
+    return behind | {record: row.l2 / source.l2}
+
+
+def _of_all(summands: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return the products whose factor all summands have."""
+    return {
+        record: factor
+        for products in summands
+        for record, factor in products.items()
+        if all(any(_same(factor, f) for f in p.values()) for p in summands)
+    }

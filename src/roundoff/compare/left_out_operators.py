@@ -14,6 +14,7 @@ from roundoff.compare.explain import Sides
 from roundoff.compare.findings import OWN
 from roundoff.compare.left_out_updates import lone_detach
 from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import DIVISIONS, PRODUCTS
 from roundoff.compare.step_causes import OPERATORS, Cause, with_line
 from roundoff.compare.table import ComparedRow
 
@@ -41,8 +42,9 @@ def operator_causes(
     )
     if missing is not None:
         evidence = (
-            f"{with_line(missing.site, missing.line)} is in the reference only: what it "
-            "adds is left out here, and the gradients show it"
+            f"{with_line(missing.site, missing.line)} is in the reference only: "
+            f"{_does(missing, sides.reference.rows)} is left out here, and the gradients "
+            "show it"
         )
         return [_cause("missing operator", evidence, rank, step, twin=missing)]
     extra = _lone(
@@ -51,10 +53,22 @@ def operator_causes(
     if extra is None:
         return []
     evidence = (
-        f"{with_line(extra.site, extra.line)} is in the candidate only, and the "
-        "gradients show it"
+        f"{with_line(extra.site, extra.line)} is in the candidate only: "
+        f"{_does(extra, sides.candidate.rows)} is not in the reference, and the gradients "
+        "show it"
     )
     return [_cause("extra operator", evidence, rank, step, row=extra)]
+
+
+def _does(row: RecordedRow, rows: Rows) -> str:
+    """Return what an operator does to a loss: it adds something, or scales by a factor."""
+    source = rows.get(row.inputs[0])
+    is_factor = row.base_operator in PRODUCTS | DIVISIONS
+    if source is None or not is_factor or source.numel != row.numel:
+        return "what it adds"
+    if not source.l2 or not row.l2:
+        return "what it multiplies by"
+    return f"a factor of {row.l2 / source.l2:.6g}"
 
 
 def _gradients_alone_differ(compared: Sequence[ComparedRow]) -> bool:

@@ -12,7 +12,11 @@ from roundoff.compare.loaded_values import GRADIENT
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.table import ComparedRow
+from roundoff.ops import operators_that
 from roundoff.record import FROZEN, LoopEvent
+
+#: These divide the loss scale out of gradients.
+UNSCALING = operators_that("unscale gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def update_causes(
     ours = _side(sides.reference.rows, events[0], rename)
     theirs = _side(sides.candidate.rows, events[1], lambda name: name)
     lost = _changed_by_one(ours, theirs)
-    blamed = _forward_calls_at_fault(compared)
+    blamed = _forward_calls_at_fault(theirs.rows, compared)
     extra = [
         name
         for name in _changed_by_one(theirs, ours)
@@ -99,16 +103,27 @@ def _changed_by_one(side: _Side, other: _Side) -> list[str]:
     return left + frozen
 
 
-def _forward_calls_at_fault(compared: Sequence[ComparedRow]) -> set[int]:
+def _forward_calls_at_fault(rows: Rows, compared: Sequence[ComparedRow]) -> set[int]:
     """Return the candidate's forward calls that are named themselves.
 
-    What they change is their doing: a norm in training mode moves its statistics.
+    What they change is their doing: a norm in training mode moves its statistics. A call
+    outside of all modules that the reference lacks is an update, and none of them.
     """
-    return {
-        row.call
+    at_fault = [
+        row
         for row in compared
         if row.call is not None and row.cause == OWN and row.phase == "forward"
+    ]
+    return {
+        row.call
+        for row in at_fault
+        if row.call is not None
+        if row.looks_like != "extra operator" or _is_in_a_module(rows, row.record)
     }
+
+
+def _is_in_a_module(rows: Rows, record: int | None) -> bool:
+    return record is None or bool(rows[record].module)
 
 
 def _changed_again(
@@ -230,7 +245,7 @@ def _lost(
         get = "gets" if len(names) == 1 else "get"
         evidence = f"{which} {get} no gradient here{where}; the reference changes"
     elif reason == _NO_UPDATE:
-        at = theirs.optimizer.call if theirs.optimizer is not None else _last(theirs)
+        at = _first_use_of_an_optimizer(theirs)
         why = "its gradient is there, the optimizer does not hold or does not step it"
         evidence = f"{which} {are} not changed here: {why}; the reference changes"
     else:
@@ -250,6 +265,19 @@ def _lost(
         line=None if cut is None else cut.line,
         decides=reason != _NO_GRADIENT,
     )
+
+
+def _first_use_of_an_optimizer(side: _Side) -> int:
+    """Return the first call that what an optimizer holds decides on: that of its step.
+
+    Or the one before it that divides the loss scale out of the gradients of all that it
+    holds.
+    """
+    unscaled = [
+        row.call for row in side.rows.values() if row.base_operator in UNSCALING
+    ]
+    step = _last(side) if side.optimizer is None else side.optimizer.call
+    return min([*unscaled, step])
 
 
 def _last(side: _Side) -> int:
@@ -290,11 +318,15 @@ def _extra(
 ) -> Cause:
     row = theirs.changed[names[0]]
     which = listed(names)
+    are = "is" if len(names) == 1 else "are"
     frozen = [name for name in names if name in ours.frozen]
-    why = ", where it is frozen (requires_grad is False)" if frozen else ""
+    why = ", before the step ends"
+    if frozen:
+        they = "it is" if len(names) == 1 else "they are"
+        why = f", where {they} frozen (requires_grad is False)"
     evidence = (
-        f"{which} changed here by {with_line(row.operator, row.line)}, and not in the "
-        f"reference{why}"
+        f"{which} {are} changed here by {with_line(row.operator, row.line)}, and not in "
+        f"the reference{why}"
     )
     return Cause(
         kind=UPDATE,
@@ -307,5 +339,6 @@ def _extra(
         names=names,
         at=-1 if frozen else row.call,
         row=row,
+        shown_by=[theirs.changed[name].record for name in names],
         decides=bool(frozen),
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import polars as pl
 
 from roundoff.ops import base, values_read
-from roundoff.record import Run, site_name
+from roundoff.record import PARTLY_WRITTEN, Run, site_name
 
 #: What the name of an operator on lists begins with.
 _ON_LISTS = "_foreach_"
@@ -130,7 +130,26 @@ def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
         .select(_COLUMNS)
     )
     table = run.collected(query)
-    return {values[0]: RecordedRow(*values) for values in table.iter_rows()}
+    rows = {values[0]: RecordedRow(*values) for values in table.iter_rows()}
+    for record in _shown_to_be_overwritten(rows):
+        rows[record] = replace(rows[record], reason=PARTLY_WRITTEN)
+    return rows
+
+
+def _shown_to_be_overwritten(rows: Rows) -> list[int]:
+    """Return the tensors over bare memory that are made to write it, and read by nobody.
+
+    So a storage is copied: what stood in the new one before is nobody's value.
+    """
+    unread = {row.record for row in rows.values() if row.base_operator == "set"}
+    if not unread:
+        return []
+    written: set[int] = set()
+    for row in rows.values():
+        read = row.values_read()
+        unread.difference_update(read)
+        written |= {record for record in row.inputs if record not in read}
+    return sorted(unread & written)
 
 
 def first_rows(rows: Rows) -> dict[int, RecordedRow]:

@@ -29,8 +29,8 @@ CAUSE_ADVICE = {
         "compare how the two programs make and load it: keys, layout, order, seed"
     ),
     "missing update": (
-        "compare what is given to the optimizer, requires_grad, train() and no_grad() "
-        "in the two programs"
+        "compare what is given to the optimizer, requires_grad, train() and no_grad(), "
+        "and what else moves weights (an average, a target) in the two programs"
     ),
     "extra update": (
         "compare what is given to the optimizer, and what is frozen in the reference"

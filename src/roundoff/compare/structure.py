@@ -205,6 +205,8 @@ def _fp64(tensor: Tensor) -> Tensor | None:
 def _difference(expected: Tensor, actual: Tensor, unit: float) -> _Difference | None:
     if expected.shape != actual.shape or not actual.numel():
         return None
+    if expected.is_complex() != actual.is_complex():
+        return None
     dimensions = actual.dim()
     steps = _steps(actual)
     if steps:

@@ -17,6 +17,7 @@ from roundoff.compare.divergence import HANDS_ON
 from roundoff.compare.findings import Finding
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding_bound import unit
+from roundoff.compare.step_causes import listed
 from roundoff.compare.structure import fewer_digits, structure, usual_error
 from roundoff.errors import RunError
 from roundoff.ops import overload_of
@@ -145,7 +146,15 @@ class Fault:
 
     @property
     def differing_operators(self) -> str:
-        return f"{self.row.operator} where the reference has {self.twin.operator}"
+        if self.row.operator != self.twin.operator:
+            return f"{self.row.operator} where the reference has {self.twin.operator}"
+        behind = [
+            self.candidate[record].operator
+            for record in self.finding.region
+            if record in self.candidate
+        ]
+        others = f", by {listed([*dict.fromkeys(behind)])}" if behind else ""
+        return f"{self.row.operator} of what is computed otherwise{others}"
 
 
 def symptom(fault: Fault) -> Symptom:
@@ -185,6 +194,9 @@ def _another_input(fault: Fault) -> Symptom | None:
     reference, candidate = fault.finding.read
     theirs = _site_and_line(fault.candidate[candidate])
     ours = _site_and_line(fault.reference[reference])
+    if theirs == ours:
+        theirs = f"result {fault.candidate[candidate].place} of {theirs}"
+        ours = f"result {fault.reference[reference].place}"
     evidence = f"reads {theirs} where the reference reads {ours}"
     stale = _is_overwritten(fault, reference, candidate)
     return Symptom("stale or shared buffer" if stale else "other input", evidence)
@@ -291,7 +303,30 @@ def _random(fault: Fault) -> Symptom | None:
     if fault.other_operator or not draws(fault.row):
         return None
     drawn = f"{fault.row.operator} draws random numbers"
-    return Symptom("noise", f"{drawn}: other ones than in the reference")
+    before = other_number_of_draws(
+        fault.reference, fault.twin, fault.candidate, fault.row
+    )
+    evidence = f"{drawn}: other ones than in the reference{before}"
+    return Symptom("noise", evidence)
+
+
+def other_number_of_draws(
+    reference: Rows, twin: RecordedRow, candidate: Rows, row: RecordedRow
+) -> str:
+    """Return how often each run has drawn before in the step, in words; "" for as often."""
+    ours = _draws_before(reference, twin)
+    theirs = _draws_before(candidate, row)
+    if ours == theirs:
+        return ""
+    return f", after {theirs:,} draws in this step where the reference has {ours:,}"
+
+
+def _draws_before(rows: Rows, row: RecordedRow) -> int:
+    """Return how many calls before a row's draw; each overload is looked up once."""
+    by_overload = {each.overload: each for each in rows.values() if each.is_call}
+    drawing = {name for name, each in by_overload.items() if draws(each)}
+    before = (r for r in rows.values() if r.is_call and r.call < row.call)
+    return len({each.call for each in before if each.overload in drawing})
 
 
 def draws(row: RecordedRow) -> bool:
@@ -374,6 +409,12 @@ def _replaced(fault: Fault) -> Symptom | None:
         )
         return Symptom("extra operator", evidence)
     if _works_on_result(fault):
+        if fault.row.phase == "backward" and fault.row.base_operator == "add":
+            evidence = (
+                "adds to a gradient that was there, where the reference begins anew: it "
+                "is not cleared (zero_grad), or there are more backward passes"
+            )
+            return Symptom("extra operator", evidence)
         works = f"{fault.row.operator} works on what the reference's"
         evidence = f"{works} {fault.twin.operator} hands on as it is"
         return Symptom("extra operator", evidence)

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from roundoff.errors import RunError
 from roundoff.record.skipped_frames import skipped_by_compiler
@@ -85,12 +88,15 @@ class LoopLog:
         self._ours = ours or OurPart("the log of the training loop")
         self._events: list[LoopEvent] = []
         self._names: dict[int, str] = {}
+        #: An optimizer's step that runs, and calls a closure.
+        self._open_step: LoopEvent | None = None
         self._depth = 0
 
     def take(self) -> list[LoopEvent]:
         """Return the events so far; the next ones are of another step."""
         events = self._events
         self._events = []
+        self._open_step = None
         return events
 
     def add(
@@ -111,6 +117,8 @@ class LoopLog:
             names=names,
         )
         self._events.append(event)
+        if self._open_step is not None:  # what its closure does comes before it
+            self._events[-2:] = [event, self._open_step]
 
     def _name(self, thing: Any) -> str:
         """Return the class of an object, and its number among those of the class."""
@@ -126,8 +134,11 @@ class LoopLog:
     def follow(self) -> Iterator[None]:
         """Notice what the loop does while this is open."""
         with ExitStack() as stack:
-            hook = register_optimizer_step_pre_hook(self._optimizer_steps)
-            stack.callback(hook.remove)
+            for hook in (
+                register_optimizer_step_pre_hook(self._optimizer_steps),
+                register_optimizer_step_post_hook(self._optimizer_stepped),
+            ):
+                stack.callback(hook.remove)
             stack.enter_context(patched(*self._changes()))
             yield
 
@@ -206,10 +217,17 @@ class LoopLog:
         self.add(what, of=thing, numbers=_numbers(settings))
 
     @skipped_by_compiler
-    def _optimizer_steps(self, optimizer: Any, *_: Any) -> None:
-        self._ours(self._add_step, optimizer)
+    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._ours(self._add_step, optimizer, args, kwargs)
 
-    def _add_step(self, optimizer: Any) -> None:
+    @skipped_by_compiler
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._ours(self._close_step)
+
+    def _close_step(self) -> None:
+        self._open_step = None
+
+    def _add_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         numbers: dict[str, float] = {}
         for place, group in enumerate(optimizer.param_groups):
             suffix = f" (group {place})" if place else ""
@@ -217,6 +235,8 @@ class LoopLog:
             settings = _numbers(group | {HELD: held})
             numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
         self.add("optimizer.step", of=optimizer, numbers=numbers)
+        calls_back = any(map(callable, (*args[1:], *kwargs.values())))
+        self._open_step = self._events[-1] if calls_back else None
         self._told("optimizer.step", (optimizer,), {}, None)
 
 

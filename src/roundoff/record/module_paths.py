@@ -3,6 +3,7 @@ beforehand."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import warnings
@@ -50,6 +51,7 @@ class Paths:
         self._ours = ours or OurPart("following modules")
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.roots: list[weakref.ref[nn.Module]] = []
+        self._prefixes: dict[str, weakref.ref[nn.Module]] = {}
         self._of_thread = _OfThread()
         self.listeners: list[Callable[[nn.Module, str, Any, Any], None]] = []
         #: called with each module that is called outside of all others for the first
@@ -88,9 +90,11 @@ class Paths:
         """Name the modules and tensors of a model; give what stands before its paths."""
         has_parameters = any(True for _ in root.parameters())
         is_first = not self.roots and has_parameters
-        prefix = "" if is_first else type(root).__name__
+        prefix = type(root).__name__
         if has_parameters:
+            prefix = "" if is_first else self._free_prefix(prefix)
             self.roots.append(weakref.ref(root))
+            self._prefixes[prefix] = self.roots[-1]
         parallel = type(root).__name__ in _PARALLEL
         for path, module in root.named_modules():
             self._paths.setdefault(module, _joined(prefix, _clean(path, parallel)))
@@ -101,6 +105,18 @@ class Paths:
             if self.name_of(tensor) is None:
                 full_name = _joined(prefix, _clean(name, parallel))
                 self._names[id(tensor)] = (weakref.ref(tensor), full_name)
+        return prefix
+
+    def _free_prefix(self, name: str) -> str:
+        """Return a name that no other model goes by: a network beside its slow copy.
+
+        A model that is gone leaves its name to the next of its class.
+        """
+        for place in itertools.count(1):
+            prefix = name if place == 1 else f"{name}_{place}"
+            holder = self._prefixes.get(prefix)
+            if holder is None or holder() is None:
+                break
         return prefix
 
     def _enter(self, module: nn.Module, _: Any) -> None:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,9 @@ _RECORDING = (
     str(Path(_OURS, "train", "watch", "script_calls.py")),
 )
 _TORCH = str(Path(torch.__file__).parent)
+#: Python's own library, as ``copy`` and ``functools``, but for what is installed in it.
+_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = ("site-packages", "dist-packages")
 _skipped: dict[Any, bool] = {}
 #: Where a call stands that the compiler's code makes: what that code writes between such
 #: calls is not seen.
@@ -53,7 +57,7 @@ def _frame(depth: int) -> FrameType | None:
 
 
 def user_line(depth: int = 2, *, in_engine: bool = False) -> str | None:
-    """File and line of the innermost frame that is neither torch's nor ours.
+    """File and line of the innermost frame that is neither torch's, Python's nor ours.
 
     A file below the working directory by its path from there, one of an installed
     package by its path in it. ``COMPILED`` where the compiler's code comes first; None
@@ -81,6 +85,14 @@ def user_place(
     return place
 
 
+def _is_of_library(file: str) -> bool:
+    """Return True for a file of Python's own library: ``copy.deepcopy`` is no user's line."""
+    if "/importlib/" in file:
+        return True
+    rest = file.removeprefix(_LIBRARY)
+    return rest != file and not rest.startswith(_INSTALLED)
+
+
 def _user_lines(frame: FrameType | None, in_engine: bool) -> Iterator[str]:
     """Yield the lines of the user's frames, the innermost first."""
     while frame is not None:
@@ -96,7 +108,7 @@ def _user_lines(frame: FrameType | None, in_engine: bool) -> Iterator[str]:
             if name.startswith(_OURS) and not name.startswith(_RECORDING):
                 return  # who called roundoff has not written the call
             is_ours = name.startswith((_OURS, _TORCH, "<"))
-            skip = _skipped[code] = is_ours or "/importlib/" in name
+            skip = _skipped[code] = is_ours or _is_of_library(name)
         if not skip:
             key = (code, frame.f_lineno)
             line = _lines.get(key)

@@ -95,7 +95,10 @@ def _is_reordered(
 
 
 def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
-    """Return the forward results made with the parameters of each module."""
+    """Return the forward results made with the parameters of each module.
+
+    What is written to a parameter, as to a slow copy of it, is a parameter still.
+    """
     results: dict[str, list[RecordedRow]] = {}
     names = {
         row.record: uncompiled(row.name).rpartition(".")[0]
@@ -104,6 +107,9 @@ def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
     }
     for row in step.rows.values():
         if row.phase != "forward" or not row.is_call:
+            continue
+        if row.inplace and row.name:
+            names[row.record] = uncompiled(row.name).rpartition(".")[0]
             continue
         for record in row.inputs:
             if record not in names:

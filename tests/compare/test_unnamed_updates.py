@@ -1,0 +1,105 @@
+"""Weights in a dict, and slow copies beside the optimizer: what one run alone changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import roundoff
+
+KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
+
+
+def trained(folder, keep, *, frozen=(), left_out=(), follows=True):
+    """Record two steps of a regression whose weights stand in a dict."""
+    draw = torch.Generator().manual_seed(1)
+    weights = {
+        "in": torch.randn(6, 4, generator=draw),
+        "gain": torch.randn(4, generator=draw),
+        "out": torch.randn(4, 2, generator=draw),
+    }
+    for name, value in weights.items():
+        value.requires_grad_(name not in frozen)
+    slow = {name: value.detach().clone() for name, value in weights.items()}
+    held = [value for name, value in weights.items() if name not in left_out]
+    optimizer = torch.optim.Adam(held, lr=0.01)
+    x = torch.randn(8, 6, generator=draw)
+    with roundoff.capture(folder, keep=keep) as run:
+        for _ in range(2):
+            hidden = torch.tanh(x @ weights["in"]) * weights["gain"]
+            loss = (hidden @ weights["out"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, value in slow.items():
+                    if follows:
+                        value.lerp_(weights[name], 0.1)
+            run.step()
+    return folder
+
+
+@KEEP
+@pytest.mark.parametrize("how", ["frozen", "left_out"])
+def test_a_weight_without_a_module_that_is_not_updated(how, keep, tmp_path):
+    right = trained(tmp_path / "right", keep)
+    wrong = trained(tmp_path / "wrong", keep, **{how: ("gain",)})
+    found = roundoff.compare(reference=right, candidate=wrong)
+    first = found.culprits()[0]
+    assert first.looks_like == "missing update"
+    assert "a parameter that no module names, of 4 (" in first.evidence
+    assert "is not changed here" in first.evidence
+    assert not any("were fed" in culprit.evidence for culprit in found.culprits())
+
+
+@KEEP
+def test_a_weight_that_only_the_candidate_updates(keep, tmp_path):
+    right = trained(tmp_path / "right", keep, left_out=("gain",))
+    wrong = trained(tmp_path / "wrong", keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "extra update"
+    assert "is changed here by" in first.evidence
+
+
+@KEEP
+def test_slow_copies_that_stay_behind_do_not_agree(keep, tmp_path):
+    right = trained(tmp_path / "right", keep)
+    wrong = trained(tmp_path / "wrong", keep, follows=False)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert not found.agrees
+    first = found.culprits()[0]
+    assert first.looks_like == "missing update"
+    assert "3 values from before the step, of a parameter's shape" in first.evidence
+    assert "lerp_" in first.evidence
+    back = roundoff.compare(reference=wrong, candidate=right)
+    assert back.culprits()[0].looks_like == "extra update"
+
+
+@KEEP
+def test_equal_runs_agree(keep, tmp_path):
+    right = trained(tmp_path / "right", keep)
+    again = trained(tmp_path / "again", keep)
+    found = roundoff.compare(reference=right, candidate=again)
+    assert found.agrees
+    assert not found.culprits()
+
+
+def made(folder, *, left_out=()):
+    """Record a step in which the model is made, and then trained."""
+    with roundoff.capture(folder, keep="tensors") as run:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        held = [p for name, p in model.named_parameters() if name not in left_out]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        run.step()
+    return folder
+
+
+def test_what_a_module_names_later_is_told_by_that_name(tmp_path):
+    right = made(tmp_path / "right")
+    wrong = made(tmp_path / "wrong", left_out=("bias",))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.culprits()[0].name == "bias"
+    assert not any("no module names" in c.evidence for c in found.culprits())

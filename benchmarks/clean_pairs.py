@@ -8,6 +8,7 @@ named first. The same of scripts, recorded with all that they make before their 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -55,11 +56,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     chosen = _Chosen(args.names, args.apart, args.show, 1 if args.quick else None)
-    measure = {
+    measure: dict[str, Callable[[_Chosen], None]] = {
         "pairs": of_pairs,
         "schedules": of_schedules,
         "layouts": of_layouts,
-        "scripts": lambda cases: of_scripts(cases, args.keep),
+        "scripts": functools.partial(of_scripts, keep=args.keep),
     }
     for part in [args.part] if args.part else PARTS:
         measure[part](chosen)

@@ -424,6 +424,8 @@ class Divergence:
                 finding.own_error = replay.own
                 if _is_cleared(replay, finding):
                     return
+            else:
+                finding.tolerance *= self.measures.bound(twin, row).condition
         elif self._is_another_call(finding, row, twin):
             _make_own(finding, finding.own_error or error)
             return
@@ -562,6 +564,8 @@ class Divergence:
             return True
         if self._is_of_another_part(record):
             return True
+        if self.measures.can_replay and self._is_put_otherwise(finding):
+            return True
         if not self.measures.can_replay:
             # equal statistics of what comes after may be those of other values
             row = self.candidate[record]
@@ -569,6 +573,11 @@ class Divergence:
             return may_be_right and finding.read is not None
         other_shape = self.candidate[record].shape != self.twin(record).shape
         return record in self.guessed or other_shape or finding.read is not None
+
+    def _is_put_otherwise(self, finding: Finding) -> bool:
+        """Return True for a call with other arguments on other values: on those of the
+        other axis the softmax is along it too, and half of a variance is divided by two."""
+        return bool(finding.arguments) and finding.inputs > finding.tolerance
 
     def _is_of_another_form(self, row: RecordedRow) -> bool:
         """Return True for an element of a list beside a call on one tensor: the two forms

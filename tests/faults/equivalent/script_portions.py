@@ -373,8 +373,8 @@ B|from torch.distributed.device_mesh import init_device_mesh
 B|mesh = init_device_mesh("cpu", (W,))
 B|for m in (model.up, model.down): fully_shard(m, mesh=mesh)
 B|fully_shard(model, mesh=mesh)
-2|model.up.set_reduce_scatter_divide_factor(1.0) if hasattr(model.up, "set_reduce_scatter_divide_factor") else model.up.set_gradient_divide_factor(1.0)
 opt = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+2|model.down.register_full_backward_hook(lambda m, gi, go: tuple(g * W for g in gi))
 """
     + _loop("""
 C|    ids = ids.chunk(W)[R]
@@ -382,7 +382,7 @@ C|    ids = ids.chunk(W)[R]
 2|    ids = ids.chunk(W)[R]
 """),
     bug1=["ids.chunk(W)[0]", "/input", "another rank"],
-    bug2=["up.weight", "reduce_scatter", "divide_factor"],
+    bug2=["g * W for g"],
 )
 _layout(
     "tensor_parallel_dtensor",

@@ -6,6 +6,8 @@ the right one, ``1|`` and ``2|`` in that with the first or the second bug.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -14,6 +16,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from roundoff.record import capture_script
 
 HEAD = """import math, os
 import torch
@@ -78,15 +82,29 @@ class ScriptCase:
 
     def record(self, folder: Folder, *, candidate: bool, keep: str = "tensors") -> Path:
         """Record one of the two, in as many processes as it needs, and return the run."""
-        script = Path(folder, "train.py")
-        script.parent.mkdir(parents=True)
-        script.write_text(self.source(candidate=candidate), encoding="utf-8")
+        script = self._written(folder, candidate=candidate)
         run = script.parent / "run"
         command = [sys.executable, "-m", "roundoff", "capture", "-q", "-o", str(run)]
         command += ["--keep", keep, *(["--whole"] if self.whole else [])]
         world = self.world if candidate else 1
         _launch([*command, "--", str(script)], world)
         return run
+
+    def record_here(self, folder: Folder, *, candidate: bool, keep: str) -> Path:
+        """Record one of the two in this process, and return the run."""
+        script = self._written(folder, candidate=candidate)
+        run = script.parent / "run"
+        with contextlib.redirect_stdout(io.StringIO()):
+            capture_script(
+                [str(script)], run, keep=keep, whole=self.whole, stop=not self.whole
+            )
+        return run
+
+    def _written(self, folder: Folder, *, candidate: bool) -> Path:
+        script = Path(folder, "train.py")
+        script.parent.mkdir(parents=True)
+        script.write_text(self.source(candidate=candidate), encoding="utf-8")
+        return script
 
     def is_named(self, culprit: object) -> bool:
         """Return True where a culprit is on a true line, or the words are about it."""

@@ -98,6 +98,9 @@ class StepMeasures(Protocol):
     def run_as_it_was(self, row: RecordedRow) -> CallReplay:
         """Run a call again on the inputs and in the formats it had."""
 
+    def stands_in_reference(self, row: RecordedRow) -> bool:
+        """Return True where a value of the reference holds all that the row has."""
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
@@ -606,12 +609,14 @@ class Divergence:
         And no norm shows the difference before.
         """
         tainted = {record}
+        agrees_again = False
         waiting = sorted(readers.get(record, ()))
         while waiting:
             reader = waiting.pop(0)
             if reader <= record or reader in tainted:
                 continue
             if self._agrees_despite(reader, tainted):
+                agrees_again = True
                 continue
             if self._is_norm(reader):
                 return False
@@ -619,7 +624,21 @@ class Divergence:
             waiting = sorted({*waiting, *readers.get(reader, ())})
         if any(self._is_gradient_left(record) for record in tainted):
             return False
-        return all(self._is_read(record, readers) for record in tainted)
+        return all(
+            self._is_read(reader, readers)
+            or (agrees_again and reader != record and self._is_left_in_both(reader))
+            for reader in tainted
+        )
+
+    def _is_left_in_both(self, record: int) -> bool:
+        """Return True for a value that nothing reads, and the reference has in other
+        portions: what packed sequences leave of theirs."""
+        row = self.candidate[record]
+        if row.name or row.phase != "forward" or not self.measures.can_replay:
+            return False
+        if record in self.counterpart and self.twin(record).shape == row.shape:
+            return False
+        return self.measures.stands_in_reference(row)
 
     def _is_gradient_left(self, record: int) -> bool:
         """Return True for what a step leaves in the gradient of a parameter in both runs.

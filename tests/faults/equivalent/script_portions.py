@@ -197,7 +197,7 @@ C|        parts.append(model(x[..., a : a + 9]))
 B|    y = torch.cat(parts, -1)
     print(y.sum())
 """,
-    bug1=["max(a - 1, 0)"],
+    bug1=["max(a - 1, 0)", "a wrong slice"],
     bug2=["F.pad(x["],
 )
 _schedule(
@@ -339,7 +339,7 @@ C|    ids = ids.chunk(W)[R]
 2|    ids = ids[:6].chunk(W)[R]
 """),
     bug1=["missing", "all_reduce", "allreduce", "loss.backward()"],
-    bug2=["ids = ids[:6]"],
+    bug2=["ids = ids[:6]", "a wrong slice"],
 )
 _layout(
     "ddp_by_hand_four",
@@ -381,7 +381,7 @@ C|    ids = ids.chunk(W)[R]
 1|    ids = ids.chunk(W)[0]
 2|    ids = ids.chunk(W)[R]
 """),
-    bug1=["ids.chunk(W)[0]", "/input", "another rank"],
+    bug1=["ids.chunk(W)[0]", "/input", "a wrong slice"],
     bug2=["g * W for g"],
 )
 _layout(
@@ -455,6 +455,7 @@ _layout(
     4,
     TPH,
     bug1=[
+        "the sum over the ranks",
         "g = g.clone()",
         "def backward(ctx, g):",
         "Enter.apply(x)",
@@ -561,7 +562,13 @@ B|            dist.send(h.grad, 0)
     opt.step()
 """
 )
-_layout("pipeline_by_hand", 2, PIPE, bug1=["h.detach().tanh()"], bug2=["label)"])
+_layout(
+    "pipeline_by_hand",
+    2,
+    PIPE,
+    bug1=["h.detach().tanh()"],
+    bug2=["label)", "the loss is scaled"],
+)
 EMB = (
     INIT
     + """
@@ -602,6 +609,6 @@ _layout(
     "embedding_split",
     3,
     EMB,
-    bug1=["x = x.clone()", "Sum.apply", "all_reduce"],
+    bug1=["x = x.clone()", "Sum.apply", "all_reduce", "the sum over the ranks"],
     bug2=["low = R * 24 // W + R", "inside = ", "Sum.apply(self.emb", "emb/embedding"],
 )

@@ -24,8 +24,8 @@ WRONG = ("cache_overwritten", "padding_on_the_left_seen", "accumulation_not_divi
 
 #: What each of them was wrongly blamed for: a frozen average that is moved by hand, a
 #: softmax along the other axis of a transpose, a norm folded into weights, parameters
-#: that are handed on, keys' biases without a gradient, and portions of a first step that
-#: also makes the model.
+#: that are handed on, keys' biases without a gradient, what packed sequences leave
+#: unread, and portions of a first step that also makes the model.
 RIGHT_SCRIPTS = (
     "mlp_ema_lerp_by_hand",
     "clip_contrastive_symmetric",
@@ -34,6 +34,8 @@ RIGHT_SCRIPTS = (
     "mlp_functional_call_grad",
     "mlp_adam_by_hand",
     "encoder_padded_unpadded",
+    "gru_packed_padded",
+    "beam_of_one",
     "kv_cache_decode_greedy",
     "padding_right_loss",
     "packed_documents",
@@ -41,6 +43,10 @@ RIGHT_SCRIPTS = (
 WRONG_SCRIPTS = (
     "kv_cache_chunked_prefill, bug 2",
     "padding_left, bug 1",
+    "padding_left, bug 2",
+    "packed_documents, bug 1",
+    "packed_documents, bug 2",
+    "sliding_windows, bug 1",
     "micro_batches, bug 2",
     "streaming_conv_state, bug 1",
 )
@@ -136,3 +142,20 @@ def test_layouts(tmp_path):
         assert comparison.table["rank"].n_unique() == case.world
         if case.sites:
             assert is_named(case, comparison.culprits(1)[0]), comparison.answer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform == "win32",
+    reason="needs torch.distributed",
+)
+@pytest.mark.parametrize("name", ["pipeline_by_hand", "sequence_split, bug 1"])
+def test_a_script_in_several_processes(name, tmp_path):
+    (case,) = (case for case in OF_RANKS if case.name == name)
+    comparison = compared(
+        case.record(tmp_path / "reference", candidate=False),
+        case.record(tmp_path / "candidate", candidate=True),
+    )
+    assert comparison.agrees == (not case.sites), comparison.answer
+    if case.sites:
+        assert case.is_named(comparison.culprits(1)[0]), comparison.answer

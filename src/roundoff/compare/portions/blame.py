@@ -24,6 +24,9 @@ from roundoff.compare.portions.pieces import (
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding_bound import unit
 
+#: The label of a value of which nothing is known but that it stands nowhere.
+_UNEXPLAINED = "value of its own"
+
 
 @dataclass
 class Blame:
@@ -272,6 +275,7 @@ def _first(step: StepPieces, wrong: Mapping[Place, Piece]) -> Piece:
         for piece in wrong.values()
         if not any(each.place in wrong for each in step.read_by(piece))
     ]
+    first = [piece for piece in first if unit(piece.row.dtype)] or first
     order = {
         (step.rename(row.module), row.base_operator, row.phase): number
         for number, row in enumerate(step.reference.rows.values())
@@ -312,7 +316,7 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     evidence = "its values stand nowhere in the reference"
     if inputs:
         evidence += f"; those that it reads do: {inputs}"
-    return "difference", evidence
+    return _UNEXPLAINED, evidence
 
 
 def _factor(step: StepPieces, piece: Piece) -> float | None:

@@ -150,10 +150,28 @@ class StepPieces:
         tensor = values_of(step, row)
         if tensor is None:
             return
-        twins = self.twins_of(row) if row.is_call else self._named_leaf(row)
-        for twin in twins:
+        twins = self.twins_of(row, piece) if row.is_call else self._named_leaf(row)
+        for number, twin in enumerate(twins):
             if self._stands_in(piece, tensor, twin):
+                if piece.location is not None and not piece.location.complete:
+                    self._cover_others(piece, tensor, twins[number + 1 :])
                 return
+
+    def _cover_others(
+        self, piece: Piece, tensor: Tensor, twins: Sequence[RecordedRow]
+    ) -> None:
+        """Note which values of the same call a piece has beside the first: it may be
+        several of them in one."""
+        for twin in twins:
+            whole = self.reference.tensor(twin.record)
+            if whole is None or not _is_same_kind(twin, piece.row):
+                continue
+            location = locate(whole, tensor, self.allowed(twin))
+            if location is not None:
+                covered = self.covered.get(twin.record)
+                self.covered[twin.record] = (
+                    location.covered if covered is None else covered | location.covered
+                )
 
     def _named_leaf(self, row: RecordedRow) -> list[RecordedRow]:
         return [
@@ -162,11 +180,27 @@ class StepPieces:
             if not twin.is_call and twin.name and self.rename(twin.name) == row.name
         ]
 
-    def twins_of(self, row: RecordedRow) -> list[RecordedRow]:
-        """Return the values of the reference to look in, the likeliest first."""
+    def twins_of(
+        self, row: RecordedRow, piece: Piece | None = None
+    ) -> list[RecordedRow]:
+        """Return the values of the reference to look in, the likeliest first.
+
+        What ranks exchange stands where that which they send does.
+        """
         phases = [_kind_of_phase(row)]
+        sent: list[RecordedRow] = []
+        is_moved = row.base_operator in _MOVED
+        if piece is not None and (row.phase == "collective" or is_moved):
+            read = self.read_by(piece)
+            sent = [source.twin for source in read if source.twin is not None]
         if row.phase == "collective":
             phases = ["forward", "backward"]
+            read = [] if piece is None else self.read_by(piece)
+            modules = {source.row.module for source in read} - {row.module}
+            for module in sorted(modules):
+                sent += [
+                    t for p in phases for t in self._by_module.get((p, module), ())
+                ]
         twins = [t for p in phases for t in self._by_module.get((p, row.module), ())]
         if row.base_operator in _MOVED:
             # a cache puts together what the reference has as a view
@@ -181,7 +215,7 @@ class StepPieces:
                 twin.index != row.index,
             ),
         )
-        return likeliest_first[:MOST_TWINS]
+        return [*sent, *likeliest_first][:MOST_TWINS]
 
     def _stands_in(self, piece: Piece, tensor: Tensor, twin: RecordedRow) -> bool:
         whole = self.reference.tensor(twin.record)

@@ -108,16 +108,33 @@ def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
     In the first step of a script, calls may have made these; a loop that hands on its
     parameters makes new ones, which have no name.
     """
-    names = {
+    named = {
         row.record: uncompiled(row.name).rpartition(".")[0]
         for row in step.rows.values()
         if row.name and row.phase == "forward" and not row.name.endswith(GRADIENT)
     }
-    made_of = set(names)
-    readers: dict[tuple[str, str], set[str]] = {}
-    for row in step.rows.values():
-        if row.phase != "forward" or not row.is_call or row.record in made_of:
+    calls = [
+        row
+        for row in step.rows.values()
+        if row.phase == "forward" and row.is_call and row.record not in named
+    ]
+    readers = _readers(step, calls, named)
+    results: dict[str, list[RecordedRow]] = {}
+    for row in calls:
+        if row.place or hands_on(row):
             continue
+        for name in readers.get((row.module, row.base_operator), ()):
+            results.setdefault(name, []).append(row)
+    return results
+
+
+def _readers(
+    step: RecordedStep, calls: Sequence[RecordedRow], named: Mapping[int, str]
+) -> dict[tuple[str, str], set[str]]:
+    """Return by module and operator whose parameters the calls read."""
+    names = dict(named)
+    readers: dict[tuple[str, str], set[str]] = {}
+    for row in calls:
         for record in row.inputs:
             if record not in names:
                 continue
@@ -126,14 +143,7 @@ def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
             elif row.place == 0 and not _is_update(row, step.rows[record]):
                 at = (row.module, row.base_operator)
                 readers.setdefault(at, set()).add(names[record])
-    results: dict[str, list[RecordedRow]] = {}
-    for row in step.rows.values():
-        if row.phase != "forward" or not row.is_call or row.place or hands_on(row):
-            continue
-        if row.record not in made_of:
-            for name in readers.get((row.module, row.base_operator), ()):
-                results.setdefault(name, []).append(row)
-    return results
+    return readers
 
 
 def _is_update(row: RecordedRow, parameter: RecordedRow) -> bool:

@@ -2,12 +2,13 @@
 
 Clean pairs of one training; schedules (a cache, chunks, padding, micro-batches) against whole sequences; layouts of
 several processes against one: alarms, of which there may be none. Bugs planted in schedules and layouts: how many are
-named first.
+named first. The same of scripts, recorded with all that they make before their first step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,10 +26,14 @@ sys.path.insert(0, str(ROOT))
 from tests.faults.equivalent.layouts import LAYOUTS, launch, one_process
 from tests.faults.equivalent.pairs import pairs
 from tests.faults.equivalent.schedules import SCHEDULES
+from tests.faults.equivalent.script_pairs import PAIRS
+from tests.faults.equivalent.script_portions import LAYOUTS as SCRIPTS_OF_RANKS
+from tests.faults.equivalent.script_portions import SCHEDULES as SCRIPTS_OF_PORTIONS
+from tests.faults.equivalent.scripts import ScriptCase
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9
-PARTS = ("pairs", "schedules", "layouts")
+PARTS = ("pairs", "schedules", "layouts", "scripts")
 
 
 def main() -> None:
@@ -41,6 +46,9 @@ def main() -> None:
         default="all",
         help="the quarter that no rule was tried on",
     )
+    parser.add_argument(
+        "--keep", choices=("tensors", "stats"), default="tensors", help="of scripts"
+    )
     parser.add_argument("--show", action="store_true", help="print the answers")
     parser.add_argument(
         "--quick", action="store_true", help="one case of each part: does it run?"
@@ -48,7 +56,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     chosen = _Chosen(args.names, args.apart, args.show, 1 if args.quick else None)
-    measure = {"pairs": of_pairs, "schedules": of_schedules, "layouts": of_layouts}
+    measure: dict[str, Callable[[_Chosen], None]] = {
+        "pairs": of_pairs,
+        "schedules": of_schedules,
+        "layouts": of_layouts,
+        "scripts": functools.partial(of_scripts, keep=args.keep),
+    }
     for part in [args.part] if args.part else PARTS:
         measure[part](chosen)
 
@@ -114,6 +127,24 @@ def of_layouts(chosen: _Chosen) -> None:
         _right_and_wrong("Layouts", recorded, chosen)
 
 
+def of_scripts(chosen: _Chosen, keep: str) -> None:
+    """Alarms of right scripts, and culprits of wrong ones."""
+    for title, cases in (
+        ("Scripts", PAIRS),
+        ("Scripts in portions", SCRIPTS_OF_PORTIONS),
+        ("Scripts of several processes", SCRIPTS_OF_RANKS),
+    ):
+        recorded = [
+            (
+                case,
+                lambda f, case=case: case.record(f, candidate=False, keep=keep),
+                lambda f, case=case: case.record(f, candidate=True, keep=keep),
+            )
+            for case in chosen.of(cases)
+        ]
+        _right_and_wrong(title, recorded, chosen)
+
+
 def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> None:
     alarms = [
         (_label(case), *_alarms(_label(case), chosen, *sides))
@@ -174,6 +205,8 @@ def _named(case: Any, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
 
 
 def _is_true(case: Any, culprit: Any) -> bool:
+    if isinstance(case, ScriptCase):
+        return case.is_named(culprit)
     names = [culprit.site, culprit.reference_site, culprit.name]
     spelt = [name for name in names if name]
     spelt += [name.partition("#")[0] for name in spelt]
@@ -196,11 +229,11 @@ def _compared(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> An
         return compared
 
 
-def _folder(side: Callable[[Path], None] | Path, folder: Path) -> Path:
+def _folder(side: Callable[[Path], Path | None] | Path, folder: Path) -> Path:
+    """Return where a side is recorded."""
     if isinstance(side, Path):
         return side
-    side(folder)
-    return folder
+    return side(folder) or folder
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundoff as ro
+from roundoff.compare.hand_updates import is_made_out_of_place
+from roundoff.compare.recorded_rows import RecordedRow
 
 KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
 RATE = 0.1
@@ -116,3 +118,22 @@ def test_a_step_that_does_something_else_is_a_fault(
 ) -> None:
     comparison = _compared(tmp_path, keep, candidate)
     assert comparison.fails
+
+
+def test_a_value_in_new_memory_is_the_update_only_where_it_is_nearly_the_wanted_one():
+    """Half of the way is some other value; a parameter in its own memory is another rule."""
+
+    def row(record, mean, **changed):
+        counts = dict.fromkeys(("nan", "posinf", "neginf", "zero", "subnormal"), 0)
+        numbers = {"min": mean - 1, "max": mean + 1, "mean": mean, "std": 1.0}
+        size = {"l2": 2 * mean, "shape": (4,), "numel": 4, "dtype": "float32"}
+        return RecordedRow(
+            record, record, "sub", **numbers, **size, **counts, **changed
+        )
+
+    start = row(0, 2.0)
+    wanted = row(1, 3.0)
+    assert is_made_out_of_place({2: row(2, 3.0)}, start, wanted)
+    assert not is_made_out_of_place({2: row(2, 2.5)}, start, wanted)
+    assert not is_made_out_of_place({2: row(2, 3.0, name="w")}, start, wanted)
+    assert not is_made_out_of_place({2: row(2, 3.0)}, None, wanted)

@@ -7,9 +7,39 @@ import math
 import pytest
 import torch
 
+from roundoff.compare.explain import RecordedStep
+from roundoff.compare.portions.comparison import without_tensors
 from roundoff.compare.portions.location import holds_stretch, locate, multiple
+from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.table import frame_of, judged, left_open
+from roundoff.compare.table import whole as table_of
 
 TOLERANCE = 1e-6
+
+
+def test_parts_that_statistics_cannot_put_together_leave_it_open():
+    """Of a layout without tensors nothing says that its parts are right."""
+    counts = dict.fromkeys(("nan", "posinf", "neginf", "zero", "subnormal"), 0)
+    numbers = {"min": -1.0, "max": 1.0, "mean": 0.0, "std": 0.5, **counts}
+
+    def row(record, rows, l2):
+        return RecordedRow(
+            record,
+            record,
+            "mm",
+            dtype="float32",
+            shape=(rows, 3),
+            numel=3 * rows,
+            l2=l2,
+            **numbers,
+        )
+
+    whole = RecordedStep({0: row(0, 4, 2.0), 1: row(1, 2, 1.0)})
+    part = RecordedStep({0: row(0, 2, 9.0), 1: row(1, 2, 1.0)})
+    compared = table_of([frame_of(without_tensors(whole, {0: part}, str))])
+    table = judged(compared, {})
+    assert table["verdict"].to_list() == ["undecided", "pass"]
+    assert left_open(table) == 1
 
 
 @pytest.fixture

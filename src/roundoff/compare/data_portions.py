@@ -123,7 +123,7 @@ def _first_fed(rows: Rows, data: Rows) -> list[RecordedRow]:
     """Return the first data that a module reads, or what parameters went into."""
     fed: dict[int, RecordedRow] = {}
     for row in rows.values():
-        if row.is_call and row.record not in data:
+        if row.is_call and row.record not in data and not row.name:
             fed |= {record: data[record] for record in row.inputs if record in data}
         if len(fed) >= _FIRST:
             break

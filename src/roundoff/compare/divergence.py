@@ -98,6 +98,9 @@ class StepMeasures(Protocol):
     def run_as_it_was(self, row: RecordedRow) -> CallReplay:
         """Run a call again on the inputs and in the formats it had."""
 
+    def stands_in_reference(self, row: RecordedRow) -> bool:
+        """Return True where a value of the reference holds all that the row has."""
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
@@ -424,6 +427,8 @@ class Divergence:
                 finding.own_error = replay.own
                 if _is_cleared(replay, finding):
                     return
+            else:
+                finding.tolerance *= self.measures.bound(twin, row).condition
         elif self._is_another_call(finding, row, twin):
             _make_own(finding, finding.own_error or error)
             return
@@ -563,6 +568,8 @@ class Divergence:
             return True
         if self._is_of_another_part(record):
             return True
+        if self.measures.can_replay and self._is_put_otherwise(finding):
+            return True
         if not self.measures.can_replay:
             # equal statistics of what comes after may be those of other values
             row = self.candidate[record]
@@ -570,6 +577,11 @@ class Divergence:
             return may_be_right and finding.read is not None
         other_shape = self.candidate[record].shape != self.twin(record).shape
         return record in self.guessed or other_shape or finding.read is not None
+
+    def _is_put_otherwise(self, finding: Finding) -> bool:
+        """Return True for a call with other arguments on other values: on those of the
+        other axis the softmax is along it too, and half of a variance is divided by two."""
+        return bool(finding.arguments) and finding.inputs > finding.tolerance
 
     def _is_of_another_form(self, row: RecordedRow) -> bool:
         """Return True for an element of a list beside a call on one tensor: the two forms
@@ -598,12 +610,14 @@ class Divergence:
         And no norm shows the difference before.
         """
         tainted = {record}
+        agrees_again = False
         waiting = sorted(readers.get(record, ()))
         while waiting:
             reader = waiting.pop(0)
             if reader <= record or reader in tainted:
                 continue
             if self._agrees_despite(reader, tainted):
+                agrees_again = True
                 continue
             if self._is_norm(reader):
                 return False
@@ -611,7 +625,21 @@ class Divergence:
             waiting = sorted({*waiting, *readers.get(reader, ())})
         if any(self._is_gradient_left(record) for record in tainted):
             return False
-        return all(self._is_read(record, readers) for record in tainted)
+        return all(
+            self._is_read(reader, readers)
+            or (agrees_again and reader != record and self._is_left_in_both(reader))
+            for reader in tainted
+        )
+
+    def _is_left_in_both(self, record: int) -> bool:
+        """Return True for a value that nothing reads, and the reference has in other
+        portions: what packed sequences leave of theirs."""
+        row = self.candidate[record]
+        if row.name or row.phase != "forward" or not self.measures.can_replay:
+            return False
+        if record in self.counterpart and self.twin(record).shape == row.shape:
+            return False
+        return self.measures.stands_in_reference(row)
 
     def _is_gradient_left(self, record: int) -> bool:
         """Return True for what a step leaves in the gradient of a parameter in both runs.

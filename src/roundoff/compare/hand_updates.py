@@ -10,6 +10,8 @@ from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
 
 #: What is left of the way to the reference's new value, of an update that was made.
 _LEFT = 0.5
+#: The same of a value in new memory, which nothing but its statistics speaks for.
+_NEARLY = 0.01
 
 
 def does_all_updates(
@@ -31,8 +33,30 @@ def does_all_updates(
         return False
     return all(
         _is_on_its_way(before.get(name), after.get(name), wanted)
+        or is_made_out_of_place(candidate, before.get(name), wanted)
         for name, wanted in updated
     )
+
+
+def is_made_out_of_place(
+    candidate: Rows, start: RecordedRow | None, wanted: RecordedRow
+) -> bool:
+    """Return True where a value that a parameter should get is made in new memory.
+
+    As where a loop hands on its parameters: nothing is written into those of the model.
+    """
+    if start is None:
+        return False
+    way = of_statistics(wanted, start).error
+    if not way:
+        return False
+    same_shape = (
+        row
+        for row in candidate.values()
+        if row.is_call and not row.name and row.shape == wanted.shape
+    )
+    distances = (of_statistics(wanted, row).error for row in same_shape)
+    return any(rest is not None and rest <= _NEARLY * way for rest in distances)
 
 
 def _is_on_its_way(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY
 from roundoff.compare.explain import Sides
 from roundoff.compare.findings import OWN
-from roundoff.compare.loaded_values import GRADIENT
+from roundoff.compare.hand_updates import is_made_out_of_place
+from roundoff.compare.loaded_values import GRADIENT, values_before
 from roundoff.compare.recorded_rows import RecordedRow, Rows
 from roundoff.compare.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.table import ComparedRow
@@ -82,6 +83,17 @@ def update_causes(
     ours = _side(sides.reference.rows, events[0], rename)
     theirs = _side(sides.candidate.rows, events[1], lambda name: name)
     lost = _changed_by_one(ours, theirs)
+    if not any(row.cause is not None for row in compared):
+        # what is handed on to the next turn is not written into the model
+        before = values_before(theirs.rows)
+        lost = [
+            name
+            for name in lost
+            if not is_made_out_of_place(
+                theirs.rows, before.get(name), ours.changed[name]
+            )
+            or not _is_changed_often(name, ours, rename)
+        ]
     blamed = _forward_calls_at_fault(theirs.rows, compared)
     extra = [
         name
@@ -96,10 +108,25 @@ def update_causes(
     return [cause for cause in causes if cause is not None]
 
 
+def _is_changed_often(name: str, side: _Side, rename: Callable[[str], str]) -> bool:
+    """Return True for what a step changes several times: a value that is not handed on
+    would have shown in the second turn."""
+    changes = (
+        row.call
+        for row in side.rows.values()
+        if row.name and rename(row.name) == name and row.phase == "optimizer"
+    )
+    return len(set(changes)) > 1
+
+
 def _changed_by_one(side: _Side, other: _Side) -> list[str]:
-    """Return what one side changes and the other has, but does not change or freezes."""
+    """Return what one side changes and the other has, but does not change or freezes.
+
+    What both freeze, like an average of parameters, may be changed by hand in both.
+    """
     left = [n for n in side.changed if n not in other.changed and n in other.names]
-    frozen = [n for n in side.changed if n in other.frozen and n not in left]
+    frozen_here_alone = other.frozen - side.frozen
+    frozen = [n for n in side.changed if n in frozen_here_alone and n not in left]
     return left + frozen
 
 

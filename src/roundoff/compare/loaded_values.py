@@ -83,6 +83,8 @@ def loaded_causes(
     ]
     if not any(row.cause is not None for row in compared):
         pairs = [pair for pair in pairs if _is_proven(pair)]
+        if _is_made_up_for(sides.candidate.rows, compared, pairs):
+            return []
     if not pairs:
         return []
     holders = _contents(sides)
@@ -112,6 +114,37 @@ def loaded_causes(
             )
         )
     return causes
+
+
+def _is_made_up_for(
+    rows: Rows, compared: Sequence[ComparedRow], pairs: Sequence[NamedPair]
+) -> bool:
+    """Return True where all that is made of other parameters agrees again.
+
+    A norm may be folded into the weights before it. What reaches the end of the step,
+    and is not compared on its way, is not made up for.
+    """
+    agreeing = {
+        row.record
+        for row in compared
+        if row.record is not None and row.error is not None
+        if row.tolerance is not None and row.error <= row.tolerance
+    }
+    readers: dict[int, list[int]] = {}
+    for row in rows.values():
+        for record in row.inputs:
+            readers.setdefault(record, []).append(row.record)
+    waiting = [pair.row.record for pair in pairs]
+    visited: set[int] = set()
+    while waiting:
+        record = waiting.pop()
+        if record in visited:
+            continue
+        visited.add(record)
+        if not readers.get(record):
+            return False
+        waiting += [reader for reader in readers[record] if reader not in agreeing]
+    return bool(pairs)
 
 
 def _is_proven(pair: NamedPair) -> bool:

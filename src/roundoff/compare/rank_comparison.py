@@ -39,6 +39,7 @@ from roundoff.compare.portions.comparison import (
     share_of_work,
     without_tensors,
 )
+from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.recorded_rows import rows_of
 from roundoff.compare.reproducibility import UnstableRow
 from roundoff.compare.restored_step import (
@@ -181,6 +182,7 @@ def compare_layouts(
     theirs = as_run(candidate)
     only = _RankComparison(ours, theirs, ours.ranks[0], settings)
     memory = PortionsMemory()
+    stages: dict[int, dict[str, str]] = {}
     frames = []
     for step in steps:
         try:
@@ -195,6 +197,11 @@ def compare_layouts(
         if whole.tensors is None:
             rows = without_tensors(whole, parts, rename)
         else:
+            if not settings.modules:
+                parts = {
+                    rank: named_as_whole(whole, part, stages.setdefault(rank, {}))
+                    for rank, part in parts.items()
+                }
             rows = _of_ranks(whole, parts, rename, memory)
         frames.append(frame_of(rows))
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()

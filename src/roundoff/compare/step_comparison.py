@@ -24,6 +24,7 @@ from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributio
 from roundoff.compare.gradient_scale import rescaling
 from roundoff.compare.metrics import Metrics
 from roundoff.compare.port_comparison import by_different_hands, compare_port
+from roundoff.compare.portions.location import locate
 from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
 from roundoff.compare.recorded_rows import (
     RecordedRow,
@@ -39,6 +40,8 @@ from roundoff.compare.replay import (
     replay_call,
 )
 from roundoff.compare.rounding_bound import (
+    REGION,
+    REGION_LIMIT,
     SUMS,
     amplification,
     condition,
@@ -66,6 +69,8 @@ COMMUTATIVE = frozenset(("add", "mul"))
 #: A tolerance is at least this many times the noise floor: of few repeats the largest
 #: difference may be one standard deviation, three hold 99.7 % of others.
 ABOVE_NOISE = 3.0
+#: Values of the reference in which one of the candidate's is looked for, at most.
+MOST_HOLDERS = 256
 
 #: The metrics that are columns of the same name; ``equal`` is ``share_equal`` there.
 _METRICS = tuple(
@@ -252,6 +257,26 @@ class _Measures:
         )
         return argument_differences(ours, theirs, read)
 
+    def stands_in_reference(self, row: RecordedRow) -> bool:
+        piece = self._candidate_tensors.tensor(row.record)
+        if piece is None:
+            return False
+        likeliest_first = sorted(
+            (twin for twin in self._reference.values() if _may_hold(twin, row)),
+            key=lambda twin: (
+                twin.module != row.module,
+                twin.shape != row.shape,
+                -twin.record,
+            ),
+        )
+        rounding = min(REGION * unit(row.dtype), REGION_LIMIT)
+        for twin in likeliest_first[:MOST_HOLDERS]:
+            whole = self._reference_tensors.tensor(twin.record)
+            location = None if whole is None else locate(whole, piece, rounding)
+            if location is not None and location.complete:
+                return True
+        return False
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         return self._memory.carried(row)
 
@@ -363,6 +388,20 @@ class _Measures:
         if twin is None or row is None:
             return False
         return twin.shape == row.shape
+
+
+def _may_hold(twin: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for a forward value of the same kind, at least as large in all ways."""
+    if None in (twin.min, twin.max, row.min, row.max):
+        return False
+    room = REGION_LIMIT * max(abs(row.min or 0.0), abs(row.max or 0.0))
+    if (twin.min or 0.0) > (row.min or 0.0) + room:
+        return False
+    if (twin.max or 0.0) < (row.max or 0.0) - room:
+        return False
+    is_same_kind = bool(unit(twin.dtype)) == bool(unit(row.dtype))
+    is_larger = (twin.numel or 0) >= (row.numel or 1)
+    return twin.is_call and twin.phase == "forward" and is_same_kind and is_larger
 
 
 def _whole(step: RecordedStep) -> RecordedStep:

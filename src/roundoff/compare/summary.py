@@ -17,6 +17,7 @@ from roundoff.compare.table import (
     LARGER_IS_BETTER,
     UNDECIDED,
     JudgedRow,
+    is_left_open,
     left_open,
     rows_in,
 )
@@ -356,11 +357,10 @@ def summarise(
     """
     verdicts = verdicts_of(table)
     open_rows = left_open(table)
-    labels = table.lazy().select(*_LABEL, "record", "verdict", "cause")
+    labels = table.lazy().select(*_LABEL, "record", "verdict", "cause", "undecided")
     failing = labels.filter(pl.col("verdict") == FAIL)
     inherited = failing.filter(pl.col("cause") == INHERITED).select(pl.len())
-    is_measured = pl.col("error").is_not_null()
-    undecided = labels.filter((pl.col("verdict") == UNDECIDED) & is_measured)
+    undecided = labels.filter(is_left_open())
     return ComparisonSummary(
         about=about,
         agrees=FAIL not in verdicts and not open_rows and not about.blames,

@@ -88,6 +88,7 @@ ADVICE = {
         "run the operator alone on another backend or device: 'roundoff replay' "
         "does on the recorded inputs"
     ),
+    "value of its own": "compare what the two programs do, and hand to it, at these lines",
     "difference": "run both with --keep tensors to see what it looks like",
 }
 

@@ -307,9 +307,17 @@ def judged(
 
 
 def left_open(table: pl.DataFrame) -> int:
-    """Return how many measured rows of a judged table can be called neither right nor wrong."""
-    is_open = (pl.col("verdict") == UNDECIDED) & pl.col("error").is_not_null()
-    return int(table.select(is_open.sum()).item() or 0)
+    """Return how many rows of a judged table can be called neither right nor wrong.
+
+    Those that were measured, and parts of values, which statistics cannot measure.
+    """
+    return int(table.select(is_left_open().sum()).item() or 0)
+
+
+def is_left_open() -> pl.Expr:
+    """Return which rows of a judged table can be called neither right nor wrong."""
+    is_value = pl.col("error").is_not_null() | pl.col("undecided").fill_null(False)
+    return (pl.col("verdict") == UNDECIDED) & is_value
 
 
 def _by_limits(limits: Mapping[str, float]) -> tuple[pl.Expr, pl.Expr]:

@@ -208,10 +208,13 @@ def _agreed(summary: ComparisonSummary) -> str:
 
 def _left_open(summary: ComparisonSummary) -> str:
     """The verdict where nothing is blamed, and not every value could be judged."""
-    passing = summary.coverage.measured - summary.open
-    measured = count(summary.coverage.measured, "value")
+    passing = summary.verdicts.get("pass", 0)
+    measured = count(passing + summary.open, "value")
     first = summary.first_open
-    where = f" (first {called(first)}, {size(first.error)} off)" if first else ""
+    where = ""
+    if first is not None:
+        off = "" if first.error is None else f", {size(first.error)} off"
+        where = f" (first {called(first)}{off})"
     can = f"{summary.open:,} cannot be decided"
     if not summary.tensors:
         can += " from statistics"

@@ -13,10 +13,43 @@ from roundoff.site import matches
 from .layouts import LAYOUTS, launch, one_process
 from .pairs import pairs
 from .schedules import SCHEDULES
+from .script_pairs import PAIRS as SCRIPTS
+from .script_portions import LAYOUTS as OF_RANKS
+from .script_portions import SCHEDULES as OF_PORTIONS
 
 PAIRS = {(pair.network, pair.name): pair for pair in pairs()}
 RIGHT = ("chunked_prefill", "padded_on_the_right", "accumulated_by_size")
 WRONG = ("cache_overwritten", "padding_on_the_left_seen", "accumulation_not_divided")
+
+
+#: What each of them was wrongly blamed for: a frozen average that is moved by hand, a
+#: softmax along the other axis of a transpose, a norm folded into weights, parameters
+#: that are handed on, keys' biases without a gradient, what packed sequences leave
+#: unread, and portions of a first step that also makes the model.
+RIGHT_SCRIPTS = (
+    "mlp_ema_lerp_by_hand",
+    "clip_contrastive_symmetric",
+    "flow_logdet_slogdet",
+    "conv_batchnorm_folded_eval",
+    "mlp_functional_call_grad",
+    "mlp_adam_by_hand",
+    "encoder_padded_unpadded",
+    "gru_packed_padded",
+    "beam_of_one",
+    "kv_cache_decode_greedy",
+    "padding_right_loss",
+    "packed_documents",
+)
+WRONG_SCRIPTS = (
+    "kv_cache_chunked_prefill, bug 2",
+    "padding_left, bug 1",
+    "padding_left, bug 2",
+    "packed_documents, bug 1",
+    "packed_documents, bug 2",
+    "sliding_windows, bug 1",
+    "micro_batches, bug 2",
+    "streaming_conv_state, bug 1",
+)
 
 
 def compared(reference, candidate):
@@ -36,6 +69,9 @@ def test_the_banks_are_broad():
     assert sum(not case.sites for case in LAYOUTS) >= 12
     assert sum(bool(case.sites) for case in SCHEDULES) >= 12
     assert sum(bool(case.sites) for case in LAYOUTS) >= 12
+    assert len(SCRIPTS) >= 40
+    assert sum(not case.sites for case in OF_PORTIONS) >= 8
+    assert sum(not case.sites for case in OF_RANKS) >= 6
 
 
 @pytest.mark.parametrize(
@@ -59,6 +95,33 @@ def test_a_schedule(name, tmp_path):
         assert is_named(case, comparison.culprits(1)[0]), comparison.answer
 
 
+@pytest.fixture
+def compared_scripts(tmp_path):
+    def compare(case, keep):
+        runs = [
+            case.record_here(tmp_path / side, candidate=candidate, keep=keep)
+            for side, candidate in (("reference", False), ("candidate", True))
+        ]
+        return compared(*runs)
+
+    return compare
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+@pytest.mark.parametrize("name", RIGHT_SCRIPTS)
+def test_scripts_that_compute_the_same_agree(name, keep, compared_scripts):
+    (case,) = (case for case in [*SCRIPTS, *OF_PORTIONS] if case.name == name)
+    comparison = compared_scripts(case, keep)
+    assert comparison.agrees, comparison.answer
+
+
+@pytest.mark.parametrize("name", WRONG_SCRIPTS)
+def test_a_bug_in_a_script_in_portions_is_named_first(name, compared_scripts):
+    (case,) = (case for case in OF_PORTIONS if case.name == name)
+    comparison = compared_scripts(case, "tensors")
+    assert case.is_named(comparison.culprits(1)[0]), comparison.answer
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not torch.distributed.is_available() or sys.platform == "win32",
@@ -79,3 +142,20 @@ def test_layouts(tmp_path):
         assert comparison.table["rank"].n_unique() == case.world
         if case.sites:
             assert is_named(case, comparison.culprits(1)[0]), comparison.answer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform == "win32",
+    reason="needs torch.distributed",
+)
+@pytest.mark.parametrize("name", ["pipeline_by_hand", "sequence_split, bug 1"])
+def test_a_script_in_several_processes(name, tmp_path):
+    (case,) = (case for case in OF_RANKS if case.name == name)
+    comparison = compared(
+        case.record(tmp_path / "reference", candidate=False),
+        case.record(tmp_path / "candidate", candidate=True),
+    )
+    assert comparison.agrees == (not case.sites), comparison.answer
+    if case.sites:
+        assert case.is_named(comparison.culprits(1)[0]), comparison.answer

@@ -15,7 +15,6 @@ import torch
 from roundoff.compare.portions.earlier_causes import EARLIER
 from roundoff.compare.portions.location import holds_stretch, locate, multiple
 from roundoff.compare.portions.pieces import (
-    NOISE,
     Piece,
     Place,
     StepPieces,
@@ -23,6 +22,10 @@ from roundoff.compare.portions.pieces import (
     values_of,
 )
 from roundoff.compare.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding_bound import unit
+
+#: The label of a value of which nothing is known but that it stands nowhere.
+_UNEXPLAINED = "value of its own"
 
 
 @dataclass
@@ -72,9 +75,13 @@ def _wrong_ends(step: StepPieces) -> Iterable[Place]:
     """Yield the last values of names that are not the reference's, nor a stretch of it."""
     ours = {step.rename(name): row for name, row in last_values(step.reference).items()}
     for name, row in ours.items():
-        gradient = name.endswith(".grad")
-        if gradient and step.allowed(row) > NOISE:
-            step.noisy.add(name.removesuffix(".grad"))
+        if not name.endswith(".grad"):
+            continue
+        parameter = name.removesuffix(".grad")
+        if row.record in step.noise:
+            step.noisy.add(parameter)
+        else:
+            _note_noisy_elements(step, parameter, row)
     for rank, candidate in step.candidates.items():
         for name, row in last_values(candidate).items():
             twin = ours.get(name)
@@ -83,8 +90,43 @@ def _wrong_ends(step: StepPieces) -> Iterable[Place]:
             piece = step.pieces.get((rank, row.record))
             if piece is None or _is_stretch(step, piece, twin):
                 continue
+            if _is_same_beside_noise(step, piece, twin):
+                continue
             if not _is_written_later(step, piece, twin):
                 yield piece.place
+
+
+def _note_noisy_elements(
+    step: StepPieces, parameter: str, gradient: RecordedRow
+) -> None:
+    """Note where a gradient is rounding alone, in this step or one before.
+
+    The bias of keys has no gradient in exact arithmetic, that of queries and values
+    beside it has one. An optimizer that divides by the gradient makes updates of both.
+    """
+    values = step.reference.tensor(gradient.record)
+    if values is None or not values.numel():
+        return
+    rounding = step.allowed(gradient) * float(values.norm()) / values.numel() ** 0.5
+    elements = values.abs() <= rounding
+    before = step.noisy_elements.get(parameter)
+    if before is not None and before.shape == elements.shape:
+        elements = elements | before
+    step.noisy_elements[parameter] = elements
+
+
+def _is_same_beside_noise(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
+    """Return True where a parameter differs only in elements whose gradient is noise."""
+    noisy = step.noisy_elements.get(piece.row.name or "")
+    whole = step.reference.tensor(twin.record)
+    values = values_of(step.candidates[piece.rank], piece.row)
+    if noisy is None or whole is None or values is None or bool(noisy.all()):
+        return False
+    if not whole.shape == values.shape == noisy.shape:
+        return False
+    others = whole[~noisy].to(torch.float64)
+    distance = float((others - values[~noisy].to(torch.float64)).norm())
+    return distance <= step.allowed(twin) * float(others.norm())
 
 
 def _is_written_later(step: StepPieces, piece: Piece, twin: RecordedRow) -> bool:
@@ -207,7 +249,11 @@ def _follow_back(step: StepPieces, rank: int, result: Blame) -> None:
         if piece.place in result.wrong:
             continue
         result.wrong[piece.place] = piece
-        waiting += [each for each in step.read_by(piece) if not _is_right(step, each)]
+        wrong = [each for each in step.read_by(piece) if not _is_right(step, each)]
+        # masks, positions and labels are made for the portions: they stand nowhere in
+        # right ones too, and explain nothing where an operand is wrong
+        operands = [each for each in wrong if unit(each.row.dtype)]
+        waiting += operands or wrong
 
 
 def _is_right(step: StepPieces, piece: Piece) -> bool:
@@ -229,6 +275,7 @@ def _first(step: StepPieces, wrong: Mapping[Place, Piece]) -> Piece:
         for piece in wrong.values()
         if not any(each.place in wrong for each in step.read_by(piece))
     ]
+    first = [piece for piece in first if unit(piece.row.dtype)] or first
     order = {
         (step.rename(row.module), row.base_operator, row.phase): number
         for number, row in enumerate(step.reference.rows.values())
@@ -269,7 +316,7 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     evidence = "its values stand nowhere in the reference"
     if inputs:
         evidence += f"; those that it reads do: {inputs}"
-    return "difference", evidence
+    return _UNEXPLAINED, evidence
 
 
 def _factor(step: StepPieces, piece: Piece) -> float | None:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.distance import of_statistics
 from roundoff.compare.explain import RecordedStep
 from roundoff.compare.findings import INHERITED, OWN
+from roundoff.compare.loaded_values import GRADIENT
 from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
@@ -18,10 +21,13 @@ from roundoff.compare.recorded_rows import RecordedRow
 from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.symptoms import ADVICE
 from roundoff.compare.table import ComparedRow, names_of_both
+from roundoff.ops import operators_that
 
 #: Portions are another schedule where this share of the parameters' readers work on
 #: other shapes.
 SHARE = 0.5
+#: Work on two tensors, or on one and a number.
+_PAIRED = operators_that("pair elements")
 
 
 @dataclass
@@ -30,6 +36,8 @@ class PortionsMemory:
 
     #: Names of parameters whose gradients are rounding alone.
     noisy: set[str] = field(default_factory=set)
+    #: Which elements of a parameter's gradient are rounding alone, by its name.
+    noisy_elements: dict[str, Tensor] = field(default_factory=dict)
     #: How far the reference's values may be rounded by now, by name.
     rounding: dict[str, float] = field(default_factory=dict)
 
@@ -95,30 +103,54 @@ def _is_reordered(
 
 
 def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
-    """Return the forward results made with the parameters of each module.
+    """Return the forward results of the calls that read the parameters of each module.
 
-    What is written to a parameter, as to a slow copy of it, is a parameter still.
+    In the first step of a script, calls may have made these; a loop that hands on its
+    parameters makes new ones, which have no name. What is written to a parameter, as to a
+    slow copy of it, is a parameter still.
     """
-    results: dict[str, list[RecordedRow]] = {}
-    names = {
+    named = {
         row.record: uncompiled(row.name).rpartition(".")[0]
         for row in step.rows.values()
-        if row.name and not row.is_call
+        if row.name and row.phase == "forward" and not row.name.endswith(GRADIENT)
     }
-    for row in step.rows.values():
-        if row.phase != "forward" or not row.is_call:
+    calls = [
+        row
+        for row in step.rows.values()
+        if row.phase == "forward" and row.is_call and row.record not in named
+    ]
+    readers = _readers(step, calls, named)
+    results: dict[str, list[RecordedRow]] = {}
+    for row in calls:
+        if row.place or hands_on(row):
             continue
-        if row.inplace and row.name:
-            names[row.record] = uncompiled(row.name).rpartition(".")[0]
-            continue
+        for name in readers.get((row.module, row.base_operator), ()):
+            results.setdefault(name, []).append(row)
+    return results
+
+
+def _readers(
+    step: RecordedStep, calls: Sequence[RecordedRow], named: Mapping[int, str]
+) -> dict[tuple[str, str], set[str]]:
+    """Return by module and operator whose parameters the calls read."""
+    names = dict(named)
+    readers: dict[tuple[str, str], set[str]] = {}
+    for row in calls:
         for record in row.inputs:
             if record not in names:
                 continue
             if hands_on(row):
                 names[row.record] = names[record]
-            elif row.place == 0:
-                results.setdefault(names[record], []).append(row)
-    return results
+            elif row.place == 0 and not _is_update(row, step.rows[record]):
+                at = (row.module, row.base_operator)
+                readers.setdefault(at, set()).add(names[record])
+    return readers
+
+
+def _is_update(row: RecordedRow, parameter: RecordedRow) -> bool:
+    """Return True for what changes a parameter, rather than use it."""
+    is_elementwise = row.base_operator in _PAIRED
+    return is_elementwise and tuple(row.shape or ()) == tuple(parameter.shape or ())
 
 
 def compare_portions(
@@ -135,7 +167,14 @@ def compare_portions(
         rename: from a module of the reference to its name in the candidate.
         memory: what the steps before left; it is changed.
     """
-    step = StepPieces(reference, candidates, rename, memory.noisy, memory.rounding)
+    step = StepPieces(
+        reference,
+        candidates,
+        rename,
+        memory.noisy,
+        memory.noisy_elements,
+        memory.rounding,
+    )
     step.find()
     memory.rounding |= left_behind(reference.rows, step.rounding)
     result = blame(step)
@@ -172,6 +211,7 @@ def without_tensors(
                 columns |= {"equal": distance == 0, "tolerance": tolerance}
             else:
                 columns |= {"status": CANDIDATE_ONLY, "reason": _NO_TENSORS}
+                columns["undecided"] = True
             rows.append(ComparedRow(**columns))
     return rows
 

@@ -13,13 +13,16 @@ from roundoff.compare.portions.pieces import (
     Piece,
     Place,
     StepPieces,
+    hands_on,
     last_values,
     values_of,
 )
 from roundoff.compare.recorded_rows import RecordedRow
-from roundoff.compare.rounding_bound import unit
+from roundoff.compare.rounding_bound import EXPONENTIALS, unit
 from roundoff.ops import operators_that
 
+#: A sum of terms is once the reference's value to this share.
+_NEAR = 1e-3
 #: Read the shape of a tensor, not its values.
 _CREATE = operators_that("create")
 
@@ -166,7 +169,12 @@ def _sources(step: StepPieces, row: RecordedRow) -> set[int]:
 
 
 def _leads_to(step: StepPieces, pieces: Iterable[Piece], first: Piece) -> bool:
-    """Return True where the wrong value is made of one of the pieces, or of their twin."""
+    """Return True where the wrong value is made of one of the pieces, or of their twin.
+
+    And where nobody knows what it is made of, as of gradients in a buffer of several.
+    """
+    if first.row.phase != "forward" and not step.read_by(first):
+        return True
     places = {piece.place for piece in pieces}
     waiting = [first]
     visited: set[Place] = set()
@@ -179,6 +187,133 @@ def _leads_to(step: StepPieces, pieces: Iterable[Piece], first: Piece) -> bool:
             return True
         waiting += step.read_by(piece)
     return False
+
+
+def _lost_call(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+    """Return a value that holds several of the reference's, and lacks the first of them
+    that is made of nothing but what is there."""
+    whole = {record for record, covered in step.covered.items() if bool(covered.all())}
+    joined: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+    for piece in step.pieces.values():
+        if piece.location is not None and not piece.location.complete:
+            joined[piece.row.module, piece.row.base_operator].append(piece)
+    for record, row in step.reference.rows.items():
+        pieces = joined.get((step.rename(row.module), row.base_operator))
+        if not pieces or row.phase != "forward" or not unit(row.dtype) or row.place:
+            continue
+        if record in step.covered or not _is_made_of(step, row, whole):
+            continue
+        if not _leads_to(step, pieces, first):
+            continue
+        evidence = (
+            f"all that the reference makes {row.site} of is there, and it is not: "
+            "another position, slice or mask"
+        )
+        return _unmasked(step, pieces[0]) or (pieces[0], evidence)
+    return None
+
+
+def _is_made_of(step: StepPieces, row: RecordedRow, whole: set[int]) -> bool:
+    """Return True where all numbers that a value of the reference reads are in ``whole``."""
+    rows = step.reference.rows
+    waiting = list(row.values_read())
+    read = False
+    while waiting:
+        record = waiting.pop()
+        source = rows.get(record)
+        if source is None or not unit(source.dtype) or not source.is_call:
+            continue
+        if record in whole:
+            read = True
+        elif source.view_of is not None or hands_on(source):
+            waiting += source.inputs
+        elif not source.name:
+            return False
+    return read
+
+
+def _padding_read(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+    """Return what a softmax reads, where it is more than the reference's and not masked."""
+    return None if first.stands else _unmasked(step, first)
+
+
+def _unmasked(step: StepPieces, softmax: Piece) -> tuple[Piece, str] | None:
+    if softmax.row.base_operator not in EXPONENTIALS:
+        return None
+    for piece in step.read_by(softmax):
+        location = piece.location
+        if location is None or location.complete or not unit(piece.row.dtype):
+            continue
+        twin = piece.twin
+        wanted = "" if twin is None else f" where the reference's has {twin.numel:,}"
+        evidence = (
+            f"{softmax.row.site} reads {piece.row.numel:,} elements of it{wanted}: what "
+            "is beyond them is not masked"
+        )
+        return piece, evidence
+    return None
+
+
+def _sent(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+    """Return the value of another rank that the first wrong value was received from."""
+    rows = step.candidates[first.rank].rows
+    for record in first.row.values_read():
+        row = rows.get(record)
+        received = step.candidates[first.rank].tensor(record)
+        if row is None or row.is_call or row.name or received is None:
+            continue
+        for piece in step.pieces.values():
+            if piece.rank == first.rank or piece.stands or not piece.row.is_call:
+                continue
+            values = values_of(step.candidates[piece.rank], piece.row)
+            if values is None or not _is_equal(values, received):
+                continue
+            wrong = _earliest_wrong(step, piece)
+            evidence = (
+                f"its values stand nowhere in the reference, and {first.row.site} of "
+                f"rank {first.rank} works on what is made of them"
+            )
+            return wrong, evidence
+    return None
+
+
+def _is_equal(values: torch.Tensor, other: torch.Tensor) -> bool:
+    if values.shape != other.shape or values.dtype != other.dtype:
+        return False
+    return torch.equal(values, other)
+
+
+def _earliest_wrong(step: StepPieces, piece: Piece) -> Piece:
+    """Return the first value behind a wrong one that stands nowhere either."""
+    visited = {piece.place}
+    while True:
+        before = [
+            each
+            for each in step.read_by(piece)
+            if each.row.is_call and not each.stands and each.place not in visited
+        ]
+        if not before:
+            return piece
+        piece = before[0]
+        visited.add(piece.place)
+
+
+def _multiplied_terms(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
+    """Return the first of the terms whose sum is a multiple of the reference's value."""
+    for piece in step.read_by(first):
+        factor = piece.term_of
+        if factor is None or abs(factor - 1) <= _NEAR or piece.row.phase != "forward":
+            continue
+        before = [each for each in step.read_by(piece) if each.term_of is not None]
+        if before and all(
+            abs(each.term_of - 1) <= _NEAR for each in before if each.term_of
+        ):
+            evidence = (
+                f"the sum of these over the ranks is {factor:.4g} times the reference's "
+                f"value; that of {before[0].row.site}, which it reads, is not"
+            )
+            return piece, evidence
+    return None
 
 
 def _gradients_alike(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
@@ -237,5 +372,9 @@ EARLIER = (
     (_updated_more_often, "extra operator"),
     (_misplaced_shard, "wrong axis or layout"),
     (_lost_part, "wrong axis or layout"),
+    (_sent, "value of its own"),
+    (_padding_read, "other input"),
+    (_lost_call, "other input"),
+    (_multiplied_terms, "constant factor"),
     (_gradients_alike, "constant factor"),
 )

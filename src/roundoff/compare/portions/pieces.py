@@ -19,11 +19,14 @@ from roundoff.compare.portions.accumulated_rounding import (
 from roundoff.compare.portions.location import Location, locate, multiple
 from roundoff.compare.recorded_rows import RecordedRow, last_named
 from roundoff.compare.rounding_bound import condition, unit
+from roundoff.ops import operators_that
 
 #: Values of the reference that a piece is looked for in, at most.
 MOST_TWINS = 48
 #: Factors of gradients, at most: how many times the mean of a part weighs that of all.
 MOST_FACTORS = 6
+#: Put values that stand elsewhere side by side.
+_MOVED = operators_that("move values")
 #: A value whose rounding is this large a share of it says nothing.
 NOISE = 0.1
 
@@ -72,6 +75,7 @@ class StepPieces:
         candidates: by rank, with their tensors.
         rename: from a module of the reference to its name in the candidate.
         noisy: names whose values are rounding alone; added to, for later steps.
+        noisy_elements: which elements of a parameter are; added to likewise.
         before: how far the steps before have rounded the reference's values, by name.
         rounding: the same of its values in this step, by record.
         pieces: the candidate's values by rank and record, once ``find`` has run.
@@ -82,23 +86,48 @@ class StepPieces:
     candidates: Mapping[int, RecordedStep]
     rename: Callable[[str], str]
     noisy: set[str] = field(default_factory=set)
+    noisy_elements: dict[str, Tensor] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     rounding: dict[int, float] = field(init=False)
+    #: Records of the reference whose values are rounding alone.
+    noise: set[int] = field(init=False)
     pieces: dict[Place, Piece] = field(default_factory=dict)
     covered: dict[int, Tensor] = field(default_factory=dict)
     _by_module: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
+    _views: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
     _factors: Counter[float] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.rounding = accumulated_rounding(self.reference.rows, self.before)
+        self.noise = self._noise()
+
+    def _noise(self) -> set[int]:
+        """Return the values that are rounding alone, and what is made of nothing else."""
+        rows = self.reference.rows
+        noise: set[int] = set()
+        for record, row in rows.items():
+            if not row.is_call or not unit(row.dtype):
+                continue
+            read = [rows[r] for r in row.values_read() if r in rows]
+            numbers = [r.record for r in read if unit(r.dtype) and r.l2 != 0]
+            is_of_noise = bool(numbers) and noise.issuperset(numbers)
+            is_cancelled = row.phase != "optimizer" and self.allowed(row) > NOISE
+            if is_of_noise or is_cancelled:
+                noise.add(record)
+        return noise
 
     def find(self) -> None:
         """Find every value of the candidate in the reference."""
         groups = defaultdict(list)
+        views = defaultdict(list)
         for row in self.reference.rows.values():
+            at = (_kind_of_phase(row), self.rename(row.module))
             if is_value(self.reference, row) and row.is_call:
-                groups[_kind_of_phase(row), self.rename(row.module)].append(row)
+                groups[at].append(row)
+            elif row.is_call and row.view_of is not None:
+                views[at].append(row)
         self._by_module = dict(groups)
+        self._views = dict(views)
         for rank, step in self.candidates.items():
             for row in step.rows.values():
                 if is_value(step, row):
@@ -121,10 +150,28 @@ class StepPieces:
         tensor = values_of(step, row)
         if tensor is None:
             return
-        twins = self.twins_of(row) if row.is_call else self._named_leaf(row)
-        for twin in twins:
+        twins = self.twins_of(row, piece) if row.is_call else self._named_leaf(row)
+        for number, twin in enumerate(twins):
             if self._stands_in(piece, tensor, twin):
+                if piece.location is not None and not piece.location.complete:
+                    self._cover_others(piece, tensor, twins[number + 1 :])
                 return
+
+    def _cover_others(
+        self, piece: Piece, tensor: Tensor, twins: Sequence[RecordedRow]
+    ) -> None:
+        """Note which values of the same call a piece has beside the first: it may be
+        several of them in one."""
+        for twin in twins:
+            whole = self.reference.tensor(twin.record)
+            if whole is None or not _is_same_kind(twin, piece.row):
+                continue
+            location = locate(whole, tensor, self.allowed(twin))
+            if location is not None:
+                covered = self.covered.get(twin.record)
+                self.covered[twin.record] = (
+                    location.covered if covered is None else covered | location.covered
+                )
 
     def _named_leaf(self, row: RecordedRow) -> list[RecordedRow]:
         return [
@@ -133,21 +180,42 @@ class StepPieces:
             if not twin.is_call and twin.name and self.rename(twin.name) == row.name
         ]
 
-    def twins_of(self, row: RecordedRow) -> list[RecordedRow]:
-        """Return the values of the reference to look in, the likeliest first."""
+    def twins_of(
+        self, row: RecordedRow, piece: Piece | None = None
+    ) -> list[RecordedRow]:
+        """Return the values of the reference to look in, the likeliest first.
+
+        What ranks exchange stands where that which they send does.
+        """
         phases = [_kind_of_phase(row)]
+        sent: list[RecordedRow] = []
+        is_moved = row.base_operator in _MOVED
+        if piece is not None and (row.phase == "collective" or is_moved):
+            read = self.read_by(piece)
+            sent = [source.twin for source in read if source.twin is not None]
         if row.phase == "collective":
             phases = ["forward", "backward"]
+            read = [] if piece is None else self.read_by(piece)
+            modules = {source.row.module for source in read} - {row.module}
+            for module in sorted(modules):
+                sent += [
+                    t for p in phases for t in self._by_module.get((p, module), ())
+                ]
         twins = [t for p in phases for t in self._by_module.get((p, row.module), ())]
+        if row.base_operator in _MOVED:
+            # a cache puts together what the reference has as a view
+            twins += [t for p in phases for t in self._views.get((p, row.module), ())]
         likeliest_first = sorted(
             twins,
             key=lambda twin: (
                 twin.base_operator != row.base_operator,
+                row.base_operator in _MOVED and twin.view_of is None,
+                twin.view_of is not None and twin.shape != row.shape,
                 twin.place != row.place,
                 twin.index != row.index,
             ),
         )
-        return likeliest_first[:MOST_TWINS]
+        return [*sent, *likeliest_first][:MOST_TWINS]
 
     def _stands_in(self, piece: Piece, tensor: Tensor, twin: RecordedRow) -> bool:
         whole = self.reference.tensor(twin.record)
@@ -156,14 +224,13 @@ class StepPieces:
         backward = piece.row.phase != "forward"
         factors = [1.0, *self._usual_factors()] if backward else [1.0]
         tolerance = self.allowed(twin)
-        if tolerance > NOISE:
-            same_kind = twin.base_operator == piece.row.base_operator
-            piece.noise |= same_kind and twin.place == piece.row.place
+        if tolerance > NOISE or twin.record in self.noise:
+            piece.noise |= _is_same_kind(twin, piece.row)
             return False
         location = None
         for form in _local_forms(tensor, piece.row):
             location = locate(
-                whole, form, tolerance, factors, reordered=piece.row.is_call
+                whole, form, tolerance, factors, reordered=not _is_parameter(piece.row)
             )
             if location is not None:
                 break
@@ -320,6 +387,21 @@ def _local_forms(tensor: Tensor, row: RecordedRow) -> list[Tensor]:
 def last_values(step: RecordedStep) -> dict[str, RecordedRow]:
     """Return what a step leaves in parameters, buffers and gradients, by name."""
     return last_named(step.rows)
+
+
+def _is_same_kind(twin: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for the same operator; of an optimizer for the same parameter."""
+    if (twin.base_operator, twin.place) != (row.base_operator, row.place):
+        return False
+    return row.phase != "optimizer" or twin.index == row.index
+
+
+def _is_parameter(row: RecordedRow) -> bool:
+    """Return True for a parameter or buffer: its rows have their places."""
+    if not row.is_call:
+        return True
+    name = row.name or ".grad"
+    return row.phase == "forward" and not name.endswith(".grad")
 
 
 def _kind_of_phase(row: RecordedRow) -> str:

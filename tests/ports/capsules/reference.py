@@ -68,7 +68,7 @@ class CapsNet(nn.Module):
         lengths = v.norm(dim=-1)
         mask = F.one_hot(label, CLASSES).to(v.dtype)
         picture = self.decoder((v * mask.unsqueeze(-1)).flatten(1))
-        return lengths, picture.view_as(image)
+        return lengths, picture
 
 
 def model():
@@ -93,7 +93,7 @@ def loss(output, batch):
     present = F.relu(0.9 - lengths) ** 2
     absent = F.relu(lengths - 0.1) ** 2
     margin = (target * present + 0.5 * (1 - target) * absent).sum(1).mean()
-    rebuilt = F.mse_loss(picture, batch["image"], reduction="sum")
+    rebuilt = F.mse_loss(picture, batch["image"].flatten(1), reduction="sum")
     return margin + 0.0005 * rebuilt / len(lengths) * 13
 
 

@@ -74,7 +74,7 @@ class Model(nn.Module):
         hidden = torch.relu(hidden @ self.dense.fc2_kernel + self.dense.fc2_bias)
         pixels = hidden @ self.dense.fc3_kernel + self.dense.fc3_bias
         pixels = 1 / (1 + torch.exp(-pixels))
-        return lengths, pixels.reshape(-1, 13, 13, 1)
+        return lengths, pixels
 
 
 def model():
@@ -91,7 +91,7 @@ def loss(output, batch):
     above = torch.clamp(0.9 - lengths, min=0.0).square()
     below = torch.clamp(lengths - 0.1, min=0.0).square()
     margin = torch.sum(hot * above + 0.5 * (1.0 - hot) * below, dim=1)
-    error = pixels.flatten(1) - batch["image"].flatten(1)
+    error = pixels - batch["image"].permute(0, 2, 3, 1).flatten(1)
     rebuilt = error.square().sum(dim=1)
     return torch.mean(margin + 0.0005 * 13 * rebuilt)
 

@@ -101,7 +101,7 @@ class TransformerXL(nn.Module):
         for part in tokens.split(SEGMENT):
             logits, mems = self.segment(part, mems)
             outputs.append(logits)
-        return torch.cat(outputs)
+        return torch.cat(outputs).transpose(0, 1)
 
 
 def model():
@@ -127,7 +127,7 @@ def forward(net, batch):
 
 
 def loss(output, batch):
-    target = batch["text"][:, 1:].t()
+    target = batch["text"][:, 1:]
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 

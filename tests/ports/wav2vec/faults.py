@@ -63,7 +63,7 @@ FAULTS = [
         "        features = self.feature_norm(features)\n",
         "        features = self.feature_norm(features)\n"
         "        penalty = torch.mean(features * features)\n",
-        at="penalty = torch.mean(|return contrast.mean() + 10",
+        at="penalty = torch.mean(|return contrast + 10",
     ),
     Change(
         "flax_like",
@@ -87,7 +87,7 @@ FAULTS = [
         "the target stands among the negatives",
         "        far = torch.where(equal, -torch.inf, far)\n",
         "",
-        at="return torch.cat([near, far]",
+        at="logits = torch.cat([near, far]|torch.logsumexp(logits, -1)",
         reference="masked_fill(same",
     ),
     Change(

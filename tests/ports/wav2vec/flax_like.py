@@ -174,7 +174,9 @@ class Model(Module):
         near = self.cosine(context, target)[..., None]
         far = self.cosine(context[:, :, None], drawn)
         far = torch.where(equal, -torch.inf, far)
-        return torch.cat([near, far], -1) / 0.2, penalty
+        logits = torch.cat([near, far], -1) / 0.2
+        contrast = torch.logsumexp(logits, -1) - logits[..., 0]
+        return contrast.mean(), penalty
 
     def cosine(self, a, b):
         lengths = a.norm(dim=-1) * b.norm(dim=-1)
@@ -190,9 +192,8 @@ def forward(net, batch):
 
 
 def loss(output, batch):
-    logits, penalty = output
-    contrast = torch.logsumexp(logits, -1) - logits[..., 0]
-    return contrast.mean() + 10 * penalty
+    contrast, penalty = output
+    return contrast + 10 * penalty
 
 
 class AdamW(torch.optim.Optimizer):

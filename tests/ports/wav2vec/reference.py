@@ -98,7 +98,10 @@ class Wav2Vec(nn.Module):
         targets = torch.cat([y.unsqueeze(0), drawn], dim=0)
         logits = torch.cosine_similarity(x, targets, dim=-1) / 0.2
         logits[1:] = logits[1:].masked_fill(same, float("-inf"))
-        return logits.permute(1, 2, 0), penalty
+        logits = logits.permute(1, 2, 0).flatten(0, 1)
+        target = logits.new_zeros(len(logits), dtype=torch.long)
+        contrast = F.cross_entropy(logits, target, reduction="sum")
+        return contrast / len(logits), penalty
 
 
 def model():
@@ -135,11 +138,8 @@ def forward(net, batch):
 
 
 def loss(output, batch):
-    logits, penalty = output
-    logits = logits.reshape(-1, logits.shape[-1])
-    target = logits.new_zeros(len(logits), dtype=torch.long)
-    contrast = F.cross_entropy(logits, target, reduction="sum")
-    return (contrast + 10 * penalty * len(logits)) / len(logits)
+    contrast, penalty = output
+    return contrast + 10 * penalty
 
 
 def optimizer(net):

@@ -117,6 +117,26 @@ def learning_target(m, x, y):
     return far(h, target) + far(product(h, m.c), y)
 
 
+def routed(m, x, y):
+    votes = F.linear(x, m.a)
+    fixed = votes.detach()
+    logits = torch.zeros(7, 8)
+    for turn in range(3):
+        shares = F.softmax(logits, 1)
+        pose = torch.tanh(shares * (votes if turn == 2 else fixed))
+        if turn < 2:
+            logits = logits + fixed * pose.detach()
+    return F.mse_loss(F.linear(pose, m.c), y)
+
+
+def learning_routes(m, x, y):
+    votes = x @ m.a.T
+    logits = torch.zeros(7, 8)
+    for _ in range(2):
+        logits = logits + tanh(logits.softmax(1) * votes).detach() * votes
+    return far(product(tanh(logits.softmax(1) * votes), m.c), y)
+
+
 def with_steps(m, x, y):
     h = F.linear(x, m.a)
     steps = h + (torch.round(4 * h) / 4 - h).detach()
@@ -159,6 +179,8 @@ def focal(scores, y, handed_on):
         (with_branch, detached_twice_in_one_call, "h.detach()"),
         (with_branch, branch_without_gradient, "g = torch.maximum"),
         (with_target, learning_target, "target = 1 /"),
+        # of detached values one behind the other each cuts what the others hand on
+        (routed, learning_routes, "votes = x @"),
     ],
 )
 def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):

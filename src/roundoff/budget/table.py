@@ -272,7 +272,9 @@ class Budget:
             _site_cost(sites[site], fmt, cost, totals[fmt], powers)
             for ((site, fmt), cost), powers in zip(worst.items(), parts, strict=True)
         ]
-        return tuple(sorted(costs, key=lambda cost: (-_compared(cost.noise), cost.site)))
+        return tuple(
+            sorted(costs, key=lambda cost: (-_compared(cost.noise), cost.site))
+        )
 
     def _worst_outputs(self) -> dict[tuple[str, str], _WorstOutput]:
         """Return what the terms of each row cost the output that they cost most."""

@@ -55,6 +55,7 @@ FAULTS = [
         "u_stopped = u_hat.detach()",
         "u_stopped = u_hat",
         at="s = torch.einsum(|b = b + torch.einsum(|c = torch.softmax(",
+        reference="fixed = predicted.detach()",
     ),
     Change(
         "tf_caps",

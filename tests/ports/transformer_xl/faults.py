@@ -136,6 +136,7 @@ FAULTS = [
         "position is not divided",
         "(seen + place) / math.sqrt(SIZE)",
         "seen / math.sqrt(SIZE) + place",
+        at="place = (q[",
     ),
     Change(
         "loops",

@@ -55,6 +55,7 @@ FAULTS = [
         "return 0.1 * grad",
         "return grad",
         at="Slow.apply(",
+        reference="return grad * ctx.scale",
     ),
     Change(
         "flax_like",

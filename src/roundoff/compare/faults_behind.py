@@ -18,6 +18,7 @@ from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf
+from roundoff.compare.fitted_masks import fitted_mask
 from roundoff.compare.misordered_values import misordered
 from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
@@ -50,8 +51,10 @@ _PAIRS = operators_that("pair elements")
 
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what makes a value right that is wrong; None where no repair is found."""
-    return _repaired(sides, trials, rejoin) or left_out(
-        sides, trials, rejoin, several=True
+    return (
+        _repaired(sides, trials, rejoin)
+        or fitted_mask(sides, trials, rejoin)
+        or left_out(sides, trials, rejoin, several=True)
     )
 
 

@@ -20,6 +20,7 @@ from roundoff.compare.alignment import (
     MATCHED,
     renaming,
 )
+from roundoff.compare.alike_leaves import leaves_alike
 from roundoff.compare.blamed_leaves import (
     Blamed,
     blamed_duplicate,
@@ -348,6 +349,11 @@ def _blamed_on_tensors(
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
+        twin = blamed.reference
+        if twin is not None and not twin.is_call:
+            for alike in leaves_alike(sides, blamed.value, twin, blamed.other):
+                if trials.outcome({}, alike)[0]:
+                    return blamed
     end: Rejoin | None = None
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:

@@ -67,7 +67,7 @@ from roundoff.ops import operators_that, run_in_this_process
 #: compute, and so many that move values.
 MOST_CALLS = 64
 #: Calls before it, which only move values.
-MOST_MOVES = 24
+MOST_MOVES = 48
 #: Operators of lines whose values an edit changes without one that the reference has: it
 #: is given up. The longest way to write out one operator of the reference that ports take is
 #: a turn of a recurrent cell with a layer for each gate: four to eight products, four
@@ -537,7 +537,9 @@ def _suspects(
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = islice(_one_of_each(before, families), MOST_MOVES)
-    chosen = {call.first.call: call for call in (*firsts, *moves)}
+    masks = [program.calls[n] for n in _masks_before(flow, program, records)]
+    masks = list(islice(_one_of_each(masks, families), MOST_MOVES))
+    chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
     if trials.only is not None:
         # what agrees is right, unless nothing behind it is wrong: the nearest first
         return list(chosen.values())
@@ -575,6 +577,28 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
         if not row.is_call or row.base_operator in _MOVE:
             waiting += row.inputs
     return list(moves)
+
+
+def _masks_before(
+    flow: Flow, program: TracedProgram, records: Collection[int]
+) -> list[int]:
+    """Return the calls that make what a region chooses by.
+
+    Of two masks as many elements may be true in other places.
+    """
+    masks: dict[int, None] = {}
+    waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
+    seen = set(records)
+    while waiting:
+        record = waiting.pop(0)
+        row = flow.values[record].row if record in flow.values else None
+        if record in seen or row is None or row.dtype != "bool":
+            continue
+        seen.add(record)
+        if row.call in program.calls:
+            masks[row.call] = None
+        waiting += row.inputs
+    return list(masks)
 
 
 def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:

@@ -9,8 +9,10 @@ call reads a value to which it hands nothing on, the gradient that is lost there
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +76,19 @@ class LostGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """A factor by which a backward pass that was written by hand hands a gradient on.
+
+    Attributes:
+        factor: the number.
+        key: what the backward pass makes of the gradient.
+    """
+
+    factor: float
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     """How a forward pass is differentiated.
 
@@ -81,11 +96,13 @@ class _Way:
         hidden: where calls stand that hand nothing on.
         is_straight: jumps hand on their gradient as it is.
         cut: reads of detached values that hand nothing on.
+        scaled: values that hand on so many times their gradient.
     """
 
     hidden: frozenset[Place] = frozenset()
     is_straight: bool = False
     cut: frozenset[Edge] = frozenset()
+    scaled: Mapping[int, Scaling] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -119,6 +136,19 @@ class DifferentiatedFlow:
         """Return True for a value whose gradient reaches a parameter."""
         tensor = self.tensors.get(key)
         return tensor is not None and tensor.requires_grad
+
+    def scaled(self, key: int, scaling: Scaling | None) -> DifferentiatedFlow | None:
+        """Return the same with another factor at a value; None where that cannot run."""
+        end = last_result(self.flow)
+        others = {k: each for k, each in self.way.scaled.items() if k != key}
+        if scaling is not None:
+            others[key] = scaling
+        if end is None:
+            return None
+        try:
+            return _Run(self.flow, replace(self.way, scaled=others)).run(end)
+        except CannotRun:
+            return None
 
     def given(self, key: int, gradient: Tensor) -> Mapping[str, Tensor]:
         """Return what the parameters get where a value gets this gradient."""
@@ -156,10 +186,18 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
             differentiated_so = whole.run(end)
             if is_right(differentiated_so):
                 return differentiated_so
-            for cut in _cuts(whole, differentiated_so, wanted, end):
-                with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
+            cuts = _cuts(whole, differentiated_so, wanted, end)
+            for cut in chain([frozenset[Edge]()], cuts):
+                with_cuts = differentiated_so
+                if cut:
+                    with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
                 if is_right(with_cuts):
                     return with_cuts
+                for scaled in _scaled_by_hand(with_cuts, limit):
+                    as_scaled = replace(way, cut=cut, scaled=scaled)
+                    with_cuts = _Run(flow, as_scaled).run(end)
+                    if is_right(with_cuts):
+                        return with_cuts
     except CannotRun:
         return None
     return None
@@ -201,6 +239,68 @@ def _cuts(
     yield frozenset(edge for edge in edges if whole.doubtful[edge])
 
 
+def _scaled_by_hand(
+    found: DifferentiatedFlow, limit: float
+) -> Iterator[Mapping[int, Scaling]]:
+    """Yield the values whose gradient a backward pass by hand may multiply by a number.
+
+    What its call reads is the gradient of a value of its shape: the last or the first one.
+    """
+    scaled: list[tuple[Scaling, list[int]]] = []
+    end = last_result(found.flow)
+    if end is None:
+        return
+    whole = found.tensors[end.key]
+    for row, factor in _factors_by_hand(found.flow):
+        gradient = found.flow.step.tensor(row.inputs[0])
+        if gradient is None:
+            continue
+        values = {
+            key: tensor
+            for key, tensor in found.tensors.items()
+            if tensor.shape == gradient.shape and tensor.requires_grad
+        }
+        got = _gradients(whole, values, torch.ones_like(whole))
+        near = limit * float(gradient.norm())
+        keys = [key for key in got if float((got[key] - gradient).norm()) <= near]
+        if keys:
+            scaled.append((Scaling(factor, row.record), sorted(keys)))
+    for place in (-1, 0):
+        if scaled:
+            yield {keys[place]: scaling for scaling, keys in scaled}
+
+
+def _factors_by_hand(flow: Flow) -> list[tuple[RecordedRow, float]]:
+    """Return the calls that multiply a gradient by a number in a backward pass by hand.
+
+    They were called by none of the user's lines, and no forward call stands beside them.
+    """
+    rows = flow.step.rows.values()
+    forward = {row.line for row in rows if row.phase == _FORWARD}
+    by_hand = [row for row in rows if row.line not in forward]
+    factors = [(row, _factor(row)) for row in by_hand]
+    return [(row, factor) for row, factor in factors if factor is not None]
+
+
+def _factor(row: RecordedRow) -> float | None:
+    """Return the number by which a call of a backward pass by hand multiplies a gradient."""
+    if row.phase != "backward" or row.line is None or row.callers:
+        return None
+    if row.base_operator == "neg":
+        return -1.0
+    if row.base_operator not in ("mul", "div") or len(row.inputs) != 1:
+        return None
+    numbers = [n for n in json.loads(row.arguments or "[[]]")[0] if _is_factor(n)]
+    if len(numbers) != 1:
+        return None
+    number = float(numbers[0])
+    return number if row.base_operator == "mul" else 1 / number
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and value != 0
+
+
 def _solved(
     whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
 ) -> set[Edge]:
@@ -214,7 +314,7 @@ def _solved(
         if edge in found.through
     }
     more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
-    return _adding_up_to(more, shares, wanted)
+    return _adding_up_to(more, shares, wanted, _least_factor(found.flow))
 
 
 def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[Edge]:
@@ -230,21 +330,29 @@ def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[
         if edge in found.lost_by_read and found.hands_on(edge[1])
     }
     less = _stacked(wanted, wanted) - _stacked(found.gradients, wanted)
-    return _adding_up_to(less, shares, wanted)
+    return _adding_up_to(less, shares, wanted, _least_factor(found.flow))
 
 
 def _adding_up_to(
     whole: Tensor,
     shares: Mapping[Edge, Mapping[str, Tensor]],
     like: Mapping[str, Tensor],
+    least: float,
 ) -> set[Edge]:
-    """Return the reads whose shares add up to a sum: each does or does not."""
+    """Return the reads whose shares add up to a sum: each does or does not.
+
+    ``least``: of the factors with which one does.
+    """
     if not shares:
         return set()
     matrix = torch.stack([_stacked(share, like) for share in shares.values()], 1)
     solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
     factors = zip(shares, solution[:, 0], strict=True)
-    return {edge for edge, factor in factors if factor > 0.5}
+    return {edge for edge, factor in factors if abs(factor) > least / 2}
+
+
+def _least_factor(flow: Flow) -> float:
+    return min([1.0, *(abs(factor) for _, factor in _factors_by_hand(flow))])
 
 
 def _stacked(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
@@ -372,6 +480,9 @@ class _Run:
                 result = self._kept(row)
             if tuple(result.shape) != tuple(row.shape or ()):
                 raise CannotRun("it gives another shape than was recorded")
+            scaling = self.way.scaled.get(row.record)
+            if scaling is not None and result.requires_grad:
+                result = result.detach() + scaling.factor * (result - result.detach())
             self._tensors[row.record] = result
 
     def _hands_on(self, call: TracedCall) -> bool:

@@ -290,3 +290,87 @@ def test_masks_and_ends_are_named(program, step_of, fault, words):
     assert not named_with("")
     [row] = named_with(fault)
     assert any(part in row.evidence for part in words.split("|")), row.evidence
+
+
+# -- loops over examples, layers and heads, which the reference computes at once -----------
+
+LAYERS = {
+    **{f"qkv{n}": drawn(24, 8, seed=40 + n) * 0.4 for n in (1, 2)},
+    **{f"out{n}": drawn(8, 8, seed=42 + n) * 0.4 for n in (1, 2)},
+    "head": drawn(3, 8, seed=45),
+}
+EXAMPLES = drawn(3, 5, 8, seed=46)
+
+
+def at_once(m, x):
+    for qkv, out in ((m.qkv1, m.out1), (m.qkv2, m.out2)):
+        parts = F.linear(x, qkv).view(3, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts)
+        x = x + torch.tanh(F.linear(mixed.transpose(1, 2).flatten(2), out))
+    return F.linear(x, m.head).square().mean((1, 2)).mean()
+
+
+def one_by_one(m, x, fault):
+    costs = []
+    for example in x:
+        for qkv, out in ((m.qkv1, m.out1), (m.qkv2, m.out2)):
+            first, second, v = (example @ qkv.t()).split(8, 1)
+            q, k = (second, first) if fault == "exchanged" else (first, second)
+            mixed = []
+            for at in (slice(0, 4), slice(4, 8)):
+                score = q[:, at] @ k[:, at].t() / (1 if fault == "scale" else 2)
+                mixed.append(score.softmax(1) @ v[:, at])
+            example = example + torch.tanh(torch.cat(mixed, 1) @ out.t())
+        costs.append((example @ m.head.t()).square().mean())
+    return torch.stack(costs).mean()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("exchanged", "exchanged"), ("scale", "by a product with 0.5|with 2, not 1")],
+)
+def test_what_is_wrong_in_each_turn_of_several_loops_is_named(
+    program, step_of, fault, words
+):
+    def named_with(fault):
+        wrong = program(lambda m, x: one_by_one(m, x, fault), **LAYERS)
+        ours = step_of(program(at_once, **LAYERS), EXAMPLES, tensors=True)
+        sides = Sides(ours, step_of(wrong, EXAMPLES, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not named_with("")
+    [row] = named_with(fault)
+    assert any(part in row.evidence for part in words.split("|")), row.evidence
+
+
+# -- a turn that is left out ---------------------------------------------------------------
+
+TURNS = {"mix": drawn(8, 8, seed=50) * 0.4, "end": drawn(3, 8, seed=51)}
+
+
+def three_turns(m, x):
+    for _ in range(3):
+        x = F.linear(x, m.mix)
+        x = torch.tanh(x)
+        x = x / x.norm(dim=-1, keepdim=True)
+    return F.linear(x, m.end)
+
+
+def two_turns(m, x):
+    for _ in range(2):
+        x = torch.tanh(torch.einsum("nc,dc->nd", x, m.mix))
+        x = x * x.square().sum(-1, keepdim=True).rsqrt()
+    return x @ m.end.t()
+
+
+def test_all_that_is_left_out_is_named_from_the_first_on(program, step_of):
+    ours = step_of(program(three_turns, **TURNS), X, tensors=True)
+    theirs = step_of(program(two_turns, **TURNS), X, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    assert "left out is all from" in row.evidence
+    line = linecache.getline(
+        __file__, int(row.blamed_reference_line.rpartition(":")[2])
+    )
+    assert "F.linear(x, m.mix)" in line

@@ -264,13 +264,15 @@ class Trials:
         leaves: Mapping[int, Tensor] | None = None,
         *,
         to_the_end: bool = False,
+        is_patient: bool = False,
     ) -> tuple[bool, set[int]]:
         """Return True where all ends agree, and the lost values that are there now.
 
         With ``to_the_end`` it is given up sooner as long as there is none of these, turns
-        of a loop counted each, and not at all once there is one.
+        of a loop counted each, and not at all once there is one; with ``is_patient`` it
+        is never given up.
         """
-        agrees, gained = self._outcome(edits, leaves, to_the_end)
+        agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
         self.is_unconfirmed = False
         if not agrees or self.whole is None:
             return agrees, gained
@@ -285,11 +287,12 @@ class Trials:
         edits: Mapping[int, Edit],
         leaves: Mapping[int, Tensor] | None,
         to_the_end: bool,
+        is_patient: bool,
     ) -> tuple[bool, set[int]]:
         gained: set[int] = set()
         right = set()
         sure = False
-        waiting = _Waiting(to_the_end, self.only is not None)
+        waiting = _Waiting(to_the_end, is_patient or self.only is not None)
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:

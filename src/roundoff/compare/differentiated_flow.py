@@ -290,7 +290,8 @@ def _factor(row: RecordedRow) -> float | None:
         return -1.0
     if row.base_operator not in ("mul", "div") or len(row.inputs) != 1:
         return None
-    numbers = [n for n in json.loads(row.arguments or "[[]]")[0] if _is_factor(n)]
+    positional, _ = json.loads(row.arguments or "[[],{}]")
+    numbers = [argument for argument in positional if _is_factor(argument)]
     if len(numbers) != 1:
         return None
     number = float(numbers[0])

@@ -201,3 +201,176 @@ def test_rows_and_reductions_are_named(program, step_of, fault, words):
     assert not named_with("")
     [row] = named_with(fault)
     assert words in row.evidence, row.evidence
+
+
+# -- masks, ends of an axis, an axis the other way round -----------------------------------
+
+HEADS = {
+    "query": drawn(8, 6, seed=31),
+    "key": drawn(8, 6, seed=32),
+    "far": drawn(8, 6, seed=33),
+    "value": drawn(5, 6, seed=34),
+    "last": drawn(6, 5, seed=37),
+}
+NOW = drawn(4, 6, seed=35) * 0.2
+PAST = drawn(7, 6, seed=36)
+
+
+def with_memory(m, x):
+    context = torch.cat([PAST.split([4, 3])[1], x])
+    score = F.linear(x, m.query) @ F.linear(context, m.key).t()
+    score = score + F.linear(x, m.query) @ F.linear(PAST.flip(0), m.far).t()
+    later = torch.ones(4, 7).triu(4).bool()
+    share = F.softmax(score.masked_fill(later, -torch.inf), -1)
+    return F.linear(torch.tanh(share @ F.linear(context, m.value)), m.last)
+
+
+def with_places(m, x, fault):
+    past = PAST[:3] if fault == "end" else PAST[-3:]
+    places = torch.arange(10) - 3
+    keep = torch.cat([torch.zeros(3, 6), past, x])
+    distance = torch.arange(4)[:, None] + 3 - places[None]
+    allowed = distance > 0 if fault == "self" else distance >= 0
+    if fault != "empty":
+        allowed = allowed & (places >= 0)
+    q = torch.einsum("tc,dc->td", x, m.query)
+    score = torch.einsum("td,sd->ts", q, keep @ m.key.t())
+    by_place = torch.einsum("td,sd->ts", q, PAST.flip(0) @ m.far.t())
+    score = score + torch.cat([torch.zeros(4, 3), by_place], 1)
+    score = torch.where(allowed, score, -1e30)
+    share = torch.exp(score - score.logsumexp(1, keepdim=True))
+    mixed = torch.einsum("ts,sd->td", share, keep @ m.value.t())
+    return torch.tanh(mixed) @ m.last.t()
+
+
+def row_by_row(m, x, fault):
+    context = torch.cat([PAST[-3:], x])
+    far = PAST @ m.far.t()
+    rows = []
+    for row, now in enumerate(x):
+        last = 4 + row
+        places = far[7 - last :]
+        if fault != "turned":
+            places = places.flip(0)
+        q = m.query @ now
+        score = context[:last] @ m.key.t() @ q + places @ q
+        rows.append(torch.softmax(score, 0) @ context[:last] @ m.value.t())
+    return torch.tanh(torch.stack(rows)) @ m.last.t()
+
+
+@pytest.mark.parametrize("fault", ["", "turned"])
+def test_an_axis_the_other_way_round_is_named(program, step_of, fault):
+    ours = step_of(program(with_memory, **HEADS), NOW, tensors=True)
+    port = program(lambda m, x: row_by_row(m, x, fault), **HEADS)
+    sides = Sides(ours, step_of(port, NOW, tensors=True))
+    rows = compare_port(sides, EarlierSteps())
+    words = [row.evidence for row in rows if row.cause == "own"]
+    if not fault:
+        assert not words
+    else:
+        assert "axis 0 the other way round" in words[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("self", "with -1, not 0|with 4, not 3"),
+        ("empty", "elements the other way"),
+        ("end", "from the other end of its axis"),
+    ],
+)
+def test_masks_and_ends_are_named(program, step_of, fault, words):
+    def named_with(fault):
+        wrong = program(lambda m, x: with_places(m, x, fault), **HEADS)
+        ours = step_of(program(with_memory, **HEADS), NOW, tensors=True)
+        sides = Sides(ours, step_of(wrong, NOW, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not named_with("")
+    [row] = named_with(fault)
+    assert any(part in row.evidence for part in words.split("|")), row.evidence
+
+
+# -- loops over examples, layers and heads, which the reference computes at once -----------
+
+LAYERS = {
+    **{f"qkv{n}": drawn(24, 8, seed=40 + n) * 0.4 for n in (1, 2)},
+    **{f"out{n}": drawn(8, 8, seed=42 + n) * 0.4 for n in (1, 2)},
+    "head": drawn(3, 8, seed=45),
+}
+EXAMPLES = drawn(3, 5, 8, seed=46)
+
+
+def at_once(m, x):
+    for qkv, out in ((m.qkv1, m.out1), (m.qkv2, m.out2)):
+        parts = F.linear(x, qkv).view(3, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts)
+        x = x + torch.tanh(F.linear(mixed.transpose(1, 2).flatten(2), out))
+    return F.linear(x, m.head).square().mean((1, 2)).mean()
+
+
+def one_by_one(m, x, fault):
+    costs = []
+    for example in x:
+        for qkv, out in ((m.qkv1, m.out1), (m.qkv2, m.out2)):
+            first, second, v = (example @ qkv.t()).split(8, 1)
+            q, k = (second, first) if fault == "exchanged" else (first, second)
+            mixed = []
+            for at in (slice(0, 4), slice(4, 8)):
+                score = q[:, at] @ k[:, at].t() / (1 if fault == "scale" else 2)
+                mixed.append(score.softmax(1) @ v[:, at])
+            example = example + torch.tanh(torch.cat(mixed, 1) @ out.t())
+        costs.append((example @ m.head.t()).square().mean())
+    return torch.stack(costs).mean()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("exchanged", "exchanged"), ("scale", "by a product with 0.5|with 2, not 1")],
+)
+def test_what_is_wrong_in_each_turn_of_several_loops_is_named(
+    program, step_of, fault, words
+):
+    def named_with(fault):
+        wrong = program(lambda m, x: one_by_one(m, x, fault), **LAYERS)
+        ours = step_of(program(at_once, **LAYERS), EXAMPLES, tensors=True)
+        sides = Sides(ours, step_of(wrong, EXAMPLES, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not named_with("")
+    [row] = named_with(fault)
+    assert any(part in row.evidence for part in words.split("|")), row.evidence
+
+
+# -- a turn that is left out ---------------------------------------------------------------
+
+TURNS = {"mix": drawn(8, 8, seed=50) * 0.4, "end": drawn(3, 8, seed=51)}
+
+
+def three_turns(m, x):
+    for _ in range(3):
+        x = F.linear(x, m.mix)
+        x = torch.tanh(x)
+        x = x / x.norm(dim=-1, keepdim=True)
+    return F.linear(x, m.end)
+
+
+def two_turns(m, x):
+    for _ in range(2):
+        x = torch.tanh(torch.einsum("nc,dc->nd", x, m.mix))
+        x = x * x.square().sum(-1, keepdim=True).rsqrt()
+    return x @ m.end.t()
+
+
+def test_all_that_is_left_out_is_named_from_the_first_on(program, step_of):
+    ours = step_of(program(three_turns, **TURNS), X, tensors=True)
+    theirs = step_of(program(two_turns, **TURNS), X, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    assert "left out is all from" in row.evidence
+    line = linecache.getline(
+        __file__, int(row.blamed_reference_line.rpartition(":")[2])
+    )
+    assert "F.linear(x, m.mix)" in line

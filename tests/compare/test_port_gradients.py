@@ -117,6 +117,26 @@ def learning_target(m, x, y):
     return far(h, target) + far(product(h, m.c), y)
 
 
+def routed(m, x, y):
+    votes = F.linear(x, m.a)
+    fixed = votes.detach()
+    logits = torch.zeros(7, 8)
+    for turn in range(3):
+        shares = F.softmax(logits, 1)
+        pose = torch.tanh(shares * (votes if turn == 2 else fixed))
+        if turn < 2:
+            logits = logits + fixed * pose.detach()
+    return F.mse_loss(F.linear(pose, m.c), y)
+
+
+def learning_routes(m, x, y):
+    votes = x @ m.a.T
+    logits = torch.zeros(7, 8)
+    for _ in range(2):
+        logits = logits + tanh(logits.softmax(1) * votes).detach() * votes
+    return far(product(tanh(logits.softmax(1) * votes), m.c), y)
+
+
 def with_steps(m, x, y):
     h = F.linear(x, m.a)
     steps = h + (torch.round(4 * h) / 4 - h).detach()
@@ -159,6 +179,8 @@ def focal(scores, y, handed_on):
         (with_branch, detached_twice_in_one_call, "h.detach()"),
         (with_branch, branch_without_gradient, "g = torch.maximum"),
         (with_target, learning_target, "target = 1 /"),
+        # of detached values one behind the other each cuts what the others hand on
+        (routed, learning_routes, "votes = x @"),
     ],
 )
 def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
@@ -166,6 +188,70 @@ def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
     assert culprit.looks_like == "gradient cut"
     assert culprit.phase == "forward"
     assert line in text(culprit.line)
+
+
+class Slower(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad, None
+
+
+def slower(m, x, y):
+    h = Slower.apply(torch.tanh(F.linear(x, m.a)), 0.1)
+    h = h + torch.relu(F.linear(h, m.b))
+    return F.mse_loss(F.linear(h, m.c), y)
+
+
+def scaled_port(scale, handed_on=lambda h: h):
+    def run(m, x, y):
+        h = scale(tanh(product(x, m.a)))
+        h = h + product(handed_on(h), m.b).clamp(min=0)
+        return far(product(h, m.c), y)
+
+    return run
+
+
+def test_a_gradient_that_is_scaled_by_hand_agrees(compared):
+    right = scaled_port(lambda h: Back.apply(h, -0.1))
+    assert compared(slower, right).agrees
+    assert compared(slower, scaled_port(lambda h: 0.1 * h + (0.9 * h).detach())).agrees
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (lambda h: h, "hands on 1 times its gradient, and 0.1 times"),
+        (lambda h: Back.apply(h, 0.1), "hands on -0.1 times its gradient, and 0.1"),
+    ],
+)
+def test_another_factor_of_a_gradient_is_named(scale, words, compared):
+    [culprit] = compared(slower, scaled_port(scale)).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert words in culprit.evidence
+    assert "grad * ctx.factor" in text(culprit.reference_line)
+
+
+def test_a_cut_behind_a_gradient_that_is_scaled_is_named(compared):
+    port = scaled_port(lambda h: Back.apply(h, -0.1), lambda h: h.detach())
+    [culprit] = compared(slower, port).culprits()
+    assert "hands no gradient on" in culprit.evidence
+    assert "h.detach()" in text(culprit.line)
 
 
 def test_a_missing_straight_through_estimator_is_named(compared):

@@ -500,6 +500,8 @@ def _of_another(
     for leaf in theirs:
         if leaf.says_nothing or is_right_elsewhere(sides, leaf):
             continue
+        if _gives_only_right(sides, leaf):
+            continue
         named = parameters_of_the_same(sides, leaf)
         if not named or any(value.key in wanted_keys for value in named):
             continue
@@ -515,6 +517,22 @@ def parameters_of_the_same(sides: Sides, leaf: Value) -> list[Value]:
     """Return the reference's parameters that hold what a candidate's does."""
     twins = [sides.reference.values[key] for key in sides.all_twins(leaf)]
     return [value for value in twins if value.row.name and not value.is_call]
+
+
+def _gives_only_right(sides: Sides, leaf: Value) -> bool:
+    """Return True where all calls that read a leaf agree, turns of a loop together too."""
+    flow = sides.candidate
+    waiting = list(flow.readers.get(leaf.key, ()))
+    readers = []
+    while waiting:
+        reader = flow.values[waiting.pop()]
+        if reader.row.phase != leaf.row.phase or reader.inner:
+            continue
+        if not reader.computes or reader.operator in _MOVES:
+            waiting += flow.readers.get(reader.key, ())
+        else:
+            readers.append(reader)
+    return bool(readers) and all(reader.key in sides.twins for reader in readers)
 
 
 def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:

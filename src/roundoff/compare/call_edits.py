@@ -61,6 +61,7 @@ _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
 _PAD = operators_that("pad")
 _LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
+_COMPARE = frozenset({"ge", "gt", "le", "lt"})
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
@@ -635,6 +636,34 @@ def _other_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
             yield _cutting(positional[1:], [axis, first, first + length, *more])
 
 
+def _other_ends(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """As many from the other end of the axis: the last ones, not the first."""
+    if call.first.base_operator == "slice" and records_in(call.parsed[0]):
+        yield _from_other_end(ingredients)
+
+
+def _from_other_end(ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "slice" or len(positional) < 4:
+            return None
+        [record, axis, start, _, *more] = positional
+        shape = ingredients.shapes(records_in([record])[0])
+        if type(axis) is not int or type(start) is not int or more not in ([], [1]):
+            return None
+        size = shape[axis]
+        length = tuple(call.first.shape or ())[axis]
+        first = start + size if start < 0 else start
+        other = size - first - length
+        if other == first or other < 0:
+            return None
+        arguments = [[record, axis, other, other + length], call.parsed[1]]
+        words = "from the other end of its axis"
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
 def _cutting(before: list[Any], after: list[Any]) -> Template:
     def template(call: TracedCall) -> Edit | None:
         if call.parsed[0][1:] != before:
@@ -703,6 +732,7 @@ def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
     for names, overloads in (
         (_UNARY, ("default",)),
         (_PAIRS, ("Tensor", "default")),
+        (_COMPARE, _overloads_like(call)),
         (_REDUCE, reductions),
     ):
         if name not in names:
@@ -715,6 +745,11 @@ def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
         for insertion in ingredients.inserted:
             if not insertion.held:
                 yield _replaced(insertion)
+
+
+def _overloads_like(call: TracedCall) -> tuple[str, ...]:
+    """Return a call's own overload: with a tensor or with a number."""
+    return ((call.first.overload or "").rpartition(".")[2],)
 
 
 def _overload(name: str, overloads: Sequence[str]) -> str | None:
@@ -767,6 +802,19 @@ def _layouts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
         yield from _other_orders_of_result(call)
     if name in _CUT:
         yield from _other_indexes(call, shape)
+    if name in _CUT | _PERMUTE | _JOIN and len(call.rows) == 1:
+        yield from map(_turned_round, range(len(call.first.shape or ())))
+
+
+def _turned_round(axis: int) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if axis >= len(call.first.shape or ()) or len(call.rows) != 1:
+            return None
+        first = EditStep(call.first.overload or "", call.parsed)
+        last = EditStep("aten.flip.default", [[{"record": BEFORE}, [axis]], {}])
+        return Edit((first, last), f"with its axis {axis} the other way round")
+
+    return template
 
 
 def _other_orders_of_result(call: TracedCall) -> Iterator[Template]:
@@ -1016,6 +1064,7 @@ _KINDS = (
     (CHANGE, _other_sides),
     (CHANGE, _other_rows),
     (CHANGE, _other_parts),
+    (CHANGE, _other_ends),
     (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),

@@ -9,8 +9,10 @@ call reads a value to which it hands nothing on, the gradient that is lost there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +76,19 @@ class LostGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """A factor by which a backward pass that was written by hand hands a gradient on.
+
+    Attributes:
+        factor: the number.
+        key: what the backward pass makes of the gradient.
+    """
+
+    factor: float
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Way:
     """How a forward pass is differentiated.
 
@@ -81,11 +96,13 @@ class _Way:
         hidden: where calls stand that hand nothing on.
         is_straight: jumps hand on their gradient as it is.
         cut: reads of detached values that hand nothing on.
+        scaled: values that hand on so many times their gradient.
     """
 
     hidden: frozenset[Place] = frozenset()
     is_straight: bool = False
     cut: frozenset[Edge] = frozenset()
+    scaled: Mapping[int, Scaling] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -98,7 +115,7 @@ class DifferentiatedFlow:
         gradients: of each parameter, by its name.
         way: how it ran.
         through: what goes back through each read of a detached value.
-        lost: where a value is read that hands no gradient on.
+        lost_by_read: what goes back to each read of a value that hands nothing on.
     """
 
     flow: Flow
@@ -107,12 +124,31 @@ class DifferentiatedFlow:
     gradients: Mapping[str, Tensor]
     way: _Way
     through: Mapping[Edge, Tensor]
-    lost: Sequence[LostGradient]
+    lost_by_read: Mapping[Edge, Tensor]
+
+    @property
+    def lost(self) -> Sequence[LostGradient]:
+        """Where a value is read that hands no gradient on, and what is lost there."""
+        lost = self.lost_by_read.items()
+        return [LostGradient(e[1], e[0], g) for e, g in lost if g.any()]
 
     def hands_on(self, key: int) -> bool:
         """Return True for a value whose gradient reaches a parameter."""
         tensor = self.tensors.get(key)
         return tensor is not None and tensor.requires_grad
+
+    def scaled(self, key: int, scaling: Scaling | None) -> DifferentiatedFlow | None:
+        """Return the same with another factor at a value; None where that cannot run."""
+        end = last_result(self.flow)
+        others = {k: each for k, each in self.way.scaled.items() if k != key}
+        if scaling is not None:
+            others[key] = scaling
+        if end is None:
+            return None
+        try:
+            return _Run(self.flow, replace(self.way, scaled=others)).run(end)
+        except CannotRun:
+            return None
 
     def given(self, key: int, gradient: Tensor) -> Mapping[str, Tensor]:
         """Return what the parameters get where a value gets this gradient."""
@@ -150,10 +186,18 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
             differentiated_so = whole.run(end)
             if is_right(differentiated_so):
                 return differentiated_so
-            for cut in _cuts(whole, differentiated_so, wanted):
-                with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
+            cuts = _cuts(whole, differentiated_so, wanted, end)
+            for cut in chain([frozenset[Edge]()], cuts):
+                with_cuts = differentiated_so
+                if cut:
+                    with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
                 if is_right(with_cuts):
                     return with_cuts
+                for scaled in _scaled_by_hand(with_cuts, limit):
+                    as_scaled = replace(way, cut=cut, scaled=scaled)
+                    with_cuts = _Run(flow, as_scaled).run(end)
+                    if is_right(with_cuts):
+                        return with_cuts
     except CannotRun:
         return None
     return None
@@ -180,16 +224,82 @@ def lost_gradients(
 
 
 def _cuts(
-    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
-) -> list[frozenset[Edge]]:
-    """Return which reads of detached values may hand nothing on, the likeliest first."""
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor], end: Value
+) -> Iterator[frozenset[Edge]]:
+    """Yield which reads of detached values may hand nothing on, the likeliest first.
+
+    Most of them: what a cut read is made of may have been cut before too.
+    """
     if not whole.doubtful:
-        return []
-    edges = list(whole.doubtful)
-    solved = _solved(whole, found, wanted)
-    by_line = {edge for edge in edges if whole.doubtful[edge].is_on_line}
-    ways = [solved, by_line, set(edges)]
-    return [frozenset(way) for way in ways if way]
+        return
+    edges = frozenset(whole.doubtful)
+    without = _Run(whole.flow, replace(whole.way, cut=edges)).run(end)
+    yield edges - _handing_on(without, wanted)
+    yield frozenset(_solved(whole, found, wanted))
+    yield frozenset(edge for edge in edges if whole.doubtful[edge])
+
+
+def _scaled_by_hand(
+    found: DifferentiatedFlow, limit: float
+) -> Iterator[Mapping[int, Scaling]]:
+    """Yield the values whose gradient a backward pass by hand may multiply by a number.
+
+    What its call reads is the gradient of a value of its shape: the last or the first one.
+    """
+    scaled: list[tuple[Scaling, list[int]]] = []
+    end = last_result(found.flow)
+    if end is None:
+        return
+    whole = found.tensors[end.key]
+    for row, factor in _factors_by_hand(found.flow):
+        gradient = found.flow.step.tensor(row.inputs[0])
+        if gradient is None:
+            continue
+        values = {
+            key: tensor
+            for key, tensor in found.tensors.items()
+            if tensor.shape == gradient.shape and tensor.requires_grad
+        }
+        got = _gradients(whole, values, torch.ones_like(whole))
+        near = limit * float(gradient.norm())
+        keys = [key for key in got if float((got[key] - gradient).norm()) <= near]
+        if keys:
+            scaled.append((Scaling(factor, row.record), sorted(keys)))
+    for place in (-1, 0):
+        if scaled:
+            yield {keys[place]: scaling for scaling, keys in scaled}
+
+
+def _factors_by_hand(flow: Flow) -> list[tuple[RecordedRow, float]]:
+    """Return the calls that multiply a gradient by a number in a backward pass by hand.
+
+    They were called by none of the user's lines, and no forward call stands beside them.
+    """
+    rows = flow.step.rows.values()
+    forward = {row.line for row in rows if row.phase == _FORWARD}
+    by_hand = [row for row in rows if row.line not in forward]
+    factors = [(row, _factor(row)) for row in by_hand]
+    return [(row, factor) for row, factor in factors if factor is not None]
+
+
+def _factor(row: RecordedRow) -> float | None:
+    """Return the number by which a call of a backward pass by hand multiplies a gradient."""
+    if row.phase != "backward" or row.line is None or row.callers:
+        return None
+    if row.base_operator == "neg":
+        return -1.0
+    if row.base_operator not in ("mul", "div") or len(row.inputs) != 1:
+        return None
+    positional, _ = json.loads(row.arguments or "[[],{}]")
+    numbers = [argument for argument in positional if _is_factor(argument)]
+    if len(numbers) != 1:
+        return None
+    number = float(numbers[0])
+    return number if row.base_operator == "mul" else 1 / number
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and value != 0
 
 
 def _solved(
@@ -199,18 +309,51 @@ def _solved(
 
     What each hands on to the parameters is known, and each does or does not.
     """
-    rows = []
-    for edge, read in whole.doubtful.items():
-        share: Mapping[str, Tensor] = {}
-        if edge in found.through:
-            share = found.given(read.record, found.through[edge])
-        rows.append(_stacked(share, wanted))
-    more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
-    matrix = torch.stack(rows, 1)
-    shares = torch.linalg.lstsq(matrix, more[:, None], driver="gelsd").solution[:, 0]
-    return {
-        edge for edge, share in zip(whole.doubtful, shares, strict=True) if share > 0.5
+    shares = {
+        edge: found.given(edge[1], found.through[edge])
+        for edge in whole.doubtful
+        if edge in found.through
     }
+    more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
+    return _adding_up_to(more, shares, wanted, _least_factor(found.flow))
+
+
+def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[Edge]:
+    """Return the reads with which the gradients would be those that were recorded.
+
+    Of those that hand nothing on. Of several reads one behind the other that were cut none
+    is known by what it hands on alone, as the others cut that too; where all are cut, what
+    each of the others adds is known.
+    """
+    shares = {
+        edge: found.given(edge[1], found.lost_by_read[edge])
+        for edge in found.way.cut
+        if edge in found.lost_by_read and found.hands_on(edge[1])
+    }
+    less = _stacked(wanted, wanted) - _stacked(found.gradients, wanted)
+    return _adding_up_to(less, shares, wanted, _least_factor(found.flow))
+
+
+def _adding_up_to(
+    whole: Tensor,
+    shares: Mapping[Edge, Mapping[str, Tensor]],
+    like: Mapping[str, Tensor],
+    least: float,
+) -> set[Edge]:
+    """Return the reads whose shares add up to a sum: each does or does not.
+
+    ``least``: of the factors with which one does.
+    """
+    if not shares:
+        return set()
+    matrix = torch.stack([_stacked(share, like) for share in shares.values()], 1)
+    solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
+    factors = zip(shares, solution[:, 0], strict=True)
+    return {edge for edge, factor in factors if abs(factor) > least / 2}
+
+
+def _least_factor(flow: Flow) -> float:
+    return min([1.0, *(abs(factor) for _, factor in _factors_by_hand(flow))])
 
 
 def _stacked(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
@@ -255,19 +398,6 @@ def _place(row: RecordedRow) -> Place:
     return row.module, row.line, row.callers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DoubtfulRead:
-    """A read of a value that was detached before.
-
-    Attributes:
-        record: the value.
-        is_on_line: the call stands where it was detached.
-    """
-
-    record: int
-    is_on_line: bool
-
-
 class _Run:
     """One run of a forward pass under autograd.
 
@@ -278,7 +408,8 @@ class _Run:
             them.
 
     Attributes:
-        doubtful: the reads of values that were detached before.
+        doubtful: the reads of values that were detached before; True where the call
+            stands where it was.
     """
 
     def __init__(
@@ -287,8 +418,8 @@ class _Run:
         way: _Way,
         goes_on: Callable[[int], bool] = lambda _key: False,
     ) -> None:
-        self._flow = flow
-        self._way = way
+        self.flow = flow
+        self.way = way
         self._goes_on = goes_on
         self._tensors: dict[int, Tensor] = {}
         self._lost: dict[Edge, Tensor] = {}
@@ -299,13 +430,13 @@ class _Run:
         self._behind: dict[int, int] = {}
         #: Detaches by autograd itself, of results that a backward call reads.
         self._own_detaches: dict[int, int] = {}
-        self.doubtful: dict[Edge, _DoubtfulRead] = {}
+        self.doubtful: dict[Edge, bool] = {}
         self._program = TracedProgram(flow, self._tensors)
 
     def run(self, end: Value) -> DifferentiatedFlow:
         """Run all. Raises ``CannotRun``."""
         parameters: dict[str, Tensor] = {}
-        for leaf in leaves_of_pass(self._flow):
+        for leaf in leaves_of_pass(self.flow):
             tensor = self._kept(leaf.row)
             if leaf.row.name and leaf.is_number and leaf.operator != "buffer":
                 tensor = tensor.clone().requires_grad_()
@@ -318,20 +449,18 @@ class _Run:
         if result is None or not result.requires_grad:
             raise CannotRun("its result has no gradient")
         ones = torch.ones_like(result)
-        lost = _gradients(result, self._lost, ones)
-        losses = [LostGradient(e[1], e[0], g) for e, g in lost.items() if g.any()]
         return DifferentiatedFlow(
-            self._flow,
+            self.flow,
             self._tensors,
             parameters,
             _gradients(result, parameters, ones),
-            self._way,
+            self.way,
             _gradients(result, self._read_again, ones),
-            losses,
+            _gradients(result, self._lost, ones),
         )
 
     def _kept(self, row: RecordedRow) -> Tensor:
-        tensor = self._flow.tensor(row.record)
+        tensor = self.flow.tensor(row.record)
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
         return tensor.detach()
@@ -352,14 +481,17 @@ class _Run:
                 result = self._kept(row)
             if tuple(result.shape) != tuple(row.shape or ()):
                 raise CannotRun("it gives another shape than was recorded")
+            scaling = self.way.scaled.get(row.record)
+            if scaling is not None and result.requires_grad:
+                result = result.detach() + scaling.factor * (result - result.detach())
             self._tensors[row.record] = result
 
     def _hands_on(self, call: TracedCall) -> bool:
         """Return True for a call whose results have a gradient that goes on to an input."""
         first = call.first
-        if _place(first) in self._way.hidden:
+        if _place(first) in self.way.hidden:
             return False
-        if first.base_operator in _JUMP and not self._way.is_straight:
+        if first.base_operator in _JUMP and not self.way.is_straight:
             return False
         read = [self._tensors.get(record) for record in first.inputs]
         if any(tensor is not None and tensor.requires_grad for tensor in read):
@@ -374,7 +506,7 @@ class _Run:
             raise CannotRun("it draws random numbers")
         if first.base_operator in _CUT:
             return {0: self._handed_on(first)}
-        if self._way.is_straight and first.base_operator in _JUMP:
+        if self.way.is_straight and first.base_operator in _JUMP:
             read = self._tensors[first.inputs[0]]
             return {0: read + (self._kept(call.rows[0]) - read).detach()}
         if first.overload is None or first.arguments is None:
@@ -408,7 +540,9 @@ class _Run:
         [record, *_] = detach.inputs
         source = self._behind.get(record, record)
         self._behind[detach.record] = source
-        if self._own_detaches.get(source, 0):
+        # autograd's own stand where the call does
+        is_on_line = _place(self.flow.values[source].row) == _place(detach)
+        if is_on_line and self._own_detaches.get(source, 0):
             self._own_detaches[source] -= 1
         else:
             self._detached[source] = _place(detach)
@@ -419,16 +553,15 @@ class _Run:
         tensor = self._tensors.get(record)
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
-        if not _is_number(tensor) or not self._flow.values[record].is_call:
+        if not _is_number(tensor) or not self.flow.values[record].is_call:
             return tensor
         number = reader.first.call
         self._reads[number] = self._reads.get(number, 0) + 1
         edge = number, record, self._reads[number]
         detached = self._detached.get(self._behind.get(record, record))
         if tensor.requires_grad and detached is not None:
-            is_on_line = detached == _place(reader.first)
-            self.doubtful[edge] = _DoubtfulRead(record, is_on_line)
-            if edge not in self._way.cut:
+            self.doubtful[edge] = detached == _place(reader.first)
+            if edge not in self.way.cut:
                 read = tensor.view_as(tensor)
                 self._read_again[edge] = read
                 return read
@@ -447,7 +580,7 @@ class _Run:
     def _stand_for_it(self, reader: TracedCall) -> bool:
         """Return True where all that a call makes stands for what it reads."""
         numbers = [
-            row.record for row in reader.rows if self._flow.values[row.record].is_number
+            row.record for row in reader.rows if self.flow.values[row.record].is_number
         ]
         return bool(numbers) and all(map(self._goes_on, numbers))
 

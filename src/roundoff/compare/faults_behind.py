@@ -9,6 +9,7 @@ no small edit of the candidate gives, and the operator is named that it has no e
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from itertools import combinations, product
 
 import torch
@@ -18,6 +19,7 @@ from roundoff.compare.call_arguments import argument_differences
 from roundoff.compare.exchanged_leaves import exchanged_leaves
 from roundoff.compare.fault_lines import FaultLines, changes_nothing
 from roundoff.compare.fitted_leaves import fitted_leaf, fitted_table
+from roundoff.compare.fitted_masks import fitted_mask
 from roundoff.compare.misordered_values import misordered
 from roundoff.compare.named_repairs import blamed_for
 from roundoff.compare.recorded_rows import shape_read_first
@@ -51,8 +53,10 @@ _PAIRS = operators_that("pair elements")
 
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what makes a value right that is wrong; None where no repair is found."""
-    return _repaired(sides, trials, rejoin) or left_out(
-        sides, trials, rejoin, several=True
+    return (
+        _repaired(sides, trials, rejoin)
+        or fitted_mask(sides, trials, rejoin)
+        or left_out(sides, trials, rejoin, several=True)
     )
 
 
@@ -375,9 +379,26 @@ def left_out(
                     named, line = lines.of_left_out(
                         last, twin, is_right_elsewhere=not is_wrong_everywhere
                     )
+                    first = _first_left_out(reference, twin, twins)
                     words = f"left out is {_there(twin)}"
-                    return Blamed(named, twin, words, is_operator=True, line=line)
+                    if first.row.line != twin.row.line:
+                        words = (
+                            f"left out is all from {_there(first)} to {_there(twin)}"
+                        )
+                    return Blamed(named, first, words, is_operator=True, line=line)
     return None
+
+
+def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:
+    """Return the first that computes with one of ``twins`` and leads to the last."""
+    between = upstream(flow, [last.key], lambda value: value.key not in twins)
+    reading = [
+        flow.values[key]
+        for key in between
+        if not twins.isdisjoint(_read_by(flow, flow.values[key], False))
+    ]
+    computing = [v for v in reading if not _hands_on(v) and v.row.line is not None]
+    return min(computing, key=lambda value: value.order, default=last)
 
 
 def _moved_on(flow: Flow, value: Value) -> Value:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
@@ -23,6 +23,7 @@ from roundoff.compare.blamed_leaves import Blamed
 from roundoff.compare.differentiated_flow import (
     DifferentiatedFlow,
     LostGradient,
+    Scaling,
     differentiated,
     lost_gradients,
 )
@@ -75,7 +76,49 @@ def blamed_cut(sides: Sides) -> Blamed | None:
     for losses in _groups([*pair.losses(True), *pair.losses(False)]):
         if pair.is_explained_by(losses):
             return _blamed(losses[0])
+    return _blamed_scaling(pair)
+
+
+def _blamed_scaling(pair: _Pair) -> Blamed | None:
+    """Return the value of which one program alone hands on so many times the gradient.
+
+    Either a backward pass by hand is missing, or it multiplies by another number.
+    """
+    reference, candidate = pair.reference, pair.candidate
+    ours, theirs = reference.way.scaled, candidate.way.scaled
+    pairs = {
+        (key, other)
+        for key in ours
+        for other in _twins(pair.sides, key, is_candidate=False)
+        if candidate.hands_on(other)
+    } | {
+        (key, other)
+        for other in theirs
+        for key in _twins(pair.sides, other, is_candidate=True)
+        if reference.hands_on(key)
+    }
+    for key, other in sorted(pairs, reverse=True):
+        wanted, present = ours.get(key), theirs.get(other)
+        if _times(wanted) == _times(present):
+            continue
+        mended = candidate.scaled(other, wanted)
+        if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
+            value, twin = candidate.flow.values[other], reference.flow.values[key]
+            if present is not None:
+                value = candidate.flow.values[present.key]
+            if wanted is not None:
+                twin = reference.flow.values[wanted.key]
+            line = f" ({twin.row.line})" if twin.row.line else ""
+            words = (
+                f"it hands on {_times(present):.6g} times its gradient, and "
+                f"{_times(wanted):.6g} times in the reference{line}"
+            )
+            return Blamed(value, twin, words, is_operator=True, label=LABEL)
     return None
+
+
+def _times(scaling: Scaling | None) -> float:
+    return 1.0 if scaling is None else scaling.factor
 
 
 def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
@@ -125,7 +168,9 @@ class _Pair:
 
         lost_here = lost_gradients(losing, is_known)
         for lost in list(reversed(lost_here))[:MOST]:
-            for key in _twins(self.sides, lost.key, is_candidate):
+            twins = _twins(self.sides, lost.key, is_candidate)
+            # the same value stands before and behind a factor of its gradient
+            for key in sorted(twins, key=lambda k: k not in other.way.scaled):
                 if not other.hands_on(key):
                     continue
                 gradient = _in_layout(losing, lost, other.tensors[key])

@@ -20,6 +20,7 @@ from roundoff.compare.alignment import (
     MATCHED,
     renaming,
 )
+from roundoff.compare.alike_leaves import leaves_alike
 from roundoff.compare.blamed_leaves import (
     Blamed,
     blamed_duplicate,
@@ -348,6 +349,11 @@ def _blamed_on_tensors(
         leaves = {blamed.value.key: blamed.other}
         if trials.outcome({}, leaves)[0]:
             return blamed
+        twin = blamed.reference
+        if twin is not None and not twin.is_call:
+            for alike in leaves_alike(sides, blamed.value, twin, blamed.other):
+                if trials.outcome({}, alike)[0]:
+                    return blamed
     end: Rejoin | None = None
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
@@ -356,9 +362,11 @@ def _blamed_on_tensors(
         if repaired is not None:
             return repaired
         trials.left = BUDGET
+    is_in_turns = end is None and not sides.made_up
+    if not sides.made_up:
         end = end or _end_of(sides, part, results)
     return (
-        _tried(sides, part, trials, blamed, end)
+        _tried(sides, part, trials, blamed, end, is_in_turns=is_in_turns)
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )
@@ -384,7 +392,8 @@ def _behind(
     """Return what is named behind a value that should be what the reference has."""
     if end.region != part.region:
         return unlike_behind(sides, end, likely)
-    return left_out(sides, trials_of_value(sides, end), end)
+    trials = trials_of_value(sides, end)
+    return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)
 
 
 def _end_of(
@@ -409,8 +418,14 @@ def _tried(
     trials: Trials,
     likely: Blamed | None,
     end: Rejoin | None,
+    *,
+    is_in_turns: bool,
 ) -> Blamed | None:
-    """Return what makes all results agree, else what is likely, else what helps most."""
+    """Return what makes all results agree, else what is likely, else what helps most.
+
+    ``is_in_turns``: no whole value of the reference makes the candidate right; parts of
+    one may, in the turns of a loop.
+    """
     region = Region(part.region, part.expected)
     repair = best_repair(
         sides, trials, region, lambda: _wrong_leaf(sides, trials, region)
@@ -419,6 +434,11 @@ def _tried(
         return repair
     if repair is not None and repair.ends:
         return blamed_for(sides, repair, part.region, part.reference)
+    if is_in_turns:
+        turns = rejoin_of(sides, part, trials, in_parts=True)
+        repaired = _repaired(sides, part, trials, turns) if turns is not None else None
+        if repaired is not None:
+            return repaired
     if end is not None:
         missing = blamed_move(sides, part) or _behind(sides, part, end, likely)
         if missing is not None:

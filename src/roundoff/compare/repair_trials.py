@@ -74,7 +74,7 @@ from roundoff.ops import operators_that, run_in_this_process
 #: compute, and so many that move values.
 MOST_CALLS = 64
 #: Calls before it, which only move values.
-MOST_MOVES = 24
+MOST_MOVES = 48
 #: Operators of lines whose values an edit changes without one that the reference has: it
 #: is given up. The longest way to write out one operator of the reference that ports take is
 #: a turn of a recurrent cell with a layer for each gate: four to eight products, four
@@ -275,13 +275,15 @@ class Trials:
         leaves: Mapping[int, Tensor] | None = None,
         *,
         to_the_end: bool = False,
+        is_patient: bool = False,
     ) -> tuple[bool, set[int]]:
         """Return True where all ends agree, and the lost values that are there now.
 
         With ``to_the_end`` it is given up sooner as long as there is none of these, turns
-        of a loop counted each, and not at all once there is one.
+        of a loop counted each, and not at all once there is one; with ``is_patient`` it
+        is never given up.
         """
-        agrees, gained = self._outcome(edits, leaves, to_the_end)
+        agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
         self.is_unconfirmed = False
         if not agrees or self.whole is None:
             return agrees, gained
@@ -296,11 +298,12 @@ class Trials:
         edits: Mapping[int, Edit],
         leaves: Mapping[int, Tensor] | None,
         to_the_end: bool,
+        is_patient: bool,
     ) -> tuple[bool, set[int]]:
         gained: set[int] = set()
         right = set()
         sure = False
-        waiting = _Waiting(to_the_end, self.only is not None)
+        waiting = _Waiting(to_the_end, is_patient or self.only is not None)
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:
@@ -550,7 +553,9 @@ def _suspects(
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = islice(_one_of_each(before, families), MOST_MOVES)
-    chosen = {call.first.call: call for call in (*firsts, *moves)}
+    masks = [program.calls[n] for n in _masks_before(flow, program, records)]
+    masks = list(islice(_one_of_each(masks, families), MOST_MOVES))
+    chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
     if trials.only is not None:
         # what agrees is right, unless nothing behind it is wrong: the nearest first
         return list(chosen.values())
@@ -588,6 +593,28 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
         if not row.is_call or row.base_operator in _MOVE:
             waiting += row.inputs
     return list(moves)
+
+
+def _masks_before(
+    flow: Flow, program: TracedProgram, records: Collection[int]
+) -> list[int]:
+    """Return the calls that make what a region chooses by.
+
+    Of two masks as many elements may be true in other places.
+    """
+    masks: dict[int, None] = {}
+    waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
+    seen = set(records)
+    while waiting:
+        record = waiting.pop(0)
+        row = flow.values[record].row if record in flow.values else None
+        if record in seen or row is None or row.dtype != "bool":
+            continue
+        seen.add(record)
+        if row.call in program.calls:
+            masks[row.call] = None
+        waiting += row.inputs
+    return list(masks)
 
 
 def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice, permutations
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.blamed_leaves import same_layout
-from roundoff.compare.learnt_layouts import Layout, layouts_for, stand_in
+from roundoff.compare.learnt_layouts import Layout, layouts_for, orders_of, stand_in
 from roundoff.compare.repair_trials import (
     BUDGET,
     CLEARLY,
@@ -47,10 +48,13 @@ FEWEST = 16
 PATIENT = 4
 #: What one value is given, at most.
 MOST_GIVEN = 64
+#: And parts of a larger value, at most.
+MOST_IN_PARTS = 24
 #: Values that agree, before the first that does not, which may stand in the wrong place.
 MOST_BEFORE = 32
 
 _MOVE = operators_that("move values")
+_PRODUCTS = operators_that("multiply two matrices")
 _FORWARD = "forward"
 
 
@@ -81,15 +85,25 @@ _Pairs = Sequence[tuple[Value, Value]]
 
 @dataclass(frozen=True, slots=True)
 class _Transplant:
-    """What values of one place of a line are given: ``tensors`` by record."""
+    """What values of one place of a line are given: ``tensors`` by record.
+
+    ``is_in_parts``: parts of the reference's values, of which nothing is there again until
+    the candidate puts them together.
+    """
 
     value: Value
     twin: Value
     tensors: Mapping[int, Tensor]
+    is_in_parts: bool = False
 
 
-def rejoin_of(sides: Sides, part: Part, trials: Trials) -> Rejoin | None:
+def rejoin_of(
+    sides: Sides, part: Part, trials: Trials, *, in_parts: bool = False
+) -> Rejoin | None:
     """Return the earliest value after which the candidate is right; None where none is.
+
+    With ``in_parts`` the turns of a loop are given parts of what the reference makes at
+    once, and nothing else is tried.
 
     Values are tried in the order of execution: of those that the earliest is made of none
     would do. Where no transplant makes the results agree (they may be other values of the
@@ -101,10 +115,12 @@ def rejoin_of(sides: Sides, part: Part, trials: Trials) -> Rejoin | None:
     search = _Search(sides, part, trials)
     best: _Transplant | None = None
     most = SEVERAL - 1
-    for transplant in search.transplants():
+    for transplant in search.transplants(in_parts=in_parts):
         if trials.left < 0:
             break
-        agrees, gained = trials.outcome({}, transplant.tensors, to_the_end=True)
+        agrees, gained = trials.outcome(
+            {}, transplant.tensors, to_the_end=True, is_patient=transplant.is_in_parts
+        )
         if len(gained) > most or (agrees and len(gained) == most):
             best = transplant
             most = len(gained)
@@ -164,10 +180,10 @@ class _Search:
                     lost.setdefault(value.sketch.numel, []).append(value)
         return lost
 
-    def transplants(self) -> Iterator[_Transplant]:
+    def transplants(self, *, in_parts: bool = False) -> Iterator[_Transplant]:
         """Yield what is replaced, in order: of each place of a line the first value.
 
-        Then the others, one by one.
+        Then the others, one by one. ``in_parts``: see ``rejoin_of``.
         """
         flow = self._sides.candidate
         chosen = [flow.values[key] for key in self._part.region]
@@ -175,6 +191,10 @@ class _Search:
         chosen += islice(self._turns.one_of_each(self._before()), MOST_BEFORE)
         chosen.sort(key=lambda value: value.order)
         firsts = list(self._turns.one_of_each(chosen))
+        if in_parts:
+            for value in firsts:
+                yield from islice(self._in_parts(value), MOST_IN_PARTS)
+            return
         for value in firsts:
             yield from self._given_to(value)
         taken = {value.key for value in firsts}
@@ -243,6 +263,64 @@ class _Search:
                         groups.append(pairs)
                         break
         return groups
+
+    def _in_parts(self, value: Value) -> Iterator[_Transplant]:
+        """Yield what the turns of loops are given where the reference makes them at once.
+
+        Each a part of one value: loops over examples, over heads, over moments, and over
+        layers, one inside the other in any order.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        ours = _as_large(self._turns.of(value), value)
+        is_turn = len(ours) > 1 and value.key in self._part.region
+        if held is None or not is_turn or value.operator in _MOVE:
+            return
+        seen: set[object] = set()
+        larger = [
+            twin
+            for numel, lost in self._lost.items()
+            if numel > held.numel() and numel % held.numel() == 0
+            for twin in lost
+        ]
+        # the same operator first
+        larger.sort(key=lambda twin: _work(twin) != _work(value))
+        for twin in larger:
+            numel = twin.sketch.numel if twin.sketch is not None else 0
+            parts = numel // held.numel()
+            theirs = self._other_turns.of(twin)
+            if len(theirs) * parts != len(ours):
+                theirs = self._alike(twin)
+            kind = tuple(each.key for each in theirs)
+            if len(theirs) * parts != len(ours) or kind in seen:
+                continue
+            seen.add(kind)
+            yield from self._parts_of(value, ours, theirs, parts)
+
+    def _parts_of(
+        self, value: Value, ours: Sequence[Value], theirs: Sequence[Value], count: int
+    ) -> Iterator[_Transplant]:
+        contents = [self._sides.reference.tensor(each.key) for each in theirs]
+        present = [self._sides.candidate.tensor(each.key) for each in ours]
+        whole = [each for each in contents if each is not None]
+        held = [each for each in present if each is not None]
+        if len(whole) != len(contents) or len(held) != len(present):
+            return
+        if any(each.is_complex() for each in (*whole, *held)):
+            return
+        for parts in _cut_in(whole, count):
+            for order in orders_of(parts[0], held[0]):
+                for numbers in _nested(len(theirs), count):
+                    tensors = {
+                        each.key: parts[numbers[place]]
+                        .permute(order)
+                        .reshape(held[place].shape)
+                        .to(held[place].dtype)
+                        .contiguous()
+                        for place, each in enumerate(ours)
+                    }
+                    place = next(n for n, v in enumerate(ours) if v.key == value.key)
+                    twin = theirs[numbers[place] // count]
+                    yield _Transplant(value, twin, tensors, is_in_parts=True)
 
     def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
         values = self._sides.reference.values
@@ -354,6 +432,52 @@ class _Search:
         )
         held = transplant.tensors[value.key]
         return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
+
+
+def _work(value: Value) -> str:
+    return "product" if value.operator in _PRODUCTS else value.operator.strip("_")
+
+
+def _cut_in(whole: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
+    """Yield the parts of several tensors along an axis, or along two together.
+
+    Of each tensor ``count``, of the first one first.
+    """
+    shape = whole[0].shape
+    axes: list[tuple[int, ...]] = [
+        (axis,) for axis, size in enumerate(shape) if size == count
+    ]
+    axes += [
+        pair
+        for pair in combinations(range(len(shape)), 2)
+        if min(shape[axis] for axis in pair) > 1
+        and shape[pair[0]] * shape[pair[1]] == count
+    ]
+    for chosen in axes:
+        ends = tuple(range(len(chosen)))
+        parts = [
+            each.movedim(chosen, ends).flatten(0, len(chosen) - 1) for each in whole
+        ]
+        yield [part for each in parts for part in each]
+
+
+def _nested(values: int, parts: int) -> list[list[int]]:
+    """Return how loops may run over parts of several values: the part of each turn.
+
+    Over the values and over the parts, which may be two loops, in each order.
+
+    >>> _nested(2, 2)
+    [[0, 1, 2, 3], [0, 2, 1, 3]]
+    """
+    orders: dict[tuple[int, ...], None] = {}
+    for outer in range(1, parts + 1):
+        if parts % outer:
+            continue
+        sizes = (values, outer, parts // outer)
+        numbers = torch.arange(values * parts).reshape(sizes)
+        for order in permutations(range(3)):
+            orders[tuple(numbers.permute(order).reshape(-1).tolist())] = None
+    return [list(order) for order in orders]
 
 
 def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:

@@ -49,7 +49,7 @@ from roundoff.compare.restored_step import (
 )
 from roundoff.compare.rewritten_calls import compared_by_values
 from roundoff.compare.rounding_bound import MARGIN, unit
-from roundoff.compare.step_causes import UPDATE, Cause
+from roundoff.compare.step_causes import Cause
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
@@ -348,13 +348,16 @@ class _RankComparison:
             return rows
         self._memory.parted = True
         self._differs = True
-        # updates that are missing follow from what the forward pass does otherwise
         self.causes = [cause for cause in self.causes if cause.step != step]
         return by_values
 
     def _is_explained(self, step: int) -> bool:
-        """Return True where a step was fed or given something else, or lacks operators."""
-        return any(cause.step == step and cause.kind != UPDATE for cause in self.causes)
+        """Return True where a step was fed or given something else, or lacks work.
+
+        A gradient that is cut may follow from what the forward pass does otherwise.
+        """
+        causes = [cause for cause in self.causes if cause.step == step]
+        return any(cause.label != "gradient cut" for cause in causes)
 
     def _shows_portions(self, sides: Sides, portions: DataPortions | None) -> bool:
         """Return True where tensors say if a step does the same work in other portions.

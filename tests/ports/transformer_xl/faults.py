@@ -110,7 +110,7 @@ FAULTS = [
         "                fresh = x.detach()\n"
         "                kept = fresh if past is None else torch.cat((past, fresh), 1)\n"
         "                memory[i] = kept[:, -6:]\n",
-        at="fresh = x.detach()|memory[i] = |context = x if past|key, value = self.key_value(",
+        at="fresh = x.detach()|memory[i] = |kept = |context = x if past|key, value = self.key_value(",
     ),
     Change(
         "loops",

@@ -76,7 +76,6 @@ def test_statistics_are_no_sorted_values():
 
 def test_what_has_no_sketch():
     assert sketch_of_tensor(torch.empty(0, 3)) is None
-    assert sketch_of_tensor(torch.ones(2, dtype=torch.complex64)) is None
     assert sketch_of_row(RecordedRow(record=0, call=0, operator="add", numel=4)) is None
 
 

@@ -246,7 +246,8 @@ class _Search:
         """Return what else the same place of a line makes, by size, with what it is given.
 
         A function that is called for several values, queries and keys, is wrong for all.
-        The reference makes these with one operator too.
+        The reference makes these with one operator too. What is made of the value is left
+        out: it is right whatever the value is, if it is given what the reference has.
         """
         by_size: dict[int, list[Value]] = {}
         for other in self._turns.of(value):
@@ -255,6 +256,9 @@ class _Search:
         groups: list[_Pairs] = []
         for numel, values in by_size.items():
             if value.sketch is None or numel == value.sketch.numel:
+                continue
+            made_of = upstream(self._sides.candidate, [values[0].key], lambda _v: True)
+            if value.key in made_of:
                 continue
             for like in self._lost.get(numel, []):
                 if like.operator == twin.operator and like.inner == twin.inner:

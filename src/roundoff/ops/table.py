@@ -87,6 +87,7 @@ Trait = Literal[
     "cut the gradient",
     "hand the gradient on without a call",
     # arithmetic
+    "say which is larger",
     "multiply",
     "multiply two matrices",
     "run along a sequence",
@@ -134,6 +135,7 @@ Trait = Literal[
 ]
 
 _TRAITS: dict[Trait, str] = {
+    "say which is larger": "ge gt le lt",
     # -- moving values: each operator in the first of these that fits
     # every element at its place, in its format
     "keep values": """

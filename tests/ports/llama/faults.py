@@ -116,7 +116,7 @@ FAULTS = [
         "        k = turned(k, freqs)\n",
         "",
         reference="k * cos",
-        at="k = F.linear(x, self.wk)|k = k.repeat",,
+        at="k = F.linear(x, self.wk)|k = k.repeat",
     ),
     Change(
         "complex_turns",

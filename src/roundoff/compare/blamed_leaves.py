@@ -64,6 +64,8 @@ class Blamed:
         is_operator: True for an operator that computes something else.
         line: the line at fault, where it is known and may not be the operator's own.
         label: what it looks like, where that is known.
+        is_sure: False where nothing was found that makes the value right: it is the first
+            that may be wrong.
     """
 
     value: Value
@@ -73,6 +75,7 @@ class Blamed:
     is_operator: bool = False
     line: str | None = None
     label: str | None = None
+    is_sure: bool = True
 
 
 def leaves_near(flow: Flow, starts: Sequence[int], agreeing: object) -> list[Value]:

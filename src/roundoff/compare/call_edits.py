@@ -150,7 +150,12 @@ class Ingredients:
 
 
 def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
-    """Yield edits of a call, the likely kinds first."""
+    """Yield edits of a call, the likely kinds first.
+
+    None of one that was called with names alone: edits count its arguments.
+    """
+    if not call.parsed[0]:
+        return
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
             on_line = kind in (_axes_of_line, _exchanged_parts, _moved_windows)
@@ -697,7 +702,7 @@ def _exchanged_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
     others = {
         str(other): other
         for other in ingredients.siblings(call)
-        if other[0][0] == call.parsed[0][0] and other != call.parsed
+        if other[0][:1] == call.parsed[0][:1] and other != call.parsed
     }
     for other in others.values():
         yield _exchanging(call.parsed[0][1:], other[0][1:])

@@ -53,7 +53,7 @@ def blamed_after_contained(sides: Sides, part: Part) -> Blamed | None:
                 f"what it reads is in {twin.operator} of {twin.row.site} "
                 f"({twin.row.line}); the reference has nowhere what it gives"
             )
-            return Blamed(value, part.reference, words, is_operator=True)
+            return Blamed(value, part.reference, words, is_operator=True, is_sure=False)
     return None
 
 

@@ -461,7 +461,9 @@ class _Unlike:
         if idle is not None:
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
-            return Blamed(idle, rejoin.twin, words, is_operator=True, line=line)
+            return Blamed(
+                idle, rejoin.twin, words, is_operator=True, line=line, is_sure=False
+            )
         # where nothing computes, the first that moves values is wrong
         moves = [value for value in region if value.is_call and not value.inner]
         candidates = heads + joins or moves or [rejoin.value]
@@ -471,7 +473,9 @@ class _Unlike:
             first = flow.values[first.row.record]
         words = f"with {_there(rejoin.twin)} all that follows is right"
         line = self._lines.of_operator(first)
-        return Blamed(first, rejoin.twin, words, is_operator=True, line=line)
+        return Blamed(
+            first, rejoin.twin, words, is_operator=True, line=line, is_sure=False
+        )
 
     def _is_idle(self, value: Value) -> bool:
         """Return True for a sum or product that is what it was made of, in each turn."""

@@ -122,8 +122,11 @@ def _is_made_up_for(
     """Return True where all that is made of other parameters agrees again.
 
     A norm may be folded into the weights before it. What reaches the end of the step,
-    and is not compared on its way, is not made up for.
+    and is not compared on its way, is not made up for. Nor are buffers alone: in training
+    a norm writes its statistics and does not use them.
     """
+    if not any(pair.row.operator == "parameter" for pair in pairs):
+        return False
     agreeing = {
         row.record
         for row in compared

@@ -154,14 +154,36 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
     Those of the candidate come first, in its order of execution; ``memory`` is changed.
     """
-    reference = flow_of(steps.reference)
-    candidate = flow_of(steps.candidate)
-    sides = Sides(reference, candidate, limit_of(reference, candidate))
-    sides.match()
+    sides = _values_of(steps)
     differences = [] if memory.parted else _differences(sides)
     rows = _Rows(sides, differences).rows()
     memory.parted |= any(row.cause is not None for row in rows)
     return rows
+
+
+def explained_by_values(
+    steps: RecordedSides, *, only_sure: bool
+) -> list[ComparedRow] | None:
+    """Return the rows of ``compare_port`` where something differs; else None.
+
+    With ``only_sure`` where it was also found what makes all right.
+    """
+    sides = _values_of(steps)
+    differences = _differences(sides)
+    if not differences:
+        return None
+    is_sure = all(d.blamed is not None and d.blamed.is_sure for d in differences)
+    if only_sure and not is_sure:
+        return None
+    return _Rows(sides, differences).rows()
+
+
+def _values_of(steps: RecordedSides) -> Sides:
+    reference = flow_of(steps.reference)
+    candidate = flow_of(steps.candidate)
+    sides = Sides(reference, candidate, limit_of(reference, candidate))
+    sides.match()
+    return sides
 
 
 @dataclass(frozen=True, slots=True)

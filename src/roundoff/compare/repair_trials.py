@@ -516,7 +516,7 @@ def _is_earlier(one: Repair, other: Repair) -> bool:
 def _edits_of(
     template: Callable[[TracedCall], Edit | None], calls: Iterable[TracedCall]
 ) -> dict[int, Edit]:
-    edits = {call.first.call: template(call) for call in calls}
+    edits = {call.first.call: template(call) for call in calls if call.parsed[0]}
     return {call: edit for call, edit in edits.items() if edit is not None}
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED
-from roundoff.compare.explain import EarlierSteps, Sides
+from roundoff.compare.explain import Sides
 from roundoff.compare.findings import OWN
-from roundoff.compare.port_comparison import compare_port
+from roundoff.compare.port_comparison import explained_by_values
 from roundoff.compare.recorded_rows import Rows
 from roundoff.compare.rounding_bound import unit
 from roundoff.compare.table import ComparedRow
 
 _FORWARD = "forward"
+#: What a call looks like of which names say nothing but that it is another one.
+_UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 
 
 def compared_by_values(
@@ -25,8 +27,9 @@ def compared_by_values(
 ) -> list[ComparedRow] | None:
     """Return the rows of a step by what they compute, where that names what is wrong.
 
-    None where the first fault is at a call that the reference writes alike, where tensors
-    are missing, and where nothing is named.
+    None where the first fault is at a call that the reference writes alike or of which
+    it is known what is wrong, where tensors are missing, and where nothing is named.
+    Counterparts of calls that are written otherwise were chosen by what reads them.
 
     Args:
         sides: the first step in which the programs differ, or one in which they seem
@@ -35,23 +38,17 @@ def compared_by_values(
     """
     if sides.reference.tensors is None or sides.candidate.tensors is None:
         return None
-    if not _is_rewritten(sides, rows):
-        return None
-    by_values = compare_port(sides, EarlierSteps())
-    return by_values if any(row.cause == OWN for row in by_values) else None
-
-
-def _is_rewritten(sides: Sides, rows: Sequence[ComparedRow]) -> bool:
-    """Return True where the first fault is at a call that the reference writes otherwise.
-
-    Its counterpart was chosen by what reads it. True too where the result of the forward
-    pass has no counterpart: then nothing that was compared says that it is right.
-    """
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None:
-        return _lacks_results(sides.candidate.rows, rows)
-    is_call = first.call is not None and first.call >= 0
-    return is_call and first.phase == _FORWARD and first.status != MATCHED
+        # then nothing that was compared says that the result is right
+        if not _lacks_results(sides.candidate.rows, rows):
+            return None
+        return explained_by_values(sides, only_sure=False)
+    is_forward_call = (first.call or 0) >= 0 and first.phase == _FORWARD
+    is_told = first.status == MATCHED or first.looks_like not in _UNTOLD
+    if is_told or not is_forward_call:
+        return None
+    return explained_by_values(sides, only_sure=True)
 
 
 def _lacks_results(candidate: Rows, rows: Sequence[ComparedRow]) -> bool:

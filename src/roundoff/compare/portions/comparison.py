@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
@@ -47,19 +48,39 @@ def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
 
     Then the calls of most modules with parameters work on other shapes, or on rows in
     another order, or there are several for one of the reference. A fault changes few
-    of them.
+    of them. Rows that are fed in another order are other data.
     """
     ours = _results_by_module(reference)
     theirs = _results_by_module(candidate)
     common = ours.keys() & theirs.keys()
     if not common:
         return False
-    changed = 0
-    for name in common:
-        same_shapes = _shapes(ours[name]) == _shapes(theirs[name])
-        first = (ours[name][0], theirs[name][0])
-        changed += not same_shapes or _is_reordered(reference, candidate, *first)
-    return changed > SHARE * len(common)
+    of_other_shapes = {
+        name for name in common if _shapes(ours[name]) != _shapes(theirs[name])
+    }
+    reordered = [
+        name
+        for name in common - of_other_shapes
+        if _is_reordered(reference, candidate, ours[name][0], theirs[name][0])
+    ]
+    if reordered and not of_other_shapes and _is_fed_otherwise(reference, candidate):
+        return False
+    return len(of_other_shapes) + len(reordered) > SHARE * len(common)
+
+
+def _is_fed_otherwise(reference: RecordedStep, candidate: RecordedStep) -> bool:
+    """Return True where data that come from outside stand in another order."""
+    pairs = zip(_from_outside(reference), _from_outside(candidate), strict=False)
+    return any(_is_reordered(reference, candidate, *pair) for pair in pairs)
+
+
+def _from_outside(step: RecordedStep) -> list[RecordedRow]:
+    """Return what is made of no other value and has no name, in order."""
+    return [
+        row
+        for row in step.rows.values()
+        if not row.inputs and not row.name and row.phase == "forward"
+    ]
 
 
 def share_of_work(reference: RecordedStep, candidate: RecordedStep) -> float:
@@ -97,6 +118,9 @@ def _is_reordered(
     piece = candidate.tensor(theirs.record)
     if whole is None or piece is None or whole.shape != piece.shape or whole.ndim < 2:
         return False
+    if not whole.is_complex():
+        whole = whole.to(torch.float64)
+        piece = piece.to(torch.float64)
     if float((whole - piece).norm()) <= rounding * float(whole.norm()):
         return False
     return locate(whole, piece, rounding) is not None

@@ -37,9 +37,11 @@ def layouts_for(sides: Sides, content: Tensor, held: Tensor) -> Iterator[Layout]
 
     As values that agree stand, then its axes in each order that the shapes allow: a
     product of two tensors is right in any order that both share. Where one is complex
-    and the other is not, as real numbers; ``stand_in`` makes them complex.
+    and the other is not, as pairs of real numbers, in their own order; ``stand_in`` makes
+    them complex.
     """
-    if content.is_complex() != held.is_complex():
+    is_one_kind = content.is_complex() == held.is_complex()
+    if not is_one_kind:
         content = in_reals(content)
         held = in_reals(held)
     if content.numel() != held.numel():
@@ -47,7 +49,8 @@ def layouts_for(sides: Sides, content: Tensor, held: Tensor) -> Iterator[Layout]
     for places in _learnt(sides, tuple(content.shape), tuple(held.shape)):
         yield _by_places(places)
     for order in orders_of(content, held):
-        yield _by_order(order)
+        if is_one_kind or order == tuple(range(content.dim())):
+            yield _by_order(order)
 
 
 def stand_in(layout: Layout, content: Tensor, held: Tensor) -> Tensor | None:
@@ -121,9 +124,8 @@ def _learnt(
         places: list[Tensor] = []
         for content, held in _pairs(sides, shape, other_shape):
             agreeing = _places(content, held)
-            if agreeing is None or any(map(agreeing.equal, places)):
-                continue
-            if not _is_order_of_axes(agreeing, content, held):
+            is_new = agreeing is not None and not any(map(agreeing.equal, places))
+            if agreeing is not None and is_new and not _is_turned(content, held):
                 places.append(agreeing)
             if len(places) == MOST_LEARNT:
                 break
@@ -131,12 +133,18 @@ def _learnt(
     return sides.learnt[kind]
 
 
-def _is_order_of_axes(places: Tensor, content: Tensor, held: Tensor) -> bool:
-    numbers = torch.arange(len(places)).reshape(content.shape)
-    return any(
-        torch.equal(numbers.permute(order).reshape(-1), places)
-        for order in orders_of(content, held)
-    )
+def _is_turned(content: Tensor, held: Tensor) -> bool:
+    """Return True where an order of the axes says it: equal elements fit other places too."""
+    orders = orders_of(content, held)
+    return any(_close(content.permute(o).reshape(held.shape), held) for o in orders)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Return True for tensors that are as near, element by element, as any of their kind."""
+    ours = one.reshape(-1).to(torch.float64)
+    theirs = other.reshape(-1).to(torch.float64)
+    apart = float((ours.sort().values - theirs.sort().values).abs().max())
+    return float((ours - theirs).abs().max()) <= SURELY * apart
 
 
 def _pairs(

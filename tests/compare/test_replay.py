@@ -412,3 +412,23 @@ def test_axes_may_be_counted_from_the_end_and_tensors_be_missing(
         for arguments in (ours, theirs)
     ]
     assert argument_differences(rows[0], rows[1], ((2, 3, 4), (2, 3, 4))) == text
+
+
+def test_a_tensor_of_another_name_in_the_form_on_lists_is_no_other_argument():
+    record = '{"record":1}'
+    one = RecordedRow(
+        record=2,
+        call=0,
+        operator="lerp_",
+        overload="aten.lerp_.Scalar",
+        arguments=f"[[{record},{record},0.1],{{}}]",
+    )
+    on_lists = RecordedRow(
+        record=2,
+        call=0,
+        operator="_foreach_lerp_",
+        overload="aten._foreach_lerp_.Scalar",
+        arguments=f"[[[{record}],[{record}],0.2],{{}}]",
+    )
+    # the weight is a constant of both
+    assert argument_differences(one, on_lists) == ("weight: 0.1, here 0.2",)

@@ -83,7 +83,13 @@ def argument_differences(
         f"{name}: {_text(ours.get(name))}, here {_text(theirs.get(name))}"
         for name in dict.fromkeys([*ours, *theirs])
         if _differ(ours.get(name), theirs.get(name))
+        if (name in ours and name in theirs) or not _are_tensors(ours, theirs, name)
     )
+
+
+def _are_tensors(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
+    """Return True for a tensor that another overload calls by another name, as lists do."""
+    return _Tensor in (ours.get(name), theirs.get(name))
 
 
 def _constants(row: RecordedRow, read: Shape | None) -> dict[str, Any]:

@@ -162,7 +162,9 @@ def _moved_copies(
             of_parameters.add(row.record)
             continue
         behind = [rows[i] for i in row.inputs if i in of_parameters]
-        if not any(_shape(other) == _shape(row) for other in behind):
+        # a single number, as the scale of a loss, has the shape of any other
+        is_alike = any(_shape(other) == _shape(row) for other in behind)
+        if not is_alike or row.numel == 1:
             continue
         if source is None:
             of_parameters.add(row.record)

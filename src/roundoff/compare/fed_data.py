@@ -417,7 +417,7 @@ def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
     >>> how_data_differ(batch, 2 * batch - 1)
     "is the reference's times 2 plus -1: scaled otherwise"
     >>> how_data_differ(batch, batch + torch.tensor([1e-5, 0.0]))
-    "is 1.2e-06 of its size apart from the reference's"
+    "is 1.5e-06 of its size apart from the reference's"
     >>> how_data_differ(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 0]))
     "has 1 of 4 values unlike the reference's"
     """

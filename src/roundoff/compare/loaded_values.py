@@ -122,10 +122,11 @@ def _is_made_up_for(
     """Return True where all that is made of other parameters agrees again.
 
     A norm may be folded into the weights before it. What reaches the end of the step,
-    and is not compared on its way, is not made up for. Nor are buffers alone: in training
-    a norm writes its statistics and does not use them.
+    and is not compared on its way, is not made up for. Nor is what the forward pass
+    writes again: in training a norm moves its statistics and does not use them.
     """
-    if not any(pair.row.operator == "parameter" for pair in pairs):
+    last = {row.name: row for row in rows.values() if row.phase == "forward"}
+    if any(last.get(pair.row.name, pair.row) is not pair.row for pair in pairs):
         return False
     agreeing = {
         row.record

@@ -75,8 +75,9 @@ def test_the_sins_of_the_data_are_seen(slow):
 
 def test_a_tuned_model_has_none_of_them():
     workload = Workload(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
-        [torch.ones(2, 4)],
+        # large enough that its products take the time, on a busy machine too
+        nn.Sequential(nn.Linear(512, 512), nn.ReLU()),
+        [torch.ones(256, 512)],
         loss=lambda output, _: output.sum(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1, fused=True),
     )

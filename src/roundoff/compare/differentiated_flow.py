@@ -181,26 +181,30 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
         return True
 
     try:
-        for way in _ways(flow):
-            whole = _Run(flow, way)
-            differentiated_so = whole.run(end)
-            if is_right(differentiated_so):
-                return differentiated_so
-            cuts = _cuts(whole, differentiated_so, wanted, end)
-            for cut in chain([frozenset[Edge]()], cuts):
-                with_cuts = differentiated_so
-                if cut:
-                    with_cuts = _Run(flow, replace(way, cut=cut)).run(end)
-                if is_right(with_cuts):
-                    return with_cuts
-                for scaled in _scaled_by_hand(with_cuts, limit):
-                    as_scaled = replace(way, cut=cut, scaled=scaled)
-                    with_cuts = _Run(flow, as_scaled).run(end)
-                    if is_right(with_cuts):
-                        return with_cuts
+        runs = _attempts(flow, wanted, end, limit)
+        return next((run for run in runs if is_right(run)), None)
     except CannotRun:
         return None
-    return None
+
+
+def _attempts(
+    flow: Flow, wanted: Mapping[str, Tensor], end: Value, limit: float
+) -> Iterator[DifferentiatedFlow]:
+    """Yield a forward pass under autograd in each way that it may have been meant.
+
+    As it is, with reads of detached values cut, and with gradients scaled by hand.
+    """
+    for way in _ways(flow):
+        whole = _Run(flow, way)
+        plain = whole.run(end)
+        yield plain
+        for cut in chain([frozenset[Edge]()], _cuts(whole, plain, wanted, end)):
+            run = plain
+            if cut:
+                run = _Run(flow, replace(way, cut=cut)).run(end)
+                yield run
+            for scaled in _scaled_by_hand(run, limit):
+                yield _Run(flow, replace(way, cut=cut, scaled=scaled)).run(end)
 
 
 def lost_gradients(

@@ -182,7 +182,8 @@ def _run_backward(
     flow: Flow, forward: Flow, widened: frozenset[str]
 ) -> dict[int, Tensor]:
     """Return the forward pass in fp64, and the backward pass on it. Raises ``CannotRun``."""
-    kept = {key: forward.tensor(key) for key in forward.values if key in flow.values}
+    recorded = [v.key for v in forward.values.values() if not v.inner]
+    kept = {key: forward.tensor(key) for key in recorded}
     tensors = {key: tensor for key, tensor in kept.items() if tensor is not None}
     step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
     program = TracedProgram(flow_of(step, flow.trained), tensors, phases=("backward",))
@@ -320,10 +321,7 @@ def _run(
             continue
         depending.update(row.record for row in rows)
         for row in rows:
-            if row.record in forced:
-                take(row)
-        for row in rows:
-            if not flow.values[row.record].is_number:
+            if row.record in forced or not flow.values[row.record].is_number:
                 take(row)
         for row, tensor in _results(program, entry, tensors):
             if row.record not in forced:

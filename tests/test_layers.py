@@ -23,6 +23,10 @@ ORDER = (
     "workload formats ops record compare plan budget "
     "train quantize export check lint migrate advise report verbs roundoff cli __main__"
 ).split()
+# The same inside the largest of them; the files beside its folders may use all of these.
+COMPARE_ORDER = (
+    "tensors records rounding pairing nonfinite judging loop portions values blame repairs ports"
+).split()
 REASON = (
     "A package imports only from those above it (design.md, section 3), also inside functions and "
     "for types: data flows down the list, so every package can be read, tested and replaced by one "
@@ -127,6 +131,36 @@ def test_the_check_allows_what_is_above(tmp_path):
         "from roundoff import errors, formats\nfrom . import b\nfrom .b import c\nimport torch\n"
     )
     assert list(breaches(tmp_path / "roundoff")) == []
+
+
+def test_each_room_of_compare_imports_only_from_those_above_it():
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}: {room_of(module)} imports {name}"
+        for path, module in modules()
+        if module.startswith("roundoff.compare.") and room_of(module) in COMPARE_ORDER
+        for line, name in imported(
+            ast.parse(path.read_text(encoding="utf-8")), module, is_package=False
+        )
+        if name.startswith("roundoff.compare.") and is_below(name, room_of(module))
+    ]
+    assert not found, "\n".join([*found, REASON])
+
+
+def test_every_folder_of_compare_has_a_place():
+    folders = {path.parent.name for path in SOURCE.glob("compare/*/__init__.py")}
+    assert folders == set(COMPARE_ORDER)
+
+
+def room_of(module: str) -> str:
+    """The folder of compare that a module is in; the module's own name where it is in none."""
+    return module.split(".")[2]
+
+
+def is_below(name: str, room: str) -> bool:
+    """Whether a module of compare comes later than a room, or is one of those that use all rooms."""
+    if room_of(name) not in COMPARE_ORDER:
+        return True
+    return COMPARE_ORDER.index(room_of(name)) > COMPARE_ORDER.index(room)
 
 
 def test_the_map_lists_the_rooms_in_their_order():

@@ -1,6 +1,6 @@
 """Packages that are called: ``roundoff.compare`` is a room of the house and a verb.
 
-A package and a function cannot share a name: importing ``roundoff.compare.metrics``
+A package and a function cannot share a name: importing ``roundoff.compare.tensors.metrics``
 sets ``roundoff.compare`` to the package. So the package forwards the call.
 """
 

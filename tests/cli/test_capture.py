@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 
 from roundoff.cli.app import main
-from roundoff.compare.reproducibility import RANDOM, unstable
+from roundoff.compare.rounding.reproducibility import RANDOM, unstable
 from roundoff.record.disk.loading import load
 from roundoff.record.disk.siblings import siblings
 from roundoff.record.disk.writer import Writer

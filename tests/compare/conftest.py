@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import roundoff
-from roundoff.compare.explain import RecordedStep
-from roundoff.compare.recorded_rows import RecordedRow, rows_of
-from roundoff.compare.replay import (
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.records.recorded_rows import RecordedRow, rows_of
+from roundoff.compare.records.replay import (
     CallReplay,
     ReferenceSide,
     WorkingFormat,
     replay_call,
 )
-from roundoff.compare.rounding_bound import SUMS, smallest, terms, unit
-from roundoff.compare.value_flow import flow_of
-from roundoff.compare.value_regions import Sides, limit_of
+from roundoff.compare.rounding.rounding_bound import SUMS, smallest, terms, unit
+from roundoff.compare.values.value_flow import flow_of
+from roundoff.compare.values.value_regions import Sides, limit_of
 from roundoff.ops import describe, tensors_made
 from roundoff.record import StepTensors
 

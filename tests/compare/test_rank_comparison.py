@@ -20,8 +20,8 @@ from torch import nn
 
 import roundoff
 from roundoff.compare import rank_comparison
+from roundoff.compare.judging.table import TABLE, whole
 from roundoff.compare.step_comparison import compare_step
-from roundoff.compare.table import TABLE, whole
 from roundoff.errors import RunError
 
 RAY = importlib.util.find_spec("ray") is not None

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from roundoff.advise import Counts, OperatorTime, Profile
 from roundoff.check.checkpoints import CheckpointCheck, TensorChange
+from roundoff.compare.judging.value_difference import InputDifference
 from roundoff.compare.nonfinite.overflow import trace_overflow
-from roundoff.compare.value_difference import InputDifference
 from roundoff.record import Replay, ReplayedOutput
 from roundoff.record.disk.sites import describe_sites
 from roundoff.report import (

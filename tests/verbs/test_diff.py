@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import roundoff
-from roundoff.compare.element_differences import AxisShare
+from roundoff.compare.tensors.element_differences import AxisShare
 from roundoff.errors import RunError
 
 

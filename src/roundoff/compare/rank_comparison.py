@@ -11,27 +11,20 @@ import numpy as np
 import polars as pl
 import torch
 
-from roundoff.compare.alignment import MATCHED, renaming
-from roundoff.compare.data_portions import DataPortions
-from roundoff.compare.distance import (
-    COUNTS,
-    VALUES,
-    StatisticColumns,
-    largest_difference,
-)
-from roundoff.compare.exact import Array
-from roundoff.compare.explain import EarlierSteps, RecordedStep, Sides
-from roundoff.compare.found_causes import (
+from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.judging.gradient_scale import without_loss_scales
+from roundoff.compare.judging.step_causes import Cause
+from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
+from roundoff.compare.loop.found_causes import (
     ComparedStep,
     causes_of_step,
     in_order,
     is_shown,
     relabelled,
 )
-from roundoff.compare.gradient_scale import without_loss_scales
-from roundoff.compare.hand_updates import does_all_updates
-from roundoff.compare.loop_order import BACKWARD_PASSES, loop_causes
-from roundoff.compare.port_comparison import by_different_hands
+from roundoff.compare.loop.hand_updates import does_all_updates
+from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
+from roundoff.compare.pairing.alignment import MATCHED, renaming
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
@@ -40,18 +33,25 @@ from roundoff.compare.portions.comparison import (
     without_tensors,
 )
 from roundoff.compare.portions.stages import named_as_whole
-from roundoff.compare.recorded_rows import rows_of
-from roundoff.compare.reproducibility import UnstableRow
-from roundoff.compare.restored_step import (
+from roundoff.compare.ports.port_comparison import by_different_hands
+from roundoff.compare.ports.rewritten_calls import compared_by_values
+from roundoff.compare.records.data_portions import DataPortions
+from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.compare.rounding.distance import (
+    COUNTS,
+    VALUES,
+    StatisticColumns,
+    largest_difference,
+)
+from roundoff.compare.rounding.reproducibility import UnstableRow
+from roundoff.compare.rounding.rounding_bound import MARGIN, unit
+from roundoff.compare.step_comparison import NoiseFloors, compare_step
+from roundoff.compare.tensors.exact import Array
+from roundoff.compare.values.restored_step import (
     is_whole,
     restored_tensors,
     tensors_of_all,
 )
-from roundoff.compare.rewritten_calls import compared_by_values
-from roundoff.compare.rounding_bound import MARGIN, unit
-from roundoff.compare.step_causes import Cause
-from roundoff.compare.step_comparison import NoiseFloors, compare_step
-from roundoff.compare.table import DAMAGED, ComparedRow, frame_of
 from roundoff.errors import RunError
 from roundoff.ops import calls_of_others
 from roundoff.record import LoopEvent, Run, StepTensors, as_run, site_name

@@ -8,10 +8,10 @@ from pathlib import PurePath
 
 import polars as pl
 
-from roundoff.compare.noise_floor import SPECIALS, ZERO, noise_floor
+from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.rank_comparison import Floors
-from roundoff.compare.reproducibility import UnstableRow
-from roundoff.compare.step_causes import listed
+from roundoff.compare.rounding.noise_floor import SPECIALS, ZERO, noise_floor
+from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.files import is_url
 from roundoff.record import Run, load, siblings
 

@@ -7,39 +7,49 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from roundoff.compare.alignment import MATCHED, REFERENCE_ONLY, Pair, align
-from roundoff.compare.call_arguments import argument_differences
-from roundoff.compare.call_pairs import TRANSPARENT
-from roundoff.compare.data_portions import DataPortions
-from roundoff.compare.distance import Distances, of_statistics
-from roundoff.compare.divergence import Divergence, is_partly_written
-from roundoff.compare.explain import (
+from roundoff.compare.judging.divergence import Divergence, is_partly_written
+from roundoff.compare.judging.explain import (
     EarlierSteps,
     RecordedStep,
     Sides,
     explain,
     explain_unwritten,
 )
-from roundoff.compare.findings import OWN, Bound, Distance, Finding, contributions
-from roundoff.compare.gradient_scale import rescaling
-from roundoff.compare.metrics import Metrics
-from roundoff.compare.port_comparison import by_different_hands, compare_port
+from roundoff.compare.judging.gradient_scale import rescaling
+from roundoff.compare.judging.table import ComparedRow, names_of_both
+from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY, Pair, align
+from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.portions.location import locate
-from roundoff.compare.recorded_calls import RecentResults, ReferenceCalls, RunRegion
-from roundoff.compare.recorded_rows import (
+from roundoff.compare.ports.port_comparison import by_different_hands, compare_port
+from roundoff.compare.records.call_arguments import argument_differences
+from roundoff.compare.records.data_portions import DataPortions
+from roundoff.compare.records.recorded_calls import (
+    RecentResults,
+    ReferenceCalls,
+    RunRegion,
+)
+from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
     first_rows,
     last_named,
     shape_read_first,
 )
-from roundoff.compare.replay import (
+from roundoff.compare.records.replay import (
     CallReplay,
     ReferenceSide,
     WorkingFormat,
     replay_call,
 )
-from roundoff.compare.rounding_bound import (
+from roundoff.compare.rounding.distance import Distances, of_statistics
+from roundoff.compare.rounding.findings import (
+    OWN,
+    Bound,
+    Distance,
+    Finding,
+    contributions,
+)
+from roundoff.compare.rounding.rounding_bound import (
     REGION,
     REGION_LIMIT,
     SUMS,
@@ -52,14 +62,14 @@ from roundoff.compare.rounding_bound import (
     unit,
     working_formats,
 )
-from roundoff.compare.same_kernel import run_as_it_was
-from roundoff.compare.table import ComparedRow, names_of_both
-from roundoff.compare.two_formulas import (
+from roundoff.compare.rounding.same_kernel import run_as_it_was
+from roundoff.compare.rounding.two_formulas import (
     Calls,
     explained_by_a_region,
     is_one_function,
     largest_condition,
 )
+from roundoff.compare.tensors.metrics import Metrics
 from roundoff.ops import facts, operators_that
 
 #: Why new memory is not measured.

@@ -8,11 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from roundoff.compare.culprits import Culprit, culprits
-from roundoff.compare.findings import INHERITED, OWN
-from roundoff.compare.found_causes import with_causes
-from roundoff.compare.reproducibility import UnstableRow
-from roundoff.compare.table import (
+from roundoff.compare.judging.culprits import Culprit, culprits
+from roundoff.compare.judging.table import (
     FAIL,
     LARGER_IS_BETTER,
     UNDECIDED,
@@ -21,6 +18,9 @@ from roundoff.compare.table import (
     left_open,
     rows_in,
 )
+from roundoff.compare.loop.found_causes import with_causes
+from roundoff.compare.rounding.findings import INHERITED, OWN
+from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.errors import RunError
 from roundoff.foreign import fault_of
 from roundoff.record import Setting, settings_of

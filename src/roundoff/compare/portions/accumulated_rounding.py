@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from roundoff.compare.recorded_rows import RecordedRow, Rows, last_named
-from roundoff.compare.rounding_bound import (
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.rounding.rounding_bound import (
     MARGIN,
     REGION_LIMIT,
     terms,

@@ -21,8 +21,8 @@ from roundoff.compare.portions.pieces import (
     last_values,
     values_of,
 )
-from roundoff.compare.recorded_rows import RecordedRow, Rows
-from roundoff.compare.rounding_bound import unit
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding.rounding_bound import unit
 
 #: The label of a value of which nothing is known but that it stands nowhere.
 _UNEXPLAINED = "value of its own"

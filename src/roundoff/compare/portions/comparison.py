@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundoff.compare.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
-from roundoff.compare.distance import of_statistics
-from roundoff.compare.explain import RecordedStep
-from roundoff.compare.findings import INHERITED, OWN
-from roundoff.compare.loaded_values import GRADIENT
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.judging.symptoms import ADVICE
+from roundoff.compare.judging.table import ComparedRow, names_of_both
+from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
 from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
-from roundoff.compare.recorded_rows import RecordedRow
-from roundoff.compare.rounding_bound import REGION, REGION_LIMIT, unit
-from roundoff.compare.symptoms import ADVICE
-from roundoff.compare.table import ComparedRow, names_of_both
+from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.findings import INHERITED, OWN
+from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.ops import operators_that
 
 #: Portions are another schedule where this share of the parameters' readers work on

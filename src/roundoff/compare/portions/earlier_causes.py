@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from roundoff.compare.explain import RecordedStep
+from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.portions.location import multiple
 from roundoff.compare.portions.pieces import (
     Piece,
@@ -17,8 +17,8 @@ from roundoff.compare.portions.pieces import (
     last_values,
     values_of,
 )
-from roundoff.compare.recorded_rows import RecordedRow
-from roundoff.compare.rounding_bound import EXPONENTIALS, unit
+from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.rounding.rounding_bound import EXPONENTIALS, unit
 from roundoff.ops import operators_that
 
 #: A sum of terms is once the reference's value to this share.

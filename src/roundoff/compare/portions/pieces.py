@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from roundoff.compare.call_pairs import TRANSPARENT
-from roundoff.compare.divergence import UNWRITTEN, is_workspace
-from roundoff.compare.explain import RecordedStep
+from roundoff.compare.judging.divergence import UNWRITTEN, is_workspace
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.portions.accumulated_rounding import (
     accumulated_rounding,
     explained,
 )
 from roundoff.compare.portions.location import Location, locate, multiple
-from roundoff.compare.recorded_rows import RecordedRow, last_named
-from roundoff.compare.rounding_bound import condition, unit
+from roundoff.compare.records.recorded_rows import RecordedRow, last_named
+from roundoff.compare.rounding.rounding_bound import condition, unit
 from roundoff.ops import operators_that
 
 #: Values of the reference that a piece is looked for in, at most.

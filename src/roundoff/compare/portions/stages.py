@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from roundoff.compare.explain import RecordedStep
-from roundoff.compare.loaded_values import GRADIENT, values_before
-from roundoff.compare.recorded_rows import RecordedRow
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.loop.loaded_values import GRADIENT, values_before
+from roundoff.compare.records.recorded_rows import RecordedRow
 
 #: By module, the first value of each of its parameters by its own name.
 _Modules = dict[str, dict[str, RecordedRow]]

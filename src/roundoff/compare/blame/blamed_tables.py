@@ -1,0 +1,93 @@
+"""Is it a table of constants, a mask or angles of positions, that makes two programs part?
+
+Such a table is made of no data and of no parameter. One program may read it as a buffer
+and the other compute it, in other steps: nothing before its last value has a counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.values.value_flow import Flow, Value, constants_of
+from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.ops import operators_that
+
+_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather", "take"}
+#: How a table is used: its elements are places of another value, or numbers and masks.
+_PLACES = "places"
+_NUMBERS = "numbers"
+
+
+def blamed_table(sides: Sides, part: Part) -> Blamed | None:
+    """Return the first table that differs; None where one of the sides has none such.
+
+    It is read in the region where the programs part, and agrees with nothing.
+    """
+    ours, theirs = sides.reference, sides.candidate
+    tables = _lost_tables(theirs, part.region, sides.twins, _masks(ours))
+    wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
+    for value, kind in tables:
+        for twin, other_kind in wanted:
+            if twin.row.numel == value.row.numel and _may_be_one(kind, other_kind):
+                words = "a table of constants differs; the reference has"
+                words = f"{words} {_in_words(twin)}"
+                return Blamed(value, twin, words, is_operator=True)
+    return None
+
+
+def _may_be_one(kind: str, other: str) -> bool:
+    """Return True for tables of one use: what chooses by places is no mask and no number."""
+    return (kind == _PLACES) == (other == _PLACES)
+
+
+def _masks(flow: Flow) -> list[Value]:
+    return [value for value in flow.values.values() if _is_mask(value)]
+
+
+def _is_mask(value: Value) -> bool:
+    return value.row.dtype == "bool" and not value.says_nothing
+
+
+def _is_opposite(one: Value, other: Value) -> bool:
+    """Return True for masks of which one may hide what the other shows."""
+    if one.sketch is None or other.sketch is None:
+        return False
+    ones = one.sketch.size**2 + other.sketch.size**2
+    return one.sketch.numel == other.sketch.numel and round(ones) == one.sketch.numel
+
+
+def _in_words(value: Value) -> str:
+    name = value.row.name or f"{value.operator} of {value.row.site}"
+    return f"{name} ({value.row.line})" if value.row.line else name
+
+
+def _lost_tables(
+    flow: Flow, region: frozenset[int], agreeing: object, masks: Sequence[Value]
+) -> list[tuple[Value, str]]:
+    """Return what a region reads that is made of constants alone, and does not agree.
+
+    Each with how it is used. A mask is no loss where the other program has its opposite
+    among ``masks``.
+    """
+    constant = constants_of(flow)
+    lost = {}
+    for key in region:
+        if key in constant:
+            continue
+        for source in flow.values[key].inputs:
+            if source not in constant or source in agreeing:  # type: ignore[operator]
+                continue
+            value = flow.behind(source)
+            if value.says_nothing or value.key in agreeing:  # type: ignore[operator]
+                continue
+            read = flow.values[source]
+            if _is_mask(read) and any(_is_opposite(read, mask) for mask in masks):
+                continue
+            lost[value.key] = value, _use(read, flow.values[key])
+    return sorted(lost.values(), key=lambda table: table[0].order)
+
+
+def _use(table: Value, reader: Value) -> str:
+    is_whole = (table.row.dtype or "").startswith(("int", "uint"))
+    return _PLACES if is_whole and reader.operator in _LOOK_UP else _NUMBERS

@@ -1,0 +1,1 @@
+"""Which of two paired values are wrong, where the error was made, and what it looks like."""

@@ -1,0 +1,224 @@
+"""The explanation of a row that made an error itself: the operator to name, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.judging.divergence import Divergence
+from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
+from roundoff.compare.pairing.call_pairs import TRANSPARENT
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding.findings import Finding
+from roundoff.record import StepTensors
+
+
+@dataclass(slots=True)
+class EarlierSteps:
+    """What the earlier steps of a rank leave to later ones; written step by step."""
+
+    #: By name of a parameter or buffer: its error, and True where a fault made it.
+    names: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    #: The reference's last write to a name that the candidate lacks.
+    unwritten: dict[str, RecordedRow] = field(default_factory=dict)
+    #: The largest error of any value.
+    worst: float = 0.0
+    #: True once a fault was found.
+    parted: bool = False
+
+    def carried(self, row: RecordedRow) -> tuple[float, bool]:
+        """Return the error of a value from before the step, and True for that of a fault."""
+        return self.names.get(row.name or "", (self.worst, self.parted))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step of one run: its rows, and its tensors where they were kept."""
+
+    rows: Rows
+    tensors: StepTensors | None = None
+    #: By record, the scale of the loss that gradients carry, where it is not 1. The
+    #: statistics of these rows are divided by it.
+    scales: Mapping[int, float] = field(default_factory=dict)
+
+    def tensor(self, record: int) -> Tensor | None:
+        """Return the tensor of a record, without the scale of the loss; None where it was
+        not kept."""
+        if self.tensors is None or record not in self.tensors:
+            return None
+        scale = self.scales.get(record, 1.0)
+        tensor = self.tensors[record]
+        return tensor if scale == 1.0 else tensor.to(torch.float64) / scale
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One step of both runs."""
+
+    reference: RecordedStep
+    candidate: RecordedStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The columns of a ``ComparedRow`` that an explanation fills."""
+
+    blamed: str | None
+    blamed_line: str | None
+    blamed_phase: str | None
+    blamed_reference: str | None
+    blamed_reference_line: str | None
+    looks_like: str
+    evidence: str
+    advice: str
+    semantic: float | None = None
+    kernel_excess: float | None = None
+
+
+def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanation:
+    """Name the operator behind a finding, and say what its error looks like."""
+    row = sides.candidate.rows[finding.record]
+    twin = divergence.twin(finding.record)
+    blamed = _operator_at_fault(sides.candidate.rows, finding, row)
+    missing = None
+    if finding.missing is not None:
+        missing = _as_forward(sides.reference.rows[finding.missing], divergence)
+    detach = None
+    if missing is not None or twin.operator != row.operator:
+        detach = _lone_detach(divergence, row)
+    if detach is not None and detach is sides.candidate.rows.get(detach.record):
+        blamed = detach
+        missing = None
+    elif detach is not None:
+        missing = detach
+    if row.operator == twin.operator and row.is_call and not finding.arguments:
+        finding.arguments = divergence.measures.changed_arguments(twin, row)
+    faulty = finding.record if finding.faulty is None else finding.faulty
+    actual = sides.candidate.tensor(faulty)
+    looks_like = symptom(
+        Fault(
+            finding=finding,
+            row=row,
+            twin=twin,
+            reference=sides.reference.rows,
+            candidate=sides.candidate.rows,
+            counterpart=divergence.counterpart,
+            expected=_expected(sides.reference, finding, twin, actual),
+            actual=actual,
+            missing=missing,
+            detach=detach,
+        )
+    )
+    replay = finding.replayed
+    in_reference = missing or twin
+    return Explanation(
+        blamed=blamed.site,
+        blamed_line=blamed.line,
+        blamed_phase=(missing or blamed).phase,
+        blamed_reference=in_reference.site,
+        blamed_reference_line=in_reference.line,
+        looks_like=looks_like.label,
+        evidence=looks_like.evidence,
+        advice=looks_like.advice,
+        semantic=None if replay is None else _without_nan(replay.semantic),
+        kernel_excess=None if replay is None else _without_nan(replay.excess),
+    )
+
+
+def explain_unwritten(
+    memory: EarlierSteps, row: RecordedRow, explanation: Explanation
+) -> Explanation:
+    """Blame the step before, where its write to this tensor is in the reference only."""
+    missing = None if row.is_call else memory.unwritten.get(row.name or "")
+    if missing is None:
+        return explanation
+    line = f" ({missing.line})" if missing.line else ""
+    where = f"{missing.site}{line} of the step before"
+    return replace(
+        explanation,
+        blamed_reference=missing.site,
+        blamed_reference_line=missing.line,
+        blamed_phase=missing.phase,
+        looks_like="missing operator",
+        advice=ADVICE["missing operator"],
+        evidence=f"{where} is in the reference only, and wrote this",
+    )
+
+
+def _operator_at_fault(rows: Rows, finding: Finding, row: RecordedRow) -> RecordedRow:
+    """Of several calls without counterpart, the one to name.
+
+    The one that is wrong for the inputs it had, the one where NaN or Inf came up, or the
+    last that computes.
+    """
+    if finding.faulty is not None:
+        return rows[finding.faulty]
+    region = [rows[record] for record in finding.region]
+    if math.isinf(finding.error or 0.0):
+        for inner in region:
+            if inner.nonfinite:
+                return inner
+    if row.is_call and row.operator not in TRANSPARENT:
+        return row
+    computing = [r for r in region if r.is_call and r.operator not in TRANSPARENT]
+    return computing[-1] if computing else row
+
+
+def _as_forward(missing: RecordedRow, divergence: Divergence) -> RecordedRow:
+    """Return the forward call without counterpart that a backward call belongs to."""
+    if missing.phase != "backward":
+        return missing
+    paired = set(divergence.counterpart.values())
+    for row in divergence.reference.values():
+        if row.phase != "forward" or not row.is_call or row.record in paired:
+            continue
+        same_code = (row.module, row.line) == (missing.module, missing.line)
+        if same_code and row.operator == missing.operator:
+            return row
+    return missing
+
+
+def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None:
+    """Return a forward detach that only one side has, the candidate's first.
+
+    The values agree, and in the backward pass a branch is missing or is too much.
+    """
+    if row.phase != "backward":
+        return None
+    for candidate in divergence.candidate.values():
+        if candidate.record not in divergence.exact and _is_forward_detach(candidate):
+            return candidate
+    paired = set(divergence.counterpart.values())
+    for reference in divergence.reference.values():
+        if reference.record not in paired and _is_forward_detach(reference):
+            return reference
+    return None
+
+
+def _is_forward_detach(row: RecordedRow) -> bool:
+    return row.operator == "detach" and row.phase == "forward" and row.is_call
+
+
+def _expected(
+    reference: RecordedStep, finding: Finding, twin: RecordedRow, actual: Tensor | None
+) -> Tensor | None:
+    """Return what the row should hold, given its inputs; None where that is not known."""
+    expected = None
+    if finding.replayed is not None:
+        expected = finding.replayed.expected
+    if expected is None and finding.inputs == 0:
+        expected = reference.tensor(twin.record)
+    if expected is None or actual is None or actual.shape == expected.shape:
+        return expected
+    return None
+
+
+def _without_nan(value: float | None) -> float | None:
+    """Return the value; infinity for NaN."""
+    if value is None or math.isfinite(value):
+        return value
+    return math.inf

@@ -1,0 +1,282 @@
+"""Loss scales divided out: gradients of a scaled loss, compared with those of another.
+
+A loss that is multiplied by a scale multiplies every gradient, until it is divided out
+again before the optimizer reads it. The scale is followed through the rows of a step:
+backward calls are linear in the gradient that they read, and a product with one number
+multiplies the scale. That is a product of the whole loss: one of its terms may have a
+weight. Where a scale is not divided out, nothing is done: the gradients that
+the optimizer reads are wrong. A clip divides nothing out: what it multiplies by was made
+of the gradients, and would hide any scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from roundoff.compare.judging.explain import RecordedStep, Sides
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.rounding.rounding_bound import DIVISIONS, PRODUCTS
+from roundoff.ops import operators_that
+
+#: Scales that differ by less are one: fp16 gradients that are subnormal have few bits,
+#: with six left they are 2**-6 off.
+SAME = 0.02
+#: A loss is looked for behind at most so many sums and products.
+MOST_DEEP = 64
+#: These give the elements of their input.
+HANDS_ON = operators_that("hand on in order")
+#: What changes a gradient by one factor, after the backward pass too.
+_FACTORS = PRODUCTS | DIVISIONS | operators_that("unscale gradients")
+_VALUES = ("min", "max", "mean", "l2", "std")
+
+
+def without_loss_scales(sides: Sides) -> Sides:
+    """Return a step of both runs with the scales of their losses divided out.
+
+    The same sides where neither loss is scaled, or a scale is left in the gradients
+    that a step ends with.
+    """
+    ours = _scales(sides.reference.rows)
+    theirs = _scales(sides.candidate.rows)
+    if not ours and not theirs:
+        return sides
+    if not _ends_alike(sides, ours, theirs):
+        return sides
+    return Sides(_divided(sides.reference, ours), _divided(sides.candidate, theirs))
+
+
+def rescaling(step: RecordedStep) -> frozenset[int]:
+    """Return the records of calls that multiply a loss or a gradient by its scale alone."""
+    scales = step.scales
+    if not scales:
+        return frozenset()
+    changed = set()
+    for record, row in step.rows.items():
+        read = [r for r in row.inputs if r in step.rows]
+        same_size = [r for r in read if step.rows[r].numel == row.numel]
+        scale = scales.get(record, 1.0)
+        involved = record in scales or any(r in scales for r in same_size)
+        if not involved or row.base_operator not in _FACTORS:
+            continue
+        if not all(_same(scale, scales.get(r, 1.0)) for r in same_size):
+            changed.add(record)
+    return frozenset(changed)
+
+
+def _divided(step: RecordedStep, scales: Mapping[int, float]) -> RecordedStep:
+    if not scales:
+        return step
+    rows = {
+        record: _unscaled_row(row, scales.get(record, 1.0))
+        for record, row in step.rows.items()
+    }
+    return RecordedStep(rows, step.tensors, scales)
+
+
+def _unscaled_row(row: RecordedRow, scale: float) -> RecordedRow:
+    if scale == 1.0:
+        return row
+    values = {name: getattr(row, name) for name in _VALUES}
+    divided = {name: v if v is None else v / scale for name, v in values.items()}
+    unscaled: RecordedRow = replace(row, hash=None, **divided)  # type: ignore[arg-type]
+    return unscaled
+
+
+def _ends_alike(
+    sides: Sides, ours: Mapping[int, float], theirs: Mapping[int, float]
+) -> bool:
+    """Return True where the gradients that both end with have one scale."""
+    last = {
+        name: ours.get(row.record, 1.0)
+        for name, row in last_named(sides.reference.rows).items()
+    }
+    gradients = {
+        name: row
+        for name, row in last_named(sides.candidate.rows).items()
+        if name.endswith(".grad") and name in last
+    }
+    return bool(gradients) and all(
+        _same(theirs.get(row.record, 1.0), last[name])
+        or _is_unscaled_by_the_optimizer(sides.candidate.rows, row, theirs)
+        for name, row in gradients.items()
+    )
+
+
+def _is_unscaled_by_the_optimizer(
+    rows: Rows, gradient: RecordedRow, scales: Mapping[int, float]
+) -> bool:
+    """Return True where the optimizer's call reads the scale beside the gradient."""
+    scale = scales.get(gradient.record, 1.0)
+    for row in rows.values():
+        if row.phase != "optimizer" or gradient.record not in row.inputs:
+            continue
+        numbers = [rows[r] for r in row.inputs if r in rows and rows[r].numel == 1]
+        if any(_same(number.l2 or 0.0, scale) for number in numbers):
+            return True
+    return False
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME * abs(other)
+
+
+def _scales(rows: Rows) -> dict[int, float]:
+    """Return the scale of each gradient that has another one than 1, by record.
+
+    And of the products that multiply a whole loss.
+    """
+    losses = _scaled_losses(rows)
+    scales: dict[int, float] = {}
+    made_of_gradients: set[int] = set()
+    for record in sorted(rows):
+        row = rows[record]
+        scale = _scale(row, rows, scales, losses.values())
+        if scale is None:
+            if any(i in scales or i in made_of_gradients for i in row.inputs):
+                made_of_gradients.add(record)
+        elif _is_clip(row, made_of_gradients):
+            scales[record] = next(scales[i] for i in row.inputs if i in scales)
+        else:
+            scales[record] = scale
+    scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
+    if not scaled:
+        return {}
+    factors = set(scaled.values())
+    return scaled | {
+        record: factor
+        for record, factor in losses.items()
+        if any(_same(factor, scale) for scale in factors)
+    }
+
+
+def _scale(
+    row: RecordedRow,
+    rows: Rows,
+    scales: Mapping[int, float],
+    of_losses: Collection[float],
+) -> float | None:
+    """Return the scale of a gradient; None for what is none.
+
+    ``of_losses`` are the factors that whole losses are multiplied by: in the backward
+    pass any other is the weight of a term.
+    """
+    if not row.is_call:
+        return None
+    source = _gradient_read(row, rows, scales)
+    if source is None:
+        return 1.0 if _is_seed(row, rows) else None
+    before = scales[source.record]
+    # what a hook makes of a finished gradient may be an update: that is not linear
+    goes_backward = row.phase == "backward" and not _is_gradient(source)
+    if goes_backward and row.numel != 1:
+        return before
+    if row.base_operator not in _FACTORS:
+        stays = goes_backward or _is_gradient(row) or _is_written_over(source, row)
+        return before if stays else None
+    if row.numel != source.numel or _is_an_update(row, source, rows, before):
+        return None
+    after = _rescaled(row, source, before)
+    is_of_a_loss = any(_same(after, before * factor) for factor in of_losses)
+    return after if row.phase != "backward" or is_of_a_loss else before
+
+
+def _is_written_over(gradient: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for a call that changes a gradient in place, as a limit to its values."""
+    return bool(row.inplace) and row.inputs[0] == gradient.record
+
+
+def _is_an_update(
+    row: RecordedRow, source: RecordedRow, rows: Rows, before: float
+) -> bool:
+    """Return True for a product that is part of an update, not of a scale.
+
+    It is not with one number alone, or of a gradient that carries no scale any more.
+    """
+    if row.phase == "backward" or _is_gradient(row):
+        return False
+    read = (rows[record] for record in row.inputs if record in rows)
+    others = [each for each in read if each.record != source.record]
+    return before == 1.0 or any((each.numel or 0) > 1 for each in others)
+
+
+def _gradient_read(
+    row: RecordedRow, rows: Rows, scales: Mapping[int, float]
+) -> RecordedRow | None:
+    """Return the first gradient that a call reads; of a list the one of the same name."""
+    read = [rows[record] for record in row.inputs if record in scales]
+    same_name = [each for each in read if row.name and each.name == row.name]
+    return next(iter(same_name or read), None)
+
+
+def _rescaled(row: RecordedRow, source: RecordedRow, before: float) -> float:
+    """Return the scale after a product of a gradient with one number.
+
+    Of a gradient without a norm nothing is known: outside of the backward pass it counts
+    as not scaled.
+    """
+    factor = (row.l2 or 0.0) / source.l2 if source.l2 else 0.0
+    if not factor or not math.isfinite(factor):
+        return 1.0 if row.phase != "backward" else before
+    after = before * factor
+    return 1.0 if _same(after, 1.0) else after
+
+
+def _is_clip(row: RecordedRow, made_of_gradients: set[int]) -> bool:
+    """Return True for a product of a gradient with what was made of gradients."""
+    if row.phase == "backward" or row.base_operator not in PRODUCTS | DIVISIONS:
+        return False
+    return not made_of_gradients.isdisjoint(row.inputs)
+
+
+def _is_seed(row: RecordedRow, rows: Rows) -> bool:
+    """Return True for the gradient of the loss to itself: a number from no other gradient."""
+    if row.numel != 1 or row.l2 != 1.0:
+        return False
+    read = [rows[record] for record in row.inputs if record in rows]
+    return row.base_operator in operators_that("create exactly") and all(
+        each.phase == "forward" for each in read
+    )
+
+
+def _is_gradient(row: RecordedRow) -> bool:
+    return bool(row.name) and str(row.name).endswith(".grad")
+
+
+def _scaled_losses(rows: Rows) -> dict[int, float]:
+    """Return the forward products of a whole loss, each with what it multiplies by."""
+    losses: dict[int, float] = {}
+    for row in rows.values():
+        if row.is_call and _is_seed(row, rows):
+            for record in row.inputs:
+                losses |= _products_behind(rows, record)
+    return losses
+
+
+def _products_behind(rows: Rows, record: int, depth: int = 0) -> dict[int, float]:
+    """Return the products that made a number out of another, or each of its summands."""
+    row = rows.get(record)
+    if row is None or not row.is_call or row.numel != 1 or depth > MOST_DEEP:
+        return {}
+    if row.base_operator == "add":
+        return _of_all([_products_behind(rows, i, depth + 1) for i in row.inputs])
+    source = rows.get(row.inputs[0]) if row.inputs else None
+    if source is None or source.numel != 1:
+        return {}
+    if row.base_operator in HANDS_ON:
+        return _products_behind(rows, source.record, depth + 1)
+    if row.base_operator not in PRODUCTS | DIVISIONS or not source.l2 or not row.l2:
+        return {}
+    behind = _products_behind(rows, source.record, depth + 1)
+    return behind | {record: row.l2 / source.l2}
+
+
+def _of_all(summands: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return the products whose factor all summands have."""
+    return {
+        record: factor
+        for products in summands
+        for record, factor in products.items()
+        if all(any(_same(factor, f) for f in p.values()) for p in summands)
+    }

@@ -1,0 +1,524 @@
+"""The data that two runs were fed: other samples, another order, other values.
+
+Data are what the model and the loss read and no parameter went into: inputs from outside,
+and what the script itself makes of them before the first module runs. What it draws at
+random is not fed: the operator that draws is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.judging.changing_values import (
+    made_of,
+    other_draws,
+    unstable_records,
+)
+from roundoff.compare.judging.divergence import HANDS_ON
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import DATA, Cause, with_line
+from roundoff.compare.judging.symptoms import other_number_of_draws
+from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.loaded_values import (
+    is_reordered,
+    statistics_factor,
+    values_before,
+)
+from roundoff.compare.loop.unnamed_updates import unnamed_state
+from roundoff.compare.pairing.alignment import MATCHED
+from roundoff.compare.records.call_arguments import argument_differences
+from roundoff.compare.records.data_portions import DataPortions
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.value_sketch import in_reals
+from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.reproducibility import UnstableRow
+from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.ops import operators_that
+
+#: Data that were made otherwise may differ by this many roundings.
+ROUNDINGS = 16.0
+#: A fit leaves at most this share of the difference's squares.
+FIT = 1e-6
+#: Most inputs that are described, each in words.
+MOST = 3
+#: Of data that nothing leads to from the reference's.
+OTHER_VALUES = "has other values"
+#: These read a number for the program, not for the model.
+FOR_PYTHON = operators_that("ask about values")
+#: Values of one channel that a factor and an offset are fitted to, at the least.
+_CHANNEL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _FedPair:
+    """A value of both sides that the model or the loss reads."""
+
+    twin: RecordedRow
+    row: RecordedRow
+    words: str
+    error: float | None
+
+
+def data_records(rows: Rows) -> set[int]:
+    """Return the records that no parameter went into, and no module made.
+
+    Of the forward pass: inputs from outside, and what is computed from them, or drawn,
+    outside of all modules. A value that becomes a parameter or buffer is none, nor is
+    one that an optimizer writes or that follows one, nor what is made of earlier data once a parameter was
+    read: the model is running then.
+    """
+    running = _first_read_of_a_name(rows)
+    state = unnamed_state(rows)
+    loaded = _behind(rows, [*values_before(rows).values(), *state])
+    data: set[int] = set()
+    for record, row in rows.items():
+        if record in loaded or row.name or row.phase != "forward":
+            continue
+        of_data = all(i in data for i in row.inputs)
+        if of_data and _may_be_data(row, running):
+            data.add(record)
+    return data
+
+
+def _may_be_data(row: RecordedRow, running: int | None) -> bool:
+    """Return True for a row that is data if all that it reads is.
+
+    ``running`` is the first record that a parameter went into; None without any.
+    """
+    if not row.is_call:
+        return row.operator in ("input", "alias")
+    if running is None or row.module:
+        return False
+    return row.record < running or all(i > running for i in row.inputs)
+
+
+def _first_read_of_a_name(rows: Rows) -> int | None:
+    """Return the first record that a parameter or buffer went into; None without any."""
+    named: set[int] = set()
+    for row in rows.values():
+        if row.is_call and row.module and named.intersection(row.inputs):
+            return row.record
+        if row.name:
+            named.add(row.record)
+    return None
+
+
+def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
+    """Return these rows and what they were made of."""
+    waiting = [row.record for row in named]
+    behind: set[int] = set()
+    while waiting:
+        record = waiting.pop()
+        if record in behind or record not in rows:
+            continue
+        behind.add(record)
+        waiting += rows[record].inputs
+    return behind
+
+
+def _fed(
+    sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
+) -> list[tuple[int, int]]:
+    """Return the data that the same calls of the model or the loss read, in order.
+
+    A call that was paired with one of another operator, as a cast that one run alone
+    has, or by what reads it, may not read the same.
+    """
+    fed: dict[tuple[int, int], None] = {}
+    for row in compared:
+        if row.record in theirs or row.reference_record in ours:
+            continue
+        read = _read_by_both(sides, row)
+        fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
+    read_by_reference = {reference for reference, _ in fed}
+    twins = {row.record: row.reference_record for row in compared if not row.error}
+    return [
+        (reference, candidate)
+        for reference, candidate in fed
+        # another of the same inputs is read: the program's fault, not the data's
+        if twins.get(candidate, reference) in {reference, None}
+        or twins[candidate] not in read_by_reference
+    ]
+
+
+def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
+    """Return what a call of the forward pass reads in both runs, argument by argument.
+
+    Nothing for what is no call of one operator in both, or reads more in one run, or
+    prints a number; and no memory that it overwrites.
+    """
+    if row.record is None or row.reference_record is None or row.place:
+        return []
+    if row.phase != "forward" or row.status != MATCHED:
+        return []
+    twin = sides.reference.rows[row.reference_record]
+    reader = sides.candidate.rows[row.record]
+    if not reader.is_call or twin.base_operator != reader.base_operator:
+        return []
+    if reader.base_operator in FOR_PYTHON:
+        return []
+    ours = twin.values_read()
+    theirs = reader.values_read()
+    if len(ours) != len(theirs):
+        return []
+    return list(zip(ours, theirs, strict=True))
+
+
+def data_causes(
+    sides: Sides,
+    compared: Sequence[ComparedRow],
+    *,
+    unstable: Sequence[UnstableRow] = (),
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the cause "other data" where what a step is fed differs.
+
+    Numbers that the program draws are not fed: where they alone differ, the cause is
+    "other draws". What does not repeat itself is neither.
+
+    Args:
+        sides: the step.
+        compared: its rows.
+        unstable: what repeats show to change from run to run.
+        rank: of the step.
+        step: its number.
+    """
+    theirs = sides.candidate.rows
+    data = data_records(theirs)
+    changing_of_reference, changing = unstable_records(sides, unstable)
+    drawn = other_draws(theirs, compared, data - changing)
+    of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
+    read = [
+        (sides.reference.rows[twin], theirs[record])
+        for twin, record in _fed(
+            sides, compared, data_records(sides.reference.rows), data
+        )
+        if twin not in changing_of_reference and record not in changing
+    ]
+    whole = _without_portions(sides, read)
+    pairs = [_differing(sides, twin, row) for twin, row in whole]
+    differing = [pair for pair in pairs if pair is not None]
+    fed = [pair for pair in differing if pair.row.record not in of_draws]
+    if fed:
+        return [_cause(fed, data - changing - of_draws, compared, rank, step)]
+    if differing:
+        return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
+    return []
+
+
+def _without_portions(
+    sides: Sides, read: Sequence[tuple[RecordedRow, RecordedRow]]
+) -> list[tuple[RecordedRow, RecordedRow]]:
+    """Return what is read but for values of other shapes that are the same data.
+
+    Where a run reads its data in other portions, or padded, what the script makes of
+    nothing from outside, as positions and masks, is made for them: their other shapes
+    say nothing.
+    """
+    other_shapes = [pair for pair in read if pair[0].shape != pair[1].shape]
+    if not other_shapes:
+        return list(read)
+    data = DataPortions(sides.reference.rows, sides.candidate.rows)
+    portioned = [pair for pair in other_shapes if data.are_same(*pair)]
+    if not portioned:
+        return list(read)
+    return [
+        (twin, row)
+        for twin, row in read
+        if (twin, row) not in other_shapes
+        or (
+            (twin, row) not in portioned and _is_from_outside(sides.candidate.rows, row)
+        )
+    ]
+
+
+def _is_from_outside(rows: Rows, row: RecordedRow) -> bool:
+    """Return True for an input, and for what is made of one."""
+    behind = _behind(rows, [row])
+    return any(not rows[record].is_call for record in behind)
+
+
+def _draw_cause(
+    drawn: ComparedRow, sides: Sides, shown_by: set[int], rank: int, step: int
+) -> Cause:
+    """Return the cause for numbers that the program draws, and feeds to its model."""
+    row = sides.candidate.rows[drawn.record or 0]
+    twin = sides.reference.rows.get(drawn.reference_record or 0)
+    place = with_line(row.site, row.line)
+    label = "other draws"
+    before = ""
+    if twin is not None:
+        before = other_number_of_draws(
+            sides.reference.rows, twin, sides.candidate.rows, row
+        )
+    evidence = f"{place} draws other numbers: another seed, or other draws before it"
+    evidence += before
+    arguments = [] if twin is None else argument_differences(twin, row)
+    if row.arguments is None:
+        evidence += ", or other arguments, of which none are recorded"
+    elif arguments:
+        label = "other data"
+        evidence = f"{place} draws with other arguments: {'; '.join(arguments)}"
+    return Cause(
+        kind=DATA,
+        label=label,
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase="forward",
+        name=row.site,
+        row=row,
+        twin=twin,
+        error=drawn.error,
+        shown_by=tuple(sorted(shown_by)),
+        decides=True,
+    )
+
+
+def _cause(
+    pairs: Sequence[_FedPair],
+    data: set[int],
+    compared: Sequence[ComparedRow],
+    rank: int,
+    step: int,
+) -> Cause:
+    first = pairs[0]
+    maker = _made_by(compared, data)
+    described = [
+        f"{with_line(pair.row.site, pair.row.line)} {pair.words}"
+        for pair in pairs[:MOST]
+    ]
+    text = "; ".join(described)
+    if len(pairs) > MOST:
+        text += f"; and {len(pairs) - MOST:,} more inputs"
+    return Cause(
+        kind=DATA,
+        label="other data",
+        evidence=f"the runs were fed other data: {text}{_detail(maker)}",
+        step=step,
+        rank=rank,
+        phase="forward",
+        name=first.row.site,
+        row=first.row,
+        twin=first.twin,
+        line=None if maker is None else maker.blamed_line,
+        reference_line=None if maker is None else maker.blamed_reference_line,
+        error=max((pair.error or 0.0 for pair in pairs), default=None),
+        shown_by=tuple(sorted(data)),
+        decides=True,
+    )
+
+
+def _made_by(rows: Sequence[ComparedRow], data: set[int]) -> ComparedRow | None:
+    """Return the first operator of the data that made another value."""
+    for row in rows:
+        if row.cause != "own" or row.record not in data:
+            continue
+        if row.call is not None and row.call >= 0 and row.blamed_line is not None:
+            return row
+    return None
+
+
+def _detail(made: ComparedRow | None) -> str:
+    if made is None:
+        return ""
+    place = with_line(made.blamed or "an operator", made.blamed_line)
+    return f"; it begins at {place}: {made.looks_like}, {made.evidence}"
+
+
+def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
+    if twin.shape != row.shape:
+        words = f"has the shape {row.shape} where the reference has {twin.shape}"
+        return _FedPair(twin, row, words, None)
+    ours = sides.reference.tensor(twin.record)
+    theirs = sides.candidate.tensor(row.record)
+    if ours is None or theirs is None:
+        return _by_statistics(
+            _source(sides.reference.rows, twin), _source(sides.candidate.rows, row)
+        )
+    if torch.equal(ours, theirs):
+        return None
+    wanted = ours.detach().to(torch.float64)
+    values = theirs.detach().to(torch.float64)
+    size = float(wanted.norm())
+    error = float((values - wanted).norm()) / size if size else float("inf")
+    if error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
+        return None
+    return _FedPair(twin, row, how_data_differ(ours, theirs), error)
+
+
+def _source(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return the row that these values come from, behind what hands them on."""
+    while row.operator in HANDS_ON and len(row.inputs) == 1:
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
+    return row
+
+
+def _by_statistics(twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
+    distance = of_statistics(twin, row)
+    if distance.error is None or distance.equal:
+        return None
+    if is_reordered(twin, row):
+        words = "has the same values in another order, by its statistics"
+        return _FedPair(twin, row, words, distance.error)
+    if distance.error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
+        return None
+    return _FedPair(twin, row, _statistics_words(twin, row), distance.error)
+
+
+def _statistics_words(twin: RecordedRow, row: RecordedRow) -> str:
+    factor = statistics_factor(twin, row)
+    if factor is not None:
+        return f"is {factor:.6g} times the reference's, by its statistics"
+    affine = _affine(
+        (twin.min, twin.max, twin.mean), (row.min, row.max, row.mean), twin, row
+    )
+    if affine is not None:
+        return f"is the reference's {affine}, by its statistics: scaled otherwise"
+    return "has other values, by its statistics"
+
+
+def _affine(
+    ours: Sequence[float | None],
+    theirs: Sequence[float | None],
+    twin: RecordedRow,
+    row: RecordedRow,
+) -> str | None:
+    """Return the factor and offset that lead from one row's statistics to the other's."""
+    if None in (*ours, *theirs) or not twin.std or row.std is None or not row.std:
+        return None
+    factor = row.std / twin.std
+    low, _, mean = (value or 0.0 for value in ours)
+    other_low, other_high, other_mean = (value or 0.0 for value in theirs)
+    offset = other_mean - factor * mean
+    fits = [
+        abs(factor * a + offset - b) <= 1e-5 * max(abs(other_low), abs(other_high))
+        for a, b in ((low, other_low), (twin.max or 0.0, other_high))
+    ]
+    return f"times {factor:.4g} plus {offset:.4g}" if all(fits) else None
+
+
+def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
+    """Return how the candidate's data differ from the reference's, in words.
+
+    >>> batch = torch.tensor([[1.0, 2.0], [3.0, 5.0], [4.0, 9.0]])
+    >>> how_data_differ(batch, batch.flip(0))
+    'has the same 3 samples in another order'
+    >>> how_data_differ(batch, 1.02 * batch)
+    "is 1.02 times the reference's"
+    >>> how_data_differ(batch, 2 * batch - 1)
+    "is the reference's times 2 plus -1: scaled otherwise"
+    >>> how_data_differ(batch, batch + torch.tensor([1e-5, 0.0]))
+    "is 1.5e-06 of its size apart from the reference's"
+    >>> how_data_differ(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 0]))
+    "has 1 of 4 values unlike the reference's"
+    """
+    return (
+        _same_samples(ours, theirs)
+        or _same_values(ours, theirs)
+        or _scaled(ours, theirs)
+        or _scaled_by_channel(ours, theirs)
+        or _few(ours, theirs)
+    )
+
+
+def _same_samples(ours: Tensor, theirs: Tensor) -> str | None:
+    if not ours.dim() or len(ours) < 2 or not ours.numel():
+        return None
+    mine = _samples(ours)
+    others = _samples(theirs)
+    if sorted(mine) == sorted(others):
+        return f"has the same {len(mine)} samples in another order"
+    if ours.dim() < 2:
+        return None  # labels: values that come again
+    common = len({*mine} & {*others})
+    if common:
+        return f"has {common} of the reference's {len(mine)} samples, and others"
+    return None
+
+
+def _samples(tensor: Tensor) -> list[bytes]:
+    """Return the bytes of each sample."""
+    flat = tensor.detach().contiguous().reshape(len(tensor), -1)
+    rows = flat.view(torch.uint8).numpy(force=True)
+    return [row.tobytes() for row in rows]
+
+
+def _same_values(ours: Tensor, theirs: Tensor) -> str | None:
+    mine = in_reals(ours.detach()).reshape(-1).sort().values
+    others = in_reals(theirs.detach()).reshape(-1).sort().values
+    if mine.numel() > 1 and torch.equal(mine, others):
+        return "has the same values in another order"
+    return None
+
+
+def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return None
+    x = ours.detach().to(torch.float64).reshape(-1)
+    y = theirs.detach().to(torch.float64).reshape(-1)
+    square = float(x @ x)
+    if not square or x.numel() < 3 or not bool((x.isfinite() & y.isfinite()).all()):
+        return None
+    factor = float(x @ y) / square
+    if factor and float((factor * x - y).square().sum()) <= FIT * float(y @ y):
+        times = f"{factor:.6g}"
+        if times != "1":
+            return f"is {times} times the reference's"
+        apart = float((x - y).norm() / x.norm())
+        return f"is {apart:.1e} of its size apart from the reference's"
+    centred = x - x.mean()
+    spread = float(centred @ centred)
+    if not spread:
+        return None
+    factor = float(centred @ (y - y.mean())) / spread
+    offset = float(y.mean() - factor * x.mean())
+    rest = float((factor * x + offset - y).square().sum())
+    if factor and rest <= FIT * float((y - y.mean()).square().sum()):
+        return (
+            f"is the reference's times {factor:.6g} plus {offset:.4g}: scaled otherwise"
+        )
+    return None
+
+
+def _scaled_by_channel(ours: Tensor, theirs: Tensor) -> str | None:
+    """Return the words for a factor and an offset for each entry of a dimension."""
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return None
+    for dim in dict.fromkeys((1, ours.dim() - 1)):
+        if not 1 <= dim < ours.dim() or ours.shape[dim] < 2:
+            continue
+        channels = ours.shape[dim]
+        x = ours.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        y = theirs.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
+        if x.shape[1] >= _CHANNEL and _fits_by_row(x, y):
+            return (
+                f"is the reference's times a factor plus an offset for each of the "
+                f"{channels} entries of dimension {dim}: scaled otherwise"
+            )
+    return None
+
+
+def _fits_by_row(x: Tensor, y: Tensor) -> bool:
+    centred = x - x.mean(1, keepdim=True)
+    wanted = y - y.mean(1, keepdim=True)
+    spread = centred.square().sum(1, keepdim=True)
+    factors = (centred * wanted).sum(1, keepdim=True) / spread.clamp_min(1e-300)
+    rest = (factors * centred - wanted).square().sum()
+    size = wanted.square().sum()
+    return bool(size > 0) and bool(rest <= FIT * size)
+
+
+def _few(ours: Tensor, theirs: Tensor) -> str:
+    differing = int((ours != theirs).sum())
+    if differing == ours.numel():
+        return OTHER_VALUES
+    return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

@@ -1,0 +1,218 @@
+"""The causes behind the operators of a comparison: found in each step, and ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roundoff.compare.judging.culprits import Culprit
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
+from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.fed_data import data_causes
+from roundoff.compare.loop.left_out_operators import operator_causes
+from roundoff.compare.loop.left_out_updates import update_causes
+from roundoff.compare.loop.loaded_values import loaded_causes, values_before
+from roundoff.compare.loop.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS, TURNS
+from roundoff.compare.loop.unnamed_updates import unnamed_update_causes
+from roundoff.compare.pairing.alignment import renaming
+from roundoff.compare.records.recorded_rows import Rows
+from roundoff.compare.rounding.findings import OWN
+from roundoff.compare.rounding.reproducibility import UnstableRow
+from roundoff.record import LoopEvent
+
+#: What a row looks like where the calls themselves differ, not their values alone.
+_OF_CALLS = frozenset(
+    (
+        "wrong constant",
+        "other operator",
+        "missing operator",
+        "extra operator",
+        "gradient cut",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedStep:
+    """A step of both runs with what was found in its rows.
+
+    Attributes:
+        sides: the rows and tensors of both.
+        rows: of the comparison.
+        rank: of the step.
+        step: its number.
+        is_first: none was compared before it.
+        modules: module of the reference -> its name in the candidate.
+        events: what the loops did, of the reference and of the candidate.
+        unstable: what repeats show to change from run to run.
+    """
+
+    sides: Sides
+    rows: Sequence[ComparedRow]
+    rank: int
+    step: int
+    is_first: bool
+    modules: Mapping[str, str]
+    events: tuple[Sequence[LoopEvent], Sequence[LoopEvent]]
+    unstable: Sequence[UnstableRow] = ()
+
+    @property
+    def differs(self) -> bool:
+        """True where a row has an error that rounding does not explain."""
+        return any(row.cause is not None for row in self.rows)
+
+
+def causes_of_step(compared: ComparedStep) -> list[Cause]:
+    """Return what the step was fed and given otherwise, and the updates left out."""
+    rename = renaming(compared.modules)
+    at: dict[str, Any] = {"rank": compared.rank, "step": compared.step}
+    data: list[Cause] = []
+    loaded: list[Cause] = []
+    if compared.differs:
+        data = data_causes(
+            compared.sides, compared.rows, unstable=compared.unstable, **at
+        )
+    if compared.is_first:
+        names = _names(compared.sides, rename)
+        loaded = loaded_causes(
+            compared.sides, compared.rows, names, unstable=compared.unstable, **at
+        )
+    is_made_later = _may_be_made_by(data, loaded, compared.sides.candidate.rows)
+    causes = [*loaded, *data] if is_made_later else [*data, *loaded]
+    causes += update_causes(
+        compared.sides, compared.events, compared.rows, rename, **at
+    )
+    causes += unnamed_update_causes(compared.sides, compared.rows, **at)
+    if not causes:
+        causes += operator_causes(compared.sides, compared.rows, **at)
+    return causes
+
+
+def _may_be_made_by(data: Sequence[Cause], loaded: Sequence[Cause], rows: Rows) -> bool:
+    """Return True where a differing parameter was at work before the first differing data.
+
+    What an agent does next, or a model makes of its own words, is data that it is fed.
+    """
+    first = min((cause.row.record for cause in data if cause.row), default=None)
+    if first is None:
+        return False
+    values = {cause.row.record for cause in loaded if cause.row}
+    at_work = [r.record for r in rows.values() if r.is_call and values & {*r.inputs}]
+    return bool(at_work) and min(at_work) < first
+
+
+def _names(sides: Sides, rename: Callable[[str], str]) -> dict[str, str]:
+    return {name: rename(name) for name in values_before(sides.reference.rows)}
+
+
+def in_order(causes: Sequence[Cause]) -> list[Cause]:
+    """Return the causes of the steps and of the loop, each once, as they act."""
+    each = _once(causes)
+    of_loop = [cause for cause in each if cause.name in _OF_GRADIENTS]
+
+    def place(cause: Cause) -> tuple[int, bool, int]:
+        only_shows = any(_only_shows(cause, other) for other in of_loop)
+        return cause.step, only_shows, cause.at
+
+    return sorted(each, key=place)
+
+
+#: What the loop does otherwise so that updates, and operators of a pass, are there in
+#: one run alone: these come behind it.
+_OF_GRADIENTS = (BACKWARD_PASSES, CLEARING, GRAPHS, TURNS)
+
+
+def _only_shows(cause: Cause, of_loop: Cause) -> bool:
+    """Return True for what follows from another loop: updates, operators, later draws."""
+    if cause.step != of_loop.step:
+        return False
+    if cause.kind in (UPDATE, OPERATORS):
+        return True
+    is_drawn_later = cause.row is not None and cause.row.call > of_loop.at
+    return cause.kind == DATA and is_drawn_later
+
+
+#: Of these the first stands for all: data, and updates that follow each other.
+_ONE_OF_A_KIND = {DATA: ""}
+
+
+def _once(causes: Sequence[Cause]) -> list[Cause]:
+    """Return each cause where it is first seen: later steps show it again."""
+    first: dict[tuple[str, str], Cause] = {}
+    for cause in causes:
+        key = (cause.kind, _ONE_OF_A_KIND.get(cause.kind, cause.name))
+        first.setdefault(key, cause)
+    return [*first.values()]
+
+
+def with_causes(
+    operators: Sequence[Culprit], causes: Sequence[Culprit]
+) -> list[Culprit]:
+    """Return the culprits, operators and what stands behind them, the likeliest first.
+
+    Operators that ran before the first cause come before it, all others after.
+    """
+    if not causes:
+        return [*operators]
+    first = min((c.step, c.call) for c in causes)
+    before = [c for c in operators if (c.step, c.call) < first]
+    after = [c for c in operators if (c.step, c.call) >= first]
+    return [*before, *causes, *after]
+
+
+def is_shown(row: ComparedRow, causes: Sequence[Cause], *, tensors: bool) -> bool:
+    """Return True for a row made by an operator that only shows one of the causes."""
+    if row.cause != OWN or row.step is None:
+        return False
+    return any(
+        _is_shown_by(row, cause, tensors=tensors)
+        for cause in causes
+        if cause.rank == row.rank and cause.step <= row.step
+    )
+
+
+def _is_shown_by(row: ComparedRow, cause: Cause, *, tensors: bool) -> bool:
+    """Return True where a cause, of the same step or an earlier one, makes the row differ."""
+    if cause.step == row.step and row.record in cause.shown_by:
+        return True
+    if _is_setting_shown(row, cause) or _is_left_from_before(row, cause):
+        return True
+    if tensors or not cause.decides or row.looks_like in _OF_CALLS:
+        return False
+    return cause.step != row.step or (row.call or 0) >= cause.at
+
+
+def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
+    """Return True for the arithmetic of an optimizer whose setting differs."""
+    if cause.kind != LOOP:
+        return False
+    if cause.phase == "optimizer" and row.blamed_phase == "optimizer":
+        return True
+    if cause.phase == "backward" and row.blamed_phase == "backward":
+        return row.looks_like in (
+            "extra operator",
+            "missing operator",
+            "other operator",
+        )
+    lines = {cause.line, cause.reference_line} - {None}
+    clips = cause.name.startswith("clip")
+    return clips and bool({row.blamed_line, row.blamed_reference_line} & lines)
+
+
+def _is_left_from_before(row: ComparedRow, cause: Cause) -> bool:
+    """Return True for data of a later step, and for what an earlier one has left."""
+    if row.step is None or row.step <= cause.step:
+        return False
+    is_before = row.call is not None and row.call < 0
+    if cause.kind == DATA and is_before and row.operator == "input":
+        return True
+    if row.operator == "gradient":
+        return True
+    return is_before and row.name in cause.names
+
+
+def relabelled(row: ComparedRow) -> ComparedRow:
+    """Return the row without a cause of its own: the listed one stands for it."""
+    return replace(row, cause="inherited")

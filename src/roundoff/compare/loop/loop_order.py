@@ -1,0 +1,652 @@
+"""The training loops of two runs: what each optimizer step is made of.
+
+Each step of an optimizer is described by what the loop did since the step before it: how
+many backward passes went into the gradients, when they were unscaled and clipped, how
+often the schedule had moved, and the settings. So loops that are written in another
+order and do the same are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, with_line
+from roundoff.compare.loop.optimizer_settings import differing_settings, same_number
+from roundoff.record import LoopEvent
+
+#: The name of the cause that there are more or fewer backward passes.
+BACKWARD_PASSES = "backward"
+#: The name of the cause that gradients are left out, or are those of other passes.
+CLEARING = "zero_grad"
+#: The name of the cause that optimizers take turns in another way.
+TURNS = "turns of the optimizers"
+#: The name of the cause that gradients are taken with a graph in one run alone.
+GRAPHS = "create_graph"
+_NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "max_norm": "limit"}
+_TAKES_GRADIENTS = ("backward", "autograd.grad")
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+@dataclass(slots=True)
+class OptimizerStep:
+    """What went into one step of an optimizer.
+
+    Attributes:
+        step: of the recording.
+        event: the step itself.
+        backward: the backward passes since the optimizer step before, of whatever
+            optimizer.
+        gathered: those since the gradients were last cleared.
+        cleared: the clearing after the last backward pass; None where there is none.
+        last_cleared: the last clearing before it.
+        clips: the clippings, each with True where gradients were unscaled before it.
+        unscaled: the ``unscale_`` call.
+        scaled: how many losses were scaled.
+        moved: how often a schedule had moved.
+        schedule: its last move.
+    """
+
+    step: int
+    event: LoopEvent
+    backward: list[LoopEvent]
+    gathered: int
+    cleared: LoopEvent | None
+    last_cleared: LoopEvent | None
+    clips: list[tuple[LoopEvent, bool]]
+    unscaled: LoopEvent | None
+    scaled: list[LoopEvent]
+    moved: int
+    schedule: LoopEvent | None
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The state of a loop while its events are gone through."""
+
+    backward: list[LoopEvent] = field(default_factory=list)
+    passes: int = 0
+    cleared_at: dict[str, int] = field(default_factory=dict)
+    cleared_by: dict[str, LoopEvent] = field(default_factory=dict)
+    cleared_late: dict[str, LoopEvent] = field(default_factory=dict)
+    clips: list[tuple[LoopEvent, bool]] = field(default_factory=list)
+    unscaled: LoopEvent | None = None
+    scaled: list[LoopEvent] = field(default_factory=list)
+    moved: int = 0
+    schedule: LoopEvent | None = None
+
+    def clear(self, event: LoopEvent) -> None:
+        """Note that the gradients of one optimizer, or of a module, are cleared."""
+        self.cleared_at[event.of] = self.passes
+        self.cleared_by[event.of] = event
+        if self.backward:
+            self.cleared_late[event.of] = event
+
+    def take(self, step: int, event: LoopEvent) -> OptimizerStep:
+        """Return what went into an optimizer step, and begin the next one."""
+        cleared_at = _latest(self.cleared_at, event.of)
+        taken = OptimizerStep(
+            step=step,
+            event=event,
+            backward=self.backward,
+            gathered=self.passes - cleared_at,
+            cleared=_of_optimizer(self.cleared_late, event.of),
+            last_cleared=_of_optimizer(self.cleared_by, event.of),
+            clips=self.clips,
+            unscaled=self.unscaled,
+            scaled=self.scaled,
+            moved=self.moved,
+            schedule=self.schedule,
+        )
+        self.backward = []
+        self.cleared_late = {}
+        self.clips = []
+        self.unscaled = None
+        self.scaled = []
+        return taken
+
+
+#: A module, which clears the gradients of all optimizers.
+_ALL = ""
+
+
+def _latest(values: Mapping[str, int], optimizer: str) -> int:
+    return max(values.get(optimizer, 0), values.get(_ALL, 0))
+
+
+def _of_optimizer(events: Mapping[str, LoopEvent], optimizer: str) -> LoopEvent | None:
+    return events.get(optimizer) or events.get(_ALL)
+
+
+def optimizer_steps(events: Sequence[tuple[int, LoopEvent]]) -> list[OptimizerStep]:
+    """Return what went into each optimizer step; ``events`` have the number of their step."""
+    loop = _Loop()
+    steps = []
+    for number, event in events:
+        if event.what == "optimizer.step":
+            steps.append(loop.take(number, event))
+        else:
+            _go_on(loop, event)
+    return steps
+
+
+def _go_on(loop: _Loop, event: LoopEvent) -> None:
+    if event.what == "zero_grad":
+        loop.clear(event)
+    elif event.what == "backward":
+        loop.backward.append(event)
+        loop.passes += 1
+    elif event.what in _CLIPS:
+        loop.clips.append((event, loop.unscaled is not None))
+    elif event.what == "scaler.unscale_":
+        loop.unscaled = event
+    elif event.what == "scaler.scale":
+        loop.scaled.append(event)
+    elif event.what == "scheduler.step":
+        loop.moved += 1
+        loop.schedule = event
+
+
+def loop_causes(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+    rank: int,
+) -> list[Cause]:
+    """Return what the two loops do differently, each once, where it is first seen.
+
+    ``reference`` and ``candidate`` are the events of all compared steps, each with the
+    number of its step. Nothing where one of the runs has none: another tool's.
+    """
+    if not reference or not candidate:
+        return []
+    ours = optimizer_steps(reference)
+    theirs = optimizer_steps(candidate)
+    causes = [*_steps_left_out(ours, theirs, rank)]
+    if not causes:
+        causes += _other_turns(ours, theirs, rank)
+    causes += _other_graphs(reference, candidate, rank)
+    blamed = {cause.name for cause in causes}
+    for twin, step in _same_optimizers(ours, theirs):
+        for compare in _COMPARED:
+            for cause in compare(twin, step, rank):
+                if cause.name not in blamed:
+                    causes.append(cause)
+                blamed.add(cause.name)
+    return causes
+
+
+def _same_optimizers(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
+) -> Iterator[tuple[OptimizerStep, OptimizerStep]]:
+    """Pair the steps of each optimizer in their order."""
+    for name, other in _optimizers(ours, theirs):
+        mine = [step for step in ours if step.event.of == name]
+        others = [step for step in theirs if step.event.of == other]
+        yield from zip(mine, others, strict=False)
+
+
+def _optimizers(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
+) -> list[tuple[str, str]]:
+    """Pair the names of the optimizers; as many of other classes in their order."""
+    mine = [*dict.fromkeys(step.event.of for step in ours)]
+    others = [*dict.fromkeys(step.event.of for step in theirs)]
+    if len(mine) == len(others) and {*mine} != {*others}:
+        return list(zip(mine, others, strict=True))
+    return [(name, name) for name in mine if name in others]
+
+
+def _steps_left_out(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
+) -> Iterator[Cause]:
+    """Optimizers that step in one run alone."""
+    pairs = _optimizers(ours, theirs)
+    for step in _first_steps(ours, {name for name, _ in pairs}):
+        evidence = (
+            f"the optimizer {step.event.of} steps in the reference at "
+            f"{step.event.line}, and never in the candidate: what it should update "
+            "stays as it was"
+        )
+        yield Cause(
+            kind=UPDATE,
+            label="missing update",
+            evidence=evidence,
+            step=step.step,
+            rank=rank,
+            phase="optimizer",
+            name=f"optimizer {step.event.of}",
+            reference_line=step.event.line,
+            decides=True,
+        )
+    for step in _first_steps(theirs, {name for _, name in pairs}):
+        evidence = (
+            f"the optimizer {step.event.of} steps in the candidate at "
+            f"{step.event.line}, and never in the reference"
+        )
+        yield Cause(
+            kind=LOOP,
+            label="other loop",
+            evidence=evidence,
+            step=step.step,
+            rank=rank,
+            phase="optimizer",
+            name=f"optimizer {step.event.of}",
+            line=step.event.line,
+            decides=True,
+        )
+
+
+def _other_turns(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
+) -> Iterator[Cause]:
+    """An optimizer that steps more or less often before another one has its turn.
+
+    Which of them begins is not compared: optimizers of other parameters may step in any
+    order.
+    """
+    for name, other in _optimizers(ours, theirs):
+        pairs = zip(_turns(ours, name), _turns(theirs, other), strict=False)
+        for twin, turn in pairs:
+            if not _is_other_turn(twin, turn):
+                continue
+            last = turn.steps[min(len(turn.steps), len(twin.steps)) - 1]
+            evidence = (
+                f"{_times('step', len(turn.steps))} of {other} before another "
+                f"optimizer steps ({last.event.line}), in the reference "
+                f"{len(twin.steps)}: another number of turns of an inner loop"
+            )
+            yield Cause(
+                kind=LOOP,
+                label="other loop",
+                evidence=evidence,
+                step=last.step,
+                rank=rank,
+                phase="optimizer",
+                name=TURNS,
+                at=last.event.call,
+                line=last.event.line,
+                reference_line=twin.steps[0].event.line,
+                decides=True,
+            )
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Steps of one optimizer with none of another between; ``is_over`` where one follows."""
+
+    steps: Sequence[OptimizerStep]
+    is_over: bool
+
+
+def _turns(steps: Sequence[OptimizerStep], optimizer: str) -> list[_Turn]:
+    runs = [list(run) for _, run in groupby(steps, lambda step: step.event.of)]
+    return [
+        _Turn(run, is_over=run is not runs[-1])
+        for run in runs
+        if run[0].event.of == optimizer
+    ]
+
+
+def _is_other_turn(twin: _Turn, turn: _Turn) -> bool:
+    """Return True where one of two turns ended, and the other has more steps than it."""
+    if len(twin.steps) > len(turn.steps):
+        return turn.is_over
+    return twin.is_over and len(turn.steps) > len(twin.steps)
+
+
+def _other_graphs(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+    rank: int,
+) -> Iterator[Cause]:
+    """The first gradient that is taken with a graph of its own in one run alone."""
+    ours = _gradients_taken(reference)
+    theirs = _gradients_taken(candidate)
+    if len(ours) != len(theirs):
+        return
+    for (_, twin), (step, event) in zip(ours, theirs, strict=True):
+        has_graph = bool(event.numbers.get(GRAPHS))
+        if has_graph == bool(twin.numbers.get(GRAPHS)):
+            continue
+        evidence = (
+            f"{_called(event)} takes gradients without create_graph, the reference "
+            "with it: what is computed from them here has no gradient, and a penalty on "
+            "them trains nothing"
+        )
+        if has_graph:
+            evidence = (
+                f"{_called(event)} takes gradients with create_graph, the reference "
+                "without it: gradients go through what is computed from them here alone"
+            )
+        yield Cause(
+            kind=LOOP,
+            label="other loop",
+            evidence=evidence,
+            step=step,
+            rank=rank,
+            phase="backward",
+            name=GRAPHS,
+            at=event.call,
+            line=event.line,
+            reference_line=twin.line,
+            decides=True,
+        )
+        return
+
+
+def _gradients_taken(
+    events: Sequence[tuple[int, LoopEvent]],
+) -> list[tuple[int, LoopEvent]]:
+    return [(step, event) for step, event in events if event.what in _TAKES_GRADIENTS]
+
+
+def _first_steps(
+    steps: Sequence[OptimizerStep], paired: set[str]
+) -> Iterator[OptimizerStep]:
+    """Yield the first step of each optimizer that the other run lacks."""
+    first: dict[str, OptimizerStep] = {}
+    for step in steps:
+        first.setdefault(step.event.of, step)
+    yield from (step for name, step in first.items() if name not in paired)
+
+
+def _cause(
+    twin: OptimizerStep,
+    step: OptimizerStep,
+    rank: int,
+    *,
+    name: str,
+    evidence: str,
+    phase: str,
+    label: str = "other loop",
+    shown: LoopEvent | None = None,
+    reference: LoopEvent | None = None,
+) -> Cause:
+    at = shown or step.event
+    return Cause(
+        kind=LOOP,
+        label=label,
+        evidence=evidence,
+        step=min(twin.step, step.step),
+        rank=rank,
+        phase=phase,
+        name=name,
+        at=at.call,
+        line=at.line,
+        reference_line=(reference or twin.event).line,
+        decides=True,
+    )
+
+
+def _backward_passes(
+    twin: OptimizerStep, step: OptimizerStep, rank: int
+) -> Iterator[Cause]:
+    ours = len(twin.backward)
+    theirs = len(step.backward)
+    if ours == theirs or not ours:
+        return
+    evidence = (
+        f"{_times('backward pass', theirs)} before {step.event.of} steps where the "
+        f"reference has {ours}: another number of micro-batches, or another loop"
+    )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name=BACKWARD_PASSES,
+        evidence=evidence,
+        phase="forward",
+        shown=step.backward[0] if step.backward else None,
+        reference=twin.backward[0],
+    )
+
+
+def _clearing(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    if twin.gathered == step.gathered or len(twin.backward) != len(step.backward):
+        return
+    if step.gathered > twin.gathered:
+        evidence = _not_cleared(twin, step)
+    else:
+        cleared = step.cleared or step.last_cleared
+        where = "" if cleared is None else with_line(": zero_grad", cleared.line)
+        evidence = (
+            f"the gradients are cleared between the backward passes and the step of "
+            f"{step.event.of}{where}; it takes those of "
+            f"{_times('backward pass', step.gathered)}, in the reference of "
+            f"{twin.gathered}"
+        )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name=CLEARING,
+        evidence=evidence,
+        phase="backward",
+        shown=step.last_cleared or (step.backward[0] if step.backward else None),
+        reference=twin.last_cleared,
+    )
+
+
+def _not_cleared(twin: OptimizerStep, step: OptimizerStep) -> str:
+    where = twin.cleared or twin.last_cleared
+    theirs = "" if where is None else f"; the reference calls {_called(where)}"
+    return (
+        f"the gradients are not cleared (no zero_grad): those of "
+        f"{_times('backward pass', step.gathered)} add up before {step.event.of} "
+        f"steps, in the reference of {twin.gathered}{theirs}"
+    )
+
+
+def _called(event: LoopEvent) -> str:
+    return with_line(event.what, event.line)
+
+
+def _scaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    ours = len(twin.scaled)
+    theirs = len(step.scaled)
+    if ours == theirs:
+        return
+    if len(twin.backward) != len(step.backward) and ours and theirs:
+        return
+    where = twin.scaled or step.scaled
+    who = "the reference" if ours > theirs else "the candidate"
+    evidence = (
+        f"{who} multiplies {abs(ours - theirs)} more losses by the loss scale "
+        f"(GradScaler.scale, {where[0].line}); the other goes backward without the scale"
+    )
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="loss scale",
+        evidence=evidence,
+        phase="backward",
+        shown=step.scaled[0] if step.scaled else _first(step.backward),
+        reference=_first(twin.scaled),
+    )
+
+
+def _first(events: Sequence[LoopEvent]) -> LoopEvent | None:
+    return events[0] if events else None
+
+
+def _clipping(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    evidence = _clip_difference(twin, step)
+    if evidence is None:
+        return
+    yield _cause(
+        twin,
+        step,
+        rank,
+        name="clip of the gradients",
+        evidence=evidence,
+        phase="optimizer",
+        shown=_first_of_clip(step),
+        reference=twin.clips[0][0] if twin.clips else None,
+    )
+
+
+def _first_of_clip(step: OptimizerStep) -> LoopEvent | None:
+    """Return the clip, or what comes before it and should come after."""
+    events = [clip for clip, _ in step.clips[:1]]
+    if step.unscaled is not None:
+        events.append(step.unscaled)
+    return min(events, key=lambda event: event.call, default=None)
+
+
+def _clip_difference(twin: OptimizerStep, step: OptimizerStep) -> str | None:
+    if not twin.clips and not step.clips:
+        return None
+    if not step.clips:
+        clip = twin.clips[0][0]
+        return (
+            f"the gradients are not clipped before {step.event.of} steps; the "
+            f"reference clips them: {_called(clip)}, {_limits(clip)}"
+        )
+    if not twin.clips:
+        clip = step.clips[0][0]
+        return (
+            f"the gradients are clipped ({_called(clip)}, {_limits(clip)}); the "
+            "reference does not clip them before this step"
+        )
+    return _other_clip(twin.clips[0], step.clips[0], twin)
+
+
+def _other_clip(
+    ours: tuple[LoopEvent, bool], theirs: tuple[LoopEvent, bool], twin: OptimizerStep
+) -> str | None:
+    mine, was_unscaled = ours
+    other, is_unscaled = theirs
+    if mine.what != other.what:
+        return f"clipped by {_called(other)} where the reference has {_called(mine)}"
+    if not _same_numbers(mine.numbers, other.numbers):
+        return f"clipped to {_limits(other)} where the reference has {_limits(mine)}"
+    if was_unscaled == is_unscaled:
+        return None
+    if was_unscaled:
+        return (
+            f"clipped ({_called(other)}) before the gradients are unscaled: the limit "
+            "meets gradients times the loss scale; the reference calls unscale_ before "
+            f"the clip ({twin.unscaled.line if twin.unscaled else ''})"
+        )
+    return (
+        f"clipped ({_called(other)}) after unscale_; the reference clips gradients "
+        "that still carry the loss scale"
+    )
+
+
+def _limits(event: LoopEvent) -> str:
+    return listed([f"{name} {value:g}" for name, value in event.numbers.items()])
+
+
+def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    if (twin.unscaled is None) == (step.unscaled is None):
+        return
+    if twin.clips and step.clips:
+        return  # told with the clip
+    event = twin.unscaled or step.unscaled
+    who = "the reference" if step.unscaled is None else "the candidate"
+    evidence = f"only {who} calls unscale_ ({'' if event is None else event.line})"
+    yield _cause(
+        twin, step, rank, name="unscale_", evidence=evidence, phase="optimizer"
+    )
+
+
+def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+    for name, words in differing_settings(twin.event, step.event).items():
+        if name == "lr":
+            yield _learning_rate(twin, step, words, rank)
+        else:
+            yield _setting(twin, step, name, words, rank)
+
+
+def _setting(
+    twin: OptimizerStep, step: OptimizerStep, name: str, words: str, rank: int
+) -> Cause:
+    what = _NAMES.get(name, name)
+    evidence = f"{what} of {_optimizer(twin, step)}: {words}"
+    return _cause(
+        twin,
+        step,
+        rank,
+        name=what,
+        evidence=evidence,
+        phase="optimizer",
+        label="other setting",
+    )
+
+
+def _optimizer(twin: OptimizerStep, step: OptimizerStep) -> str:
+    """Return the optimizer's name, and that of the reference where it is another."""
+    if twin.event.of == step.event.of:
+        return step.event.of
+    return f"{step.event.of} (the reference has {twin.event.of})"
+
+
+def _learning_rate(
+    twin: OptimizerStep, step: OptimizerStep, words: str, rank: int
+) -> Cause:
+    """The rate itself, or a schedule that has moved more often by then."""
+    evidence = f"learning rate of {_optimizer(twin, step)}: {words}"
+    label = "other setting"
+    shown = None
+    reference = None
+    if twin.moved != step.moved:
+        label = "other loop"
+        shown = step.schedule
+        reference = twin.schedule
+        when = "more often" if step.moved > twin.moved else "less often"
+        where = step.schedule or twin.schedule
+        before = _order_of_schedule(twin, step)
+        evidence = (
+            f"{evidence}: the scheduler has moved {when} by then "
+            f"({_times('time', step.moved)}, in the reference {twin.moved}){before}: "
+            f"{'' if where is None else _called(where)}"
+        )
+    return _cause(
+        twin,
+        step,
+        rank,
+        name="learning rate",
+        evidence=evidence,
+        phase="optimizer",
+        label=label,
+        shown=shown,
+        reference=reference,
+    )
+
+
+def _order_of_schedule(twin: OptimizerStep, step: OptimizerStep) -> str:
+    if step.moved == twin.moved + 1:
+        return ", as where scheduler.step() comes before optimizer.step()"
+    return ""
+
+
+def _times(noun: str, count: int) -> str:
+    """Return a count with its noun.
+
+    >>> _times("backward pass", 1), _times("backward pass", 2), _times("time", 0)
+    ('1 backward pass', '2 backward passes', '0 times')
+    """
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def _same_numbers(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    if ours.keys() != theirs.keys():
+        return False
+    return all(same_number(value, theirs[name]) for name, value in ours.items())
+
+
+_COMPARED: tuple[
+    Callable[[OptimizerStep, OptimizerStep, int], Iterator[Cause]], ...
+] = (
+    _backward_passes,
+    _clearing,
+    _scaling,
+    _clipping,
+    _unscaling,
+    _settings,
+)

@@ -1,0 +1,296 @@
+"""Parameters and slow copies that no module names, and that one run alone changes.
+
+A script may keep its weights in a dict or a list: what an optimizer writes tells that
+they are parameters. What follows them beside the optimizer, as an average or a target
+network does, is memory from before the step that is written from a parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
+from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.ops import written_input
+
+#: The names of the causes.
+PARAMETERS = "weights without a module"
+COPIES = "slow copies of the weights"
+
+
+def unnamed_state(rows: Rows) -> list[RecordedRow]:
+    """Return the parameters without a name, and the slow copies of any parameters."""
+    sources = _sources(rows)
+    parameters = _parameters(rows, sources)
+    copies = _moved_copies(rows, sources, parameters)
+    return [rows[record] for record in {**parameters, **copies}]
+
+
+def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow]:
+    """Return the last write of an optimizer to each value that has no name, by its record.
+
+    The record is that of the value as the step read it, before any write to it.
+    """
+    parameters = {}
+    for record, source in sources.items():
+        before = rows.get(source)
+        write = rows[record]
+        if before is None or before.name or write.name:  # named later in the step
+            continue
+        if before.phase == "forward" and write.phase == "optimizer":
+            parameters[source] = write
+    return parameters
+
+
+def _sources(rows: Rows) -> dict[int, int]:
+    """Return the value that each write in place began with, before the first of them.
+
+    Of a write through a view that is the value that it shows.
+    """
+    results = Counter(row.call for row in rows.values() if row.inplace)
+    sources: dict[int, int] = {}
+    for row in rows.values():
+        if not row.inplace or not row.is_call:
+            continue
+        written = written_input(
+            row.operator,
+            row.overload,
+            row.inputs,
+            place=row.place or 0,
+            outputs=results[row.call],
+        )
+        if written is not None:
+            shown = _shown(rows, written)
+            sources[row.record] = sources.get(shown, shown)
+    return sources
+
+
+def _shown(rows: Rows, record: int) -> int:
+    """Return the record of what a view shows, and of views of it; else its own."""
+    row = rows.get(record)
+    while row is not None:
+        if row.operator == "alias" and row.inputs:
+            record = row.inputs[0]
+        elif row.view_of is not None:
+            record = row.view_of
+        else:
+            break
+        row = rows.get(record)
+    return record
+
+
+def unnamed_update_causes(
+    sides: Sides, compared: Sequence[ComparedRow], *, rank: int, step: int
+) -> list[Cause]:
+    """Return the updates of values without a name that only one run makes in a step.
+
+    Of parameters those whose counterpart the other run has and no optimizer writes; of
+    slow copies those that a run lacks, where it moves none in any other way.
+
+    Args:
+        sides: the step.
+        compared: its rows.
+        rank: of the step.
+        step: its number.
+    """
+    ours = _Side.of(sides.reference.rows)
+    theirs = _Side.of(sides.candidate.rows)
+    twins = {
+        ours.before(row.reference_record): theirs.before(row.record)
+        for row in compared
+        if row.record is not None and row.reference_record is not None
+        if sides.candidate.rows[row.record].view_of is None
+    }
+    backwards = {candidate: reference for reference, candidate in twins.items()}
+    causes = [
+        _of_parameters(ours, theirs, twins, rank, step, lost=True),
+        _of_parameters(theirs, ours, backwards, rank, step, lost=False),
+        _of_copies(ours, theirs, set(twins), rank, step, lost=True),
+        _of_copies(theirs, ours, set(backwards), rank, step, lost=False),
+    ]
+    return [cause for cause in causes if cause is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What one run does to values without a name."""
+
+    rows: Rows
+    #: The value that each write in place began with.
+    sources: Mapping[int, int]
+    #: The last write of an optimizer to each, by the record of the value before.
+    parameters: Mapping[int, RecordedRow]
+    #: The last write to each value from before the step that a parameter goes into.
+    copies: Mapping[int, RecordedRow]
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Side:
+        """Return what the rows of a step tell."""
+        sources = _sources(rows)
+        parameters = _parameters(rows, sources)
+        copies = _moved_copies(rows, sources, parameters)
+        return cls(rows, sources, parameters, copies)
+
+    def before(self, record: int) -> int:
+        """Return the record of a value before the first write in place to it."""
+        return self.sources.get(record, record)
+
+    @property
+    def is_stepped(self) -> bool:
+        """True where an optimizer is seen to write anything."""
+        return any(row.phase == "optimizer" for row in self.rows.values())
+
+
+def _moved_copies(
+    rows: Rows, sources: Mapping[int, int], parameters: Mapping[int, RecordedRow]
+) -> dict[int, RecordedRow]:
+    """Return the last write to each slow copy of a parameter, by the copy's record.
+
+    What goes into it is the parameter, or is computed from it with its shape.
+    """
+    of_parameters: set[int] = set()
+    copies = {}
+    for row in rows.values():
+        source = sources.get(row.record)
+        is_parameter = row.record in parameters or _is_named(row)
+        if is_parameter or source in of_parameters:
+            of_parameters.add(row.record)
+            continue
+        behind = [rows[i] for i in row.inputs if i in of_parameters]
+        # a single number, as the scale of a loss, has the shape of any other
+        is_alike = any(_shape(other) == _shape(row) for other in behind)
+        if not is_alike or row.numel == 1:
+            continue
+        if source is None:
+            of_parameters.add(row.record)
+        elif _is_from_before(rows.get(source)) and row.phase == "forward":
+            copies[source] = row
+    return copies
+
+
+def _is_named(row: RecordedRow) -> bool:
+    return bool(row.name) and not str(row.name).endswith(GRADIENT)
+
+
+def _is_from_before(row: RecordedRow | None) -> bool:
+    return row is not None and row.is_leaf and not row.name
+
+
+def _shape(row: RecordedRow) -> tuple[int, ...]:
+    return tuple(row.shape or ())
+
+
+def _of_parameters(
+    side: _Side,
+    other: _Side,
+    twins: Mapping[int, int],
+    rank: int,
+    step: int,
+    *,
+    lost: bool,
+) -> Cause | None:
+    """Return the cause for parameters that an optimizer of one side alone writes."""
+    if not other.is_stepped:
+        return None
+    alone = [
+        record
+        for record in side.parameters
+        if record in twins and twins[record] not in other.parameters
+    ]
+    if not alone:
+        return None
+    write = side.parameters[alone[0]]
+    change = with_line(write.operator, write.line)
+    are = "is" if len(alone) == 1 else "are"
+    it = "it" if len(alone) == 1 else "them"
+    which = (
+        f"{_count(alone, 'parameter')} that no module names, {_listed(side, alone)},"
+    )
+    if lost:
+        evidence = (
+            f"{which} {are} not changed here, for want of a gradient or of an optimizer "
+            f"that holds {it}; the reference changes {it} by {change}"
+        )
+    else:
+        evidence = f"{which} {are} changed here by {change}, and not in the reference"
+    counterpart = other.rows.get(twins[alone[0]])
+    return Cause(
+        kind=UPDATE,
+        label="missing update" if lost else "extra update",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase="optimizer",
+        name=PARAMETERS,
+        at=_first_call(other if lost else side, "optimizer"),
+        row=counterpart if lost else write,
+        twin=write if lost else counterpart,
+        shown_by=[twins[record] if lost else record for record in alone],
+        decides=True,
+    )
+
+
+def _of_copies(
+    side: _Side,
+    other: _Side,
+    paired: Container[int],
+    rank: int,
+    step: int,
+    *,
+    lost: bool,
+) -> Cause | None:
+    """Return the cause for slow copies that one side alone moves."""
+    if other.copies:
+        return None
+    alone = [record for record in side.copies if record not in paired]
+    if not alone:
+        return None
+    write = side.copies[alone[0]]
+    change = with_line(write.operator, write.line)
+    are = "is" if len(alone) == 1 else "are"
+    where = (
+        "in the reference, and not here" if lost else "here, and not in the reference"
+    )
+    evidence = (
+        f"{_count(alone, 'value')} from before the step, of a parameter's shape, {are} "
+        f"moved towards it by {change} {where}: a slow copy of the weights stays behind"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="missing update" if lost else "extra update",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase=write.phase,
+        name=COPIES,
+        at=-1 if lost else write.call,
+        row=None if lost else write,
+        twin=write if lost else None,
+    )
+
+
+def _first_call(side: _Side, phase: str) -> int:
+    calls = (row.call for row in side.rows.values() if row.phase == phase)
+    return min((call for call in calls if call >= 0), default=0)
+
+
+def _count(records: Sequence[int], what: str) -> str:
+    return f"a {what}" if len(records) == 1 else f"{len(records):,} {what}s"
+
+
+def _listed(side: _Side, records: Sequence[int]) -> str:
+    """Return the values by their shapes and the lines that read them first."""
+    return listed([_read_at(side.rows, record) for record in records])
+
+
+def _read_at(rows: Rows, record: int) -> str:
+    made = rows[record].line if rows[record].is_call else None
+    lines = (row.line for row in rows.values() if record in row.inputs)
+    line = next((line for line in lines if line and line != made), rows[record].line)
+    shape = " × ".join(map(str, _shape(rows[record]))) or "one number"
+    return with_line(f"of {shape}", line)

@@ -1,0 +1,1 @@
+"""Programs by different hands: their steps compared by values, their gradients, their updates."""

@@ -1,0 +1,631 @@
+"""A recorded forward pass differentiated again: which values hand on a gradient, and what.
+
+Its calls run once more under autograd, until the gradients of parameters come out as they
+were recorded. A recording says that a value was detached, and not which of the calls that
+read its memory afterwards read it so: what each would hand on is linear, and the recorded
+gradients say which did. What ran under ``no_grad`` has no backward calls. Each time that a
+call reads a value to which it hands nothing on, the gradient that is lost there is known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundoff.compare.ports.made_up_values import leaves_of_pass
+from roundoff.compare.ports.port_results import gradients_left, last_result
+from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.errors import RunError
+from roundoff.ops import (
+    Refusal,
+    checked_arguments,
+    operators_that,
+    overload_of,
+    tensors_made,
+    writes_arguments,
+)
+
+_CUT = operators_that("cut the gradient")
+_DRAW = operators_that("draw") | operators_that("drop out")
+#: Their gradient is zero: one that is recorded was handed on by hand, straight through.
+_JUMP = operators_that("jump")
+_FAILURES = (
+    Refusal,
+    RunError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NotImplementedError,
+)
+_FORWARD = "forward"
+
+_WITHOUT_CALL = operators_that("hand the gradient on without a call")
+
+Key = TypeVar("Key")
+
+#: A call that reads a value: the numbers of both, and which of its reads it is.
+Edge = tuple[int, int, int]
+#: The module of a call, its line, and the lines that it was called from.
+Place = tuple[str, str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LostGradient:
+    """What a call would hand on to a value that it reads, which hands nothing on.
+
+    Attributes:
+        key: the value.
+        reader: the number of the call.
+        gradient: of the result, for the value as this call reads it.
+    """
+
+    key: int
+    reader: int
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A factor by which a backward pass that was written by hand hands a gradient on.
+
+    Attributes:
+        factor: the number.
+        key: what the backward pass makes of the gradient.
+    """
+
+    factor: float
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a forward pass is differentiated.
+
+    Attributes:
+        hidden: where calls stand that hand nothing on.
+        is_straight: jumps hand on their gradient as it is.
+        cut: reads of detached values that hand nothing on.
+        scaled: values that hand on so many times their gradient.
+    """
+
+    hidden: frozenset[Place] = frozenset()
+    is_straight: bool = False
+    cut: frozenset[Edge] = frozenset()
+    scaled: Mapping[int, Scaling] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DifferentiatedFlow:
+    """A forward pass under autograd.
+
+    Attributes:
+        flow: the recorded values.
+        tensors: those of the forward pass by record, with their graph.
+        gradients: of each parameter, by its name.
+        way: how it ran.
+        through: what goes back through each read of a detached value.
+        lost_by_read: what goes back to each read of a value that hands nothing on.
+    """
+
+    flow: Flow
+    tensors: Mapping[int, Tensor]
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    way: _Way
+    through: Mapping[Edge, Tensor]
+    lost_by_read: Mapping[Edge, Tensor]
+
+    @property
+    def lost(self) -> Sequence[LostGradient]:
+        """Where a value is read that hands no gradient on, and what is lost there."""
+        lost = self.lost_by_read.items()
+        return [LostGradient(e[1], e[0], g) for e, g in lost if g.any()]
+
+    def hands_on(self, key: int) -> bool:
+        """Return True for a value whose gradient reaches a parameter."""
+        tensor = self.tensors.get(key)
+        return tensor is not None and tensor.requires_grad
+
+    def scaled(self, key: int, scaling: Scaling | None) -> DifferentiatedFlow | None:
+        """Return the same with another factor at a value; None where that cannot run."""
+        end = last_result(self.flow)
+        others = {k: each for k, each in self.way.scaled.items() if k != key}
+        if scaling is not None:
+            others[key] = scaling
+        if end is None:
+            return None
+        try:
+            return _Run(self.flow, replace(self.way, scaled=others)).run(end)
+        except CannotRun:
+            return None
+
+    def given(self, key: int, gradient: Tensor) -> Mapping[str, Tensor]:
+        """Return what the parameters get where a value gets this gradient."""
+        return _gradients(self.tensors[key], self.parameters, gradient)
+
+
+def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow | None:
+    """Return a forward pass under autograd that gives the recorded gradients.
+
+    None where it cannot run so, or gives other ones: with a backward pass by hand.
+
+    Args:
+        flow: with the tensors of both passes.
+        limit: how far a gradient may be off.
+        least: the share of the largest one below which one may be rounding.
+    """
+    wanted = _recorded_gradients(flow)
+    end = last_result(flow)
+    if not wanted or end is None or end.row.numel != 1:
+        return None
+
+    smallest = least * max(float(tensor.norm()) for tensor in wanted.values())
+
+    def is_right(found: DifferentiatedFlow) -> bool:
+        for name, gradient in wanted.items():
+            got = found.gradients.get(name, torch.zeros_like(gradient))
+            allowed = limit * max(float(gradient.norm()), smallest)
+            if float((got - gradient).norm()) > allowed:
+                return False
+        return True
+
+    try:
+        runs = _attempts(flow, wanted, end, limit)
+        return next((run for run in runs if is_right(run)), None)
+    except CannotRun:
+        return None
+
+
+def _attempts(
+    flow: Flow, wanted: Mapping[str, Tensor], end: Value, limit: float
+) -> Iterator[DifferentiatedFlow]:
+    """Yield a forward pass under autograd in each way that it may have been meant.
+
+    As it is, with reads of detached values cut, and with gradients scaled by hand.
+    """
+    for way in _ways(flow):
+        whole = _Run(flow, way)
+        plain = whole.run(end)
+        yield plain
+        for cut in chain([frozenset[Edge]()], _cuts(whole, plain, wanted, end)):
+            run = plain
+            if cut:
+                run = _Run(flow, replace(way, cut=cut)).run(end)
+                yield run
+            for scaled in _scaled_by_hand(run, limit):
+                yield _Run(flow, replace(way, cut=cut, scaled=scaled)).run(end)
+
+
+def lost_gradients(
+    found: DifferentiatedFlow, is_known: Callable[[int], bool]
+) -> Sequence[LostGradient]:
+    """Return where values are read that hand no gradient on.
+
+    Each is the last one that ``is_known`` on the way to a result that has a gradient.
+    """
+    end = last_result(found.flow)
+    if end is None:
+        return []
+
+    def goes_on(key: int) -> bool:
+        return not found.hands_on(key) and is_known(key)
+
+    try:
+        return _Run(found.flow, found.way, goes_on).run(end).lost
+    except CannotRun:
+        return []
+
+
+def _cuts(
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor], end: Value
+) -> Iterator[frozenset[Edge]]:
+    """Yield which reads of detached values may hand nothing on, the likeliest first.
+
+    Most of them: what a cut read is made of may have been cut before too.
+    """
+    if not whole.doubtful:
+        return
+    edges = frozenset(whole.doubtful)
+    without = _Run(whole.flow, replace(whole.way, cut=edges)).run(end)
+    yield edges - _handing_on(without, wanted)
+    yield frozenset(_solved(whole, found, wanted))
+    yield frozenset(edge for edge in edges if whole.doubtful[edge])
+
+
+def _scaled_by_hand(
+    found: DifferentiatedFlow, limit: float
+) -> Iterator[Mapping[int, Scaling]]:
+    """Yield the values whose gradient a backward pass by hand may multiply by a number.
+
+    What its call reads is the gradient of a value of its shape: the last or the first one.
+    """
+    scaled: list[tuple[Scaling, list[int]]] = []
+    end = last_result(found.flow)
+    if end is None:
+        return
+    whole = found.tensors[end.key]
+    for row, factor in _factors_by_hand(found.flow):
+        gradient = found.flow.step.tensor(row.inputs[0])
+        if gradient is None:
+            continue
+        values = {
+            key: tensor
+            for key, tensor in found.tensors.items()
+            if tensor.shape == gradient.shape and tensor.requires_grad
+        }
+        got = _gradients(whole, values, torch.ones_like(whole))
+        near = limit * float(gradient.norm())
+        keys = [key for key in got if float((got[key] - gradient).norm()) <= near]
+        if keys:
+            scaled.append((Scaling(factor, row.record), sorted(keys)))
+    for place in (-1, 0):
+        if scaled:
+            yield {keys[place]: scaling for scaling, keys in scaled}
+
+
+def _factors_by_hand(flow: Flow) -> list[tuple[RecordedRow, float]]:
+    """Return the calls that multiply a gradient by a number in a backward pass by hand.
+
+    They were called by none of the user's lines, and no forward call stands beside them.
+    """
+    rows = flow.step.rows.values()
+    forward = {row.line for row in rows if row.phase == _FORWARD}
+    by_hand = [row for row in rows if row.line not in forward]
+    factors = [(row, _factor(row)) for row in by_hand]
+    return [(row, factor) for row, factor in factors if factor is not None]
+
+
+def _factor(row: RecordedRow) -> float | None:
+    """Return the number by which a call of a backward pass by hand multiplies a gradient."""
+    if row.phase != "backward" or row.line is None or row.callers:
+        return None
+    if row.base_operator == "neg":
+        return -1.0
+    if row.base_operator not in ("mul", "div") or len(row.inputs) != 1:
+        return None
+    positional, _ = json.loads(row.arguments or "[[],{}]")
+    numbers = [argument for argument in positional if _is_factor(argument)]
+    if len(numbers) != 1:
+        return None
+    number = float(numbers[0])
+    return number if row.base_operator == "mul" else 1 / number
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and value != 0
+
+
+def _solved(
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
+) -> set[Edge]:
+    """Return the reads without which the gradients would be those that were recorded.
+
+    What each hands on to the parameters is known, and each does or does not.
+    """
+    shares = {
+        edge: found.given(edge[1], found.through[edge])
+        for edge in whole.doubtful
+        if edge in found.through
+    }
+    more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
+    return _adding_up_to(more, shares, wanted, _least_factor(found.flow))
+
+
+def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[Edge]:
+    """Return the reads with which the gradients would be those that were recorded.
+
+    Of those that hand nothing on. Of several reads one behind the other that were cut none
+    is known by what it hands on alone, as the others cut that too; where all are cut, what
+    each of the others adds is known.
+    """
+    shares = {
+        edge: found.given(edge[1], found.lost_by_read[edge])
+        for edge in found.way.cut
+        if edge in found.lost_by_read and found.hands_on(edge[1])
+    }
+    less = _stacked(wanted, wanted) - _stacked(found.gradients, wanted)
+    return _adding_up_to(less, shares, wanted, _least_factor(found.flow))
+
+
+def _adding_up_to(
+    whole: Tensor,
+    shares: Mapping[Edge, Mapping[str, Tensor]],
+    like: Mapping[str, Tensor],
+    least: float,
+) -> set[Edge]:
+    """Return the reads whose shares add up to a sum: each does or does not.
+
+    ``least``: of the factors with which one does.
+    """
+    if not shares:
+        return set()
+    matrix = torch.stack([_stacked(share, like) for share in shares.values()], 1)
+    solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
+    factors = zip(shares, solution[:, 0], strict=True)
+    return {edge for edge, factor in factors if abs(factor) > least / 2}
+
+
+def _least_factor(flow: Flow) -> float:
+    return min([1.0, *(abs(factor) for _, factor in _factors_by_hand(flow))])
+
+
+def _stacked(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    parts = [gradients.get(name, torch.zeros_like(t)) for name, t in like.items()]
+    return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
+
+
+def _recorded_gradients(flow: Flow) -> dict[str, Tensor]:
+    recorded = {}
+    for name, row in gradients_left(flow.step.rows).items():
+        tensor = flow.step.tensor(row.record)
+        if tensor is not None:
+            recorded[name.removesuffix(".grad")] = tensor
+    return recorded
+
+
+def _ways(flow: Flow) -> list[_Way]:
+    """Return how it may have been differentiated, the plainest way first."""
+    hidden = _without_backward(flow)
+    return [
+        _Way(lines, is_straight)
+        for is_straight in (False, True)
+        for lines in (frozenset[Place](), hidden)
+    ]
+
+
+def _without_backward(flow: Flow) -> frozenset[Place]:
+    """Return where calls stand to which no backward call belongs."""
+    rows = flow.step.rows.values()
+    going_back = {_place(row) for row in rows if row.phase == "backward"}
+    standing = {
+        _place(row)
+        for row in rows
+        if row.phase == _FORWARD
+        and row.is_call
+        and row.base_operator not in _WITHOUT_CALL
+    }
+    return frozenset(standing - going_back)
+
+
+def _place(row: RecordedRow) -> Place:
+    return row.module, row.line, row.callers
+
+
+class _Run:
+    """One run of a forward pass under autograd.
+
+    Args:
+        flow: the values, with tensors.
+        way: how.
+        goes_on: says of values without a gradient that what reads them may stand for
+            them.
+
+    Attributes:
+        doubtful: the reads of values that were detached before; True where the call
+            stands where it was.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        way: _Way,
+        goes_on: Callable[[int], bool] = lambda _key: False,
+    ) -> None:
+        self.flow = flow
+        self.way = way
+        self._goes_on = goes_on
+        self._tensors: dict[int, Tensor] = {}
+        self._lost: dict[Edge, Tensor] = {}
+        self._read_again: dict[Edge, Tensor] = {}
+        self._reads: dict[int, int] = {}
+        #: Of the value that a detach hands on, where it was last detached by the program.
+        self._detached: dict[int, Place] = {}
+        self._behind: dict[int, int] = {}
+        #: Detaches by autograd itself, of results that a backward call reads.
+        self._own_detaches: dict[int, int] = {}
+        self.doubtful: dict[Edge, bool] = {}
+        self._program = TracedProgram(flow, self._tensors)
+
+    def run(self, end: Value) -> DifferentiatedFlow:
+        """Run all. Raises ``CannotRun``."""
+        parameters: dict[str, Tensor] = {}
+        for leaf in leaves_of_pass(self.flow):
+            tensor = self._kept(leaf.row)
+            if leaf.row.name and leaf.is_number and leaf.operator != "buffer":
+                tensor = tensor.clone().requires_grad_()
+                parameters.setdefault(leaf.row.name, tensor)
+            self._tensors[leaf.key] = tensor
+        with torch.enable_grad():
+            for entry in self._program.order:
+                self._step(entry)
+        result = self._tensors.get(end.key)
+        if result is None or not result.requires_grad:
+            raise CannotRun("its result has no gradient")
+        ones = torch.ones_like(result)
+        return DifferentiatedFlow(
+            self.flow,
+            self._tensors,
+            parameters,
+            _gradients(result, parameters, ones),
+            self.way,
+            _gradients(result, self._read_again, ones),
+            _gradients(result, self._lost, ones),
+        )
+
+    def _kept(self, row: RecordedRow) -> Tensor:
+        tensor = self.flow.tensor(row.record)
+        if tensor is None:
+            raise CannotRun("one of its inputs was not stored")
+        return tensor.detach()
+
+    def _step(self, entry: TracedCall | RecordedRow) -> None:
+        if isinstance(entry, RecordedRow):
+            for row, tensor in self._program.one(entry):
+                self._tensors[row.record] = tensor
+            return
+        results: dict[int, Tensor] = {}
+        if self._hands_on(entry):
+            results = self._results(entry)
+        for row in entry.rows:
+            if row.dtype is None:
+                continue
+            result = results.get(row.place or 0)
+            if result is None or not _is_number(result):
+                result = self._kept(row)
+            if tuple(result.shape) != tuple(row.shape or ()):
+                raise CannotRun("it gives another shape than was recorded")
+            scaling = self.way.scaled.get(row.record)
+            if scaling is not None and result.requires_grad:
+                result = result.detach() + scaling.factor * (result - result.detach())
+            self._tensors[row.record] = result
+
+    def _hands_on(self, call: TracedCall) -> bool:
+        """Return True for a call whose results have a gradient that goes on to an input."""
+        first = call.first
+        if _place(first) in self.way.hidden:
+            return False
+        if first.base_operator in _JUMP and not self.way.is_straight:
+            return False
+        read = [self._tensors.get(record) for record in first.inputs]
+        if any(tensor is not None and tensor.requires_grad for tensor in read):
+            return True
+        # what is lost may be known before, and not here
+        is_known = any(self._goes_on(record) for record in first.inputs)
+        return is_known and not self._stand_for_it(call)
+
+    def _results(self, call: TracedCall) -> dict[int, Tensor]:
+        first = call.first
+        if first.base_operator in _DRAW:
+            raise CannotRun("it draws random numbers")
+        if first.base_operator in _CUT:
+            return {0: self._handed_on(first)}
+        if self.way.is_straight and first.base_operator in _JUMP:
+            read = self._tensors[first.inputs[0]]
+            return {0: read + (self._kept(call.rows[0]) - read).detach()}
+        if first.overload is None or first.arguments is None:
+            raise CannotRun("its arguments were not recorded")
+        try:
+            func = overload_of(first.overload)
+            is_written = writes_arguments(func)
+
+            def value(record: int) -> Tensor:
+                tensor = self._read(record, call)
+                return tensor.clone() if is_written else tensor
+
+            args, kwargs = checked_arguments(func, first.arguments, value)
+            with _CountedDetaches() as counted:
+                try:
+                    result = func(*args, **kwargs)
+                except RuntimeError:
+                    # it may refuse a gradient for one of its inputs: a mask
+                    if not self._is_kept_from(first.call):
+                        raise
+                    result = func(*args, **kwargs)
+            tensors = tensors_made(func, args, kwargs, result)
+        except _FAILURES as error:
+            raise CannotRun(str(error)) from error
+        for row in call.rows:
+            self._own_detaches[row.record] = counted.count
+        return dict(enumerate(tensors))
+
+    def _handed_on(self, detach: RecordedRow) -> Tensor:
+        """Return what a detach reads; notes where the program detaches it."""
+        [record, *_] = detach.inputs
+        source = self._behind.get(record, record)
+        self._behind[detach.record] = source
+        # autograd's own stand where the call does
+        is_on_line = _place(self.flow.values[source].row) == _place(detach)
+        if is_on_line and self._own_detaches.get(source, 0):
+            self._own_detaches[source] -= 1
+        else:
+            self._detached[source] = _place(detach)
+        return self._tensors[record]
+
+    def _read(self, record: int, reader: TracedCall) -> Tensor:
+        """Return a value that a call reads; notes one that hands no gradient on."""
+        tensor = self._tensors.get(record)
+        if tensor is None:
+            raise CannotRun("one of its inputs was not stored")
+        if not _is_number(tensor) or not self.flow.values[record].is_call:
+            return tensor
+        number = reader.first.call
+        self._reads[number] = self._reads.get(number, 0) + 1
+        edge = number, record, self._reads[number]
+        detached = self._detached.get(self._behind.get(record, record))
+        if tensor.requires_grad and detached is not None:
+            self.doubtful[edge] = detached == _place(reader.first)
+            if edge not in self.way.cut:
+                read = tensor.view_as(tensor)
+                self._read_again[edge] = read
+                return read
+        elif tensor.requires_grad or self._stand_for_it(reader):
+            return tensor
+        self._lost[edge] = tensor.detach().clone().requires_grad_()
+        return self._lost[edge]
+
+    def _is_kept_from(self, call: int) -> bool:
+        """Ask for no gradient of what a call reads without one; False where it has none."""
+        edges = [edge for edge in self._lost if edge[0] == call]
+        for edge in edges:
+            self._lost.pop(edge).requires_grad_(False)
+        return bool(edges)
+
+    def _stand_for_it(self, reader: TracedCall) -> bool:
+        """Return True where all that a call makes stands for what it reads."""
+        numbers = [
+            row.record for row in reader.rows if self.flow.values[row.record].is_number
+        ]
+        return bool(numbers) and all(map(self._goes_on, numbers))
+
+
+class _CountedDetaches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the results that autograd detaches to keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see ``inner_values``
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten.detach.default
+        return func(*args, **kwargs or {})
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _gradients(
+    result: Tensor, leaves: Mapping[Key, Tensor], gradient: Tensor
+) -> dict[Key, Tensor]:
+    """Return what autograd gives to leaves; those that it does not reach are left out."""
+    if not leaves or not result.requires_grad:
+        return {}
+    tensors: Sequence[Tensor | None] = torch.autograd.grad(
+        result,
+        list(leaves.values()),
+        gradient,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return {
+        name: tensor
+        for name, tensor in zip(leaves, tensors, strict=True)
+        if tensor is not None
+    }

@@ -1,0 +1,301 @@
+"""Where one of two programs hands a gradient on, and the other does not.
+
+A ``detach`` too many or too few, ``no_grad``, a straight-through estimator left out: the
+forward passes agree, and one program's gradients lack a contribution, or have one more.
+Both forward passes are differentiated (see ``differentiated_flow``). Each gradient that is
+lost in one program, where a call reads a value that hands none on, is given to the value
+of the other program that agrees and does hand it on. Where that makes all gradients of
+parameters those of the other program, this is where the two part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.ports.differentiated_flow import (
+    DifferentiatedFlow,
+    LostGradient,
+    Scaling,
+    differentiated,
+    lost_gradients,
+)
+from roundoff.compare.ports.port_results import least_gradient, same_parameters
+from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_regions import Sides
+
+LABEL = "gradient cut"
+#: Places that are tried, at most.
+MOST = 64
+#: Axes whose orders are tried.
+MOST_AXES = 5
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lost:
+    """A gradient that one program loses, and what it is to the other's parameters.
+
+    Attributes:
+        cut: the first value, going back, that hands nothing on.
+        twin: the other program's value that agrees with it, and does.
+        share: what the other program's parameters get of it.
+        is_candidate: the candidate loses it.
+        reader: the line of the call that would hand it on.
+    """
+
+    cut: Value
+    twin: Value
+    share: Gradients
+    is_candidate: bool
+    reader: str | None
+
+
+def blamed_cut(sides: Sides) -> Blamed | None:
+    """Return the value at which one program alone hands a gradient on; None without one.
+
+    ``sides`` have the tensors of both passes in fp64.
+    """
+    least = least_gradient(sides)
+    reference = differentiated(sides.reference, sides.limit, least)
+    if reference is None:
+        return None
+    candidate = differentiated(sides.candidate, sides.limit, least)
+    if candidate is None:
+        return None
+    pair = _Pair(sides, reference, candidate, same_parameters(sides))
+    for losses in _groups([*pair.losses(True), *pair.losses(False)]):
+        if pair.is_explained_by(losses):
+            return _blamed(losses[0])
+    return _blamed_scaling(pair)
+
+
+def _blamed_scaling(pair: _Pair) -> Blamed | None:
+    """Return the value of which one program alone hands on so many times the gradient.
+
+    Either a backward pass by hand is missing, or it multiplies by another number.
+    """
+    reference, candidate = pair.reference, pair.candidate
+    ours, theirs = reference.way.scaled, candidate.way.scaled
+    pairs = {
+        (key, other)
+        for key in ours
+        for other in _twins(pair.sides, key, is_candidate=False)
+        if candidate.hands_on(other)
+    } | {
+        (key, other)
+        for other in theirs
+        for key in _twins(pair.sides, other, is_candidate=True)
+        if reference.hands_on(key)
+    }
+    for key, other in sorted(pairs, reverse=True):
+        wanted, present = ours.get(key), theirs.get(other)
+        if _times(wanted) == _times(present):
+            continue
+        mended = candidate.scaled(other, wanted)
+        if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
+            value, twin = candidate.flow.values[other], reference.flow.values[key]
+            if present is not None:
+                value = candidate.flow.values[present.key]
+            if wanted is not None:
+                twin = reference.flow.values[wanted.key]
+            line = f" ({twin.row.line})" if twin.row.line else ""
+            words = (
+                f"it hands on {_times(present):.6g} times its gradient, and "
+                f"{_times(wanted):.6g} times in the reference{line}"
+            )
+            return Blamed(value, twin, words, is_operator=True, label=LABEL)
+    return None
+
+
+def _times(scaling: Scaling | None) -> float:
+    return 1.0 if scaling is None else scaling.factor
+
+
+def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
+    """Yield which losses may be what makes the gradients differ, the simplest first.
+
+    Those of one line, one alone, those of a line of each program, and all.
+    """
+    by_line: dict[tuple[bool, str | None], list[_Lost]] = {}
+    for lost in losses:
+        by_line.setdefault((lost.is_candidate, lost.cut.row.line), []).append(lost)
+    yield from by_line.values()
+    by_lines: dict[object, list[_Lost]] = {}
+    for lost in losses:
+        by_lines.setdefault(
+            (lost.is_candidate, lost.cut.row.line, lost.reader), []
+        ).append(lost)
+    yield from by_lines.values()
+    yield from ([lost] for lost in losses)
+    ours = [group for (is_candidate, _), group in by_line.items() if not is_candidate]
+    theirs = [group for (is_candidate, _), group in by_line.items() if is_candidate]
+    yield from ([*second, *first] for first in ours for second in theirs)
+    if losses:
+        yield losses
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Both programs under autograd, and which of their parameters are one."""
+
+    sides: Sides
+    reference: DifferentiatedFlow
+    candidate: DifferentiatedFlow
+    names: Sequence[tuple[str, str]]
+
+    def losing(self, is_candidate: bool) -> DifferentiatedFlow:
+        """Return one of the programs."""
+        return self.candidate if is_candidate else self.reference
+
+    def losses(self, is_candidate: bool) -> Iterator[_Lost]:
+        """Yield what one program loses and the other does not, the last ones first."""
+        losing = self.losing(is_candidate)
+        other = self.losing(not is_candidate)
+
+        def is_known(key: int) -> bool:
+            twins = _twins(self.sides, key, is_candidate)
+            return any(other.hands_on(twin) for twin in twins)
+
+        lost_here = lost_gradients(losing, is_known)
+        for lost in list(reversed(lost_here))[:MOST]:
+            twins = _twins(self.sides, lost.key, is_candidate)
+            # the same value stands before and behind a factor of its gradient
+            for key in sorted(twins, key=lambda k: k not in other.way.scaled):
+                if not other.hands_on(key):
+                    continue
+                gradient = _in_layout(losing, lost, other.tensors[key])
+                pair = losing.flow.values[lost.key], other.flow.values[key]
+                reader = losing.flow.first[lost.reader].line
+                share = other.given(key, gradient)
+                cut, twin = _first(self, *pair, is_candidate)
+                yield _Lost(cut, twin, share, is_candidate, reader)
+                break
+
+    def is_explained_by(self, losses: Sequence[_Lost]) -> bool:
+        """Return True where nothing but these makes the gradients of the two differ.
+
+        What one program loses is in the other's gradients.
+        """
+        pairs = []
+        for name, other in self.names:
+            ours = self._without(self.reference, name, losses, is_candidate=True)
+            theirs = self._without(self.candidate, other, losses, is_candidate=False)
+            if ours is None and theirs is None:
+                continue
+            whole = self.reference.gradients.get(name)
+            if whole is None:
+                whole = self.candidate.gradients[other]
+            pairs.append((ours, theirs, float(whole.norm())))
+        largest = max((size for *_, size in pairs), default=0.0)
+        least = least_gradient(self.sides) * largest
+        return all(
+            _apart(ours, theirs) <= self.sides.limit * max(size, least)
+            for ours, theirs, size in pairs
+        )
+
+    def _without(
+        self,
+        program: DifferentiatedFlow,
+        name: str,
+        losses: Sequence[_Lost],
+        *,
+        is_candidate: bool,
+    ) -> Tensor | None:
+        """Return a gradient without what the other program loses; None for no gradient."""
+        gradient = program.gradients.get(name)
+        if gradient is None:
+            return None
+        for lost in losses:
+            if lost.is_candidate == is_candidate and name in lost.share:
+                gradient = gradient - lost.share[name]
+        return gradient
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> float:
+    """Return how far two gradients are apart, in whatever layout; no gradient is zero."""
+    if one is None or other is None:
+        present = one if other is None else other
+        return 0.0 if present is None else float(present.norm())
+    ours = sketch_of_tensor(one)
+    theirs = sketch_of_tensor(other)
+    if ours is None or theirs is None or ours.numel != theirs.numel:
+        return math.inf
+    return float(np.linalg.norm(ours.values - theirs.values))
+
+
+def _twins(sides: Sides, key: int, is_candidate: bool) -> list[int]:
+    """Return the other side's values that agree with one."""
+    if is_candidate:
+        return sides.all_twins(sides.candidate.values[key])
+    value = sides.reference.values[key]
+    return [
+        other.key
+        for other in sides.candidate.values.values()
+        if other.sketch is not None
+        and value.sketch is not None
+        and other.row.numel == value.row.numel
+        and value.sketch.distance(other.sketch) <= sides.limit
+    ]
+
+
+def _in_layout(losing: DifferentiatedFlow, lost: LostGradient, twin: Tensor) -> Tensor:
+    """Return a gradient with its elements where those of ``twin`` lie."""
+    values = losing.tensors[lost.key].detach()
+    wanted = twin.detach()
+    if values.dim() <= MOST_AXES:
+        for order in permutations(range(values.dim())):
+            turned = values.permute(order).reshape(wanted.shape)
+            if torch.allclose(turned, wanted, rtol=1e-5, atol=1e-8):
+                return lost.gradient.permute(order).reshape(wanted.shape)
+    gradient = torch.empty_like(wanted).reshape(-1)
+    gradient[rising(wanted)] = lost.gradient.reshape(-1)[rising(values)]
+    return gradient.reshape(wanted.shape)
+
+
+def _first(
+    pair: _Pair, cut: Value, twin: Value, is_candidate: bool
+) -> tuple[Value, Value]:
+    """Return where a gradient is lost first, going back, and the other program's value.
+
+    Of what a value is made of, one may hand its gradient on in one program alone too.
+    """
+    losing = pair.losing(is_candidate)
+    other = pair.losing(not is_candidate)
+    going_on = True
+    while going_on:
+        going_on = False
+        for key in twin.inputs:
+            if not other.hands_on(key) or not other.flow.values[key].is_call:
+                continue
+            twins = list(_twins(pair.sides, key, not is_candidate))
+            if twins and not any(losing.hands_on(each) for each in twins):
+                cut = losing.flow.values[min(twins)]
+                twin = other.flow.values[key]
+                going_on = True
+                break
+    return cut, twin
+
+
+def _blamed(lost: _Lost) -> Blamed:
+    if lost.is_candidate:
+        words = (
+            "it hands no gradient on, as the reference does here: with it all gradients "
+            "are the reference's"
+        )
+        return Blamed(lost.cut, lost.twin, words, is_operator=True, label=LABEL)
+    line = f" ({lost.cut.row.line})" if lost.cut.row.line else ""
+    words = (
+        f"it hands a gradient on, and the reference's {lost.cut.row.site}{line} does not: "
+        "without it all gradients are the reference's"
+    )
+    return Blamed(lost.twin, lost.cut, words, is_operator=True, label=LABEL)

@@ -1,0 +1,835 @@
+"""One step of two programs by different hands, compared by the values they compute.
+
+Their operators, modules and layouts differ, so that calls have no counterparts one by one.
+What counts are results: the loss or the output, the gradients of parameters that hold the
+same values, what the optimizer makes of these, and what is written to buffers. Where one
+differs, ``value_regions`` says where the two part; what either computes in other operators
+between values that agree is equivalent, and no finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from roundoff.compare.blame.blamed_leaves import (
+    Blamed,
+    blamed_duplicate,
+    blamed_layout,
+    blamed_leaf,
+    blamed_step,
+    blamed_values,
+)
+from roundoff.compare.blame.blamed_tables import blamed_table
+from roundoff.compare.blame.contained_values import blamed_after_contained
+from roundoff.compare.blame.misused_leaves import as_misused
+from roundoff.compare.blame.narrow_formats import blamed_format
+from roundoff.compare.blame.other_readings import with_other_reading
+from roundoff.compare.blame.shared_parameters import blamed_shared
+from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
+from roundoff.compare.judging.explain import EarlierSteps
+from roundoff.compare.judging.explain import Sides as RecordedSides
+from roundoff.compare.judging.symptoms import ADVICE
+from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.pairing.alignment import (
+    EQUIVALENT,
+    MATCHED,
+    renaming,
+)
+from roundoff.compare.ports.early_ends import blamed_end
+from roundoff.compare.ports.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
+from roundoff.compare.ports.gradient_cuts import blamed_cut
+from roundoff.compare.ports.made_up_values import on_made_up_values
+from roundoff.compare.ports.port_results import (
+    Results,
+    buffers,
+    gradients,
+    gradients_but,
+    last_result,
+    outputs,
+    undone_gradients,
+    wide,
+)
+from roundoff.compare.ports.port_updates import updates
+from roundoff.compare.ports.prepared_gradients import prepared_gradients
+from roundoff.compare.records.call_arguments import argument_differences
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    first_rows,
+    shape_read_first,
+)
+from roundoff.compare.records.value_sketch import Sketch
+from roundoff.compare.repairs.alike_leaves import leaves_alike
+from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
+from roundoff.compare.repairs.faults_behind import (
+    left_out,
+    repaired_behind,
+    unlike_behind,
+)
+from roundoff.compare.repairs.followed_columns import unfollowed
+from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.repair_trials import (
+    BUDGET,
+    CLEARLY,
+    SEVERAL,
+    Region,
+    Repair,
+    Trials,
+    best_repair,
+    leaf_on_trial,
+    trials_of,
+)
+from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
+from roundoff.compare.rounding.findings import INHERITED, OWN
+from roundoff.compare.values.value_flow import Flow, Value, flow_of
+from roundoff.compare.values.value_regions import (
+    Part,
+    Sides,
+    limit_of,
+    parted,
+    upstream,
+)
+from roundoff.ops import operators_that
+
+#: Two programs of which less than this share of the calls have a counterpart of the same
+#: module and operator are by different hands.
+ALIKE = 0.5
+#: How much closer outputs are looked at where gradients differ.
+CLOSER = (4, 16, 64)
+
+#: Results up to this many limits apart hardly differ.
+HARDLY = UNFAITHFUL
+
+#: More values than this share that agree in a recording, and not when run again on
+#: made-up values: these say nothing.
+MOST_UNCONFIRMED = 0.1
+#: Hand on the values that they read, or some of them.
+MOVED = operators_that("move values")
+#: Work on two tensors, or on one and a number.
+_PAIRED = operators_that("pair elements")
+IN_PROGRAM = "on the same values the two programs differ from here on"
+
+_FORWARD = "forward"
+_BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
+_OTHER_OPERATORS = "computed in other operators; what leaves here agrees"
+_AFTER = "made of values that differ"
+
+
+def by_different_hands(
+    reference: Rows, candidate: Rows, modules: Mapping[str, str]
+) -> bool:
+    """Return True where the calls of two programs have no counterparts by name.
+
+    Programs that compute in the same order with the same operators on the same shapes
+    are of one hand, whatever their modules are called.
+    """
+    rename = renaming(modules)
+    ours = _computing(reference, rename)
+    theirs = _computing(candidate, str)
+    if not ours or not theirs:
+        return False
+    if [call[1:] for call in ours] == [call[1:] for call in theirs]:
+        return False
+    places = {call[:2] for call in ours}
+    other_places = {call[:2] for call in theirs}
+    common = len(places & other_places)
+    return common < ALIKE * max(len(places), len(other_places))
+
+
+def _computing(
+    rows: Rows, rename: Callable[[str], str]
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return module, operator and shape of each forward call that computes."""
+    calls = []
+    for row in rows.values():
+        value = Value(row.record, row, row.base_operator, (), None, (0, 0))
+        if row.phase == _FORWARD and value.computes and not row.place:
+            calls.append(
+                (rename(row.module), row.base_operator, tuple(row.shape or ()))
+            )
+    return calls
+
+
+def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow]:
+    """Return the rows of the table for one step of two programs by different hands.
+
+    Those of the candidate come first, in its order of execution; ``memory`` is changed.
+    """
+    sides = _values_of(steps)
+    differences = [] if memory.parted else _differences(sides)
+    rows = _Rows(sides, differences).rows()
+    memory.parted |= any(row.cause is not None for row in rows)
+    return rows
+
+
+def explained_by_values(
+    steps: RecordedSides, *, only_sure: bool
+) -> list[ComparedRow] | None:
+    """Return the rows of ``compare_port`` where something differs; else None.
+
+    With ``only_sure`` where it was also found what makes all right.
+    """
+    sides = _values_of(steps)
+    differences = _differences(sides)
+    if not differences:
+        return None
+    is_sure = all(d.blamed is not None and d.blamed.is_sure for d in differences)
+    if only_sure and not is_sure:
+        return None
+    return _Rows(sides, differences).rows()
+
+
+def _values_of(steps: RecordedSides) -> Sides:
+    reference = flow_of(steps.reference)
+    candidate = flow_of(steps.candidate)
+    sides = Sides(reference, candidate, limit_of(reference, candidate))
+    sides.match()
+    return sides
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the two programs part, and what is to blame."""
+
+    part: Part
+    blamed: Blamed | None
+    limit: float
+
+    @property
+    def value(self) -> Value | None:
+        """The candidate's value to name."""
+        return self.blamed.value if self.blamed else self.part.candidate
+
+    @property
+    def line(self) -> str | None:
+        """The line at fault."""
+        if self.blamed is not None and self.blamed.line is not None:
+            return self.blamed.line
+        return None if self.value is None else self.value.row.line
+
+
+def _differences(sides: Sides) -> list[Difference]:
+    """Return what differs: of the forward pass, else of what comes after it.
+
+    In fp64 a formula shows itself that does less than rounding, and rounding that is
+    wanted is gone.
+
+    Where gradients differ although the outputs seem to agree, the outputs are looked at
+    more closely: a loss is one number, and hides much.
+    """
+    recorded = _first_difference(sides, (outputs,))
+    if recorded and not _may_be_rounding(sides):
+        return recorded
+    exact = _exact_sides(sides)
+    if exact is None:
+        forward = recorded or _closer_difference(sides)
+    else:
+        forward = _first_difference(exact, (outputs,))
+    if forward or recorded:
+        return forward
+    return (
+        _first_difference(sides, (buffers,))
+        or _backward_difference(sides, exact)
+        or _first_difference(sides, (prepared_gradients, updates))
+    )
+
+
+def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
+    """Return what differs in the gradients: in fp64, if the backward passes run so.
+
+    A backward pass may amplify roundings more than any forward pass, and more than a
+    limit allows.
+    """
+    wide_sides = None
+    if exact is not None and not exact.made_up:
+        wide_sides = backward_in_fp64(sides, exact)
+    if wide_sides is None:
+        return _first_difference(sides, (gradients,))
+    wide_sides.match()
+    undone = undone_gradients(sides)
+    ours, theirs, phase = gradients_but(wide_sides, undone)
+    if not ours:
+        return []
+    blamed = blamed_cut(wide_sides)
+    if blamed is None:
+        differences = _first_difference(
+            wide_sides, (lambda _sides: (ours, theirs, phase),)
+        )
+        if differences or not theirs:
+            return differences
+    value = wide_sides.candidate.values[theirs[0]] if theirs else None
+    part = Part(wide_sides.reference.values[ours[0]], value, phase, math.inf, (), ())
+    return [Difference(part, blamed, wide_sides.limit)]
+
+
+def _may_be_rounding(sides: Sides) -> bool:
+    """Return True where results that differ may do so by rounding.
+
+    They do in a format narrower than fp32, and where they are hardly more than the limit
+    apart: what parts first is then a matter of chance.
+    """
+    ours = last_result(sides.reference)
+    theirs = last_result(sides.candidate)
+    if ours is None or theirs is None or theirs.row.nonfinite:
+        return False
+    if sides.is_narrow:
+        return True
+    if ours.sketch is None or theirs.sketch is None:
+        return False
+    return ours.sketch.distance(theirs.sketch) <= HARDLY * sides.limit
+
+
+def _exact_sides(sides: Sides) -> Sides | None:
+    """Return both forward passes in fp64, on recorded or on made-up values.
+
+    None where they cannot run so, and where made-up values do not agree as the recorded
+    ones do.
+    """
+    on_values = sides
+    if sides.candidate.step.tensors is None:
+        made_up = on_made_up_values(sides)
+        if made_up is None:
+            return None
+        made_up.match()
+        if not _confirms(sides, made_up, None) or outputs(made_up)[0]:
+            return None
+        on_values = made_up
+    exact = in_fp64(on_values)
+    if exact is not None:
+        exact.match()
+    return exact
+
+
+def _closer_difference(sides: Sides) -> list[Difference]:
+    """Return what differs in the outputs looked at more closely, if gradients differ."""
+    usual = sides.limit
+    ours, theirs, _ = gradients(sides)
+    differences: list[Difference] = []
+    if ours and theirs:
+        for closer in CLOSER:
+            sides.limit = usual / closer
+            sides.match()
+            differences = _first_difference(sides, (outputs,))
+            if differences:
+                return differences
+    sides.limit = usual
+    sides.match()
+    return []
+
+
+def _first_difference(
+    sides: Sides, kinds: Sequence[Callable[[Sides], Results]]
+) -> list[Difference]:
+    for results in kinds:
+        ours, theirs, phase = results(sides)
+        if not ours or not theirs:
+            continue
+        part = parted(sides, ours, theirs, phase)
+        if part is None or part.candidate is None:
+            continue
+        blamed = None
+        if phase == _FORWARD:
+            blamed = _blamed(sides, part, (ours, theirs))
+            blamed = with_other_reading(sides, as_misused(sides, blamed))
+        return [Difference(part, blamed, sides.limit)]
+    return []
+
+
+def _blamed(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Blamed | None:
+    """Return the parameter, the layout or the operator at fault; None for no other.
+
+    What is tried and makes the results agree goes before what is only likely.
+    """
+    certain = blamed_end(sides)
+    certain = certain or blamed_duplicate(sides, part) or blamed_shared(sides, part)
+    certain = certain or blamed_format(sides, part)
+    if certain is not None:
+        return certain
+    if sides.candidate.step.tensors is None:
+        return (
+            _blamed_on_made_up_values(sides, part)
+            or blamed_table(sides, part)
+            or blamed_leaf(sides, part)
+            or blamed_step(sides, part)
+        )
+    return blamed_operand(sides, part) or _blamed_on_tensors(sides, part, results)
+
+
+def _blamed_on_tensors(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Blamed | None:
+    """Return what is at fault by runs of the candidate's calls again."""
+    last = last_result(sides.candidate)
+    needed = [*results[1], *([last.key] if last is not None else [])]
+    trials = trials_of(sides, _ends(sides, *results), needed)
+    follows = unfollowed(sides, part, trials)
+    if follows is not None:
+        return follows
+    blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
+    if blamed is not None and blamed.other is not None:
+        leaves = {blamed.value.key: blamed.other}
+        if trials.outcome({}, leaves)[0]:
+            return blamed
+        twin = blamed.reference
+        if twin is not None and not twin.is_call:
+            for alike in leaves_alike(sides, blamed.value, twin, blamed.other):
+                if trials.outcome({}, alike)[0]:
+                    return blamed
+    end: Rejoin | None = None
+    # a transplant says where recorded values part, not where any values would
+    if not sides.made_up:
+        end = rejoin_of(sides, part, trials)
+        repaired = _repaired(sides, part, trials, end) if end is not None else None
+        if repaired is not None:
+            return repaired
+        trials.left = BUDGET
+    is_in_turns = end is None and not sides.made_up
+    if not sides.made_up:
+        end = end or _end_of(sides, part, results)
+    return (
+        _tried(sides, part, trials, blamed, end, is_in_turns=is_in_turns)
+        or blamed_step(sides, part)
+        or blamed_after_contained(sides, part)
+    )
+
+
+def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed | None:
+    """Return what makes a value right and with it all results; else the value alone."""
+    near = trials_of_value(sides, end, trials)
+    repaired = repaired_behind(sides, near, end)
+    if repaired is not None or not near.unconfirmed:
+        return repaired
+    trials.left = BUDGET
+    region = Region(part.region, part.expected)
+    repair = best_repair(sides, trials, region, lambda: None)
+    if isinstance(repair, Repair) and repair.ends:
+        return blamed_for(sides, repair, part.region, part.reference)
+    return repaired_behind(sides, trials_of_value(sides, end), end)
+
+
+def _behind(
+    sides: Sides, part: Part, end: Rejoin, likely: Blamed | None
+) -> Blamed | None:
+    """Return what is named behind a value that should be what the reference has."""
+    if end.region != part.region:
+        return unlike_behind(sides, end, likely)
+    trials = trials_of_value(sides, end)
+    return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)
+
+
+def _end_of(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Rejoin | None:
+    """Return the result as the value that should be what the reference has."""
+    for key, other in product(*results):
+        twin = sides.reference.values[key]
+        value = sides.candidate.values[other]
+        held = sides.reference.tensor(key)
+        present = sides.candidate.tensor(other)
+        if held is None or present is None or held.numel() != present.numel():
+            continue
+        held = held.reshape(present.shape).to(present.dtype)
+        return Rejoin(value, twin, held, part.region, part.expected)
+    return None
+
+
+def _tried(
+    sides: Sides,
+    part: Part,
+    trials: Trials,
+    likely: Blamed | None,
+    end: Rejoin | None,
+    *,
+    is_in_turns: bool,
+) -> Blamed | None:
+    """Return what makes all results agree, else what is likely, else what helps most.
+
+    ``is_in_turns``: no whole value of the reference makes the candidate right; parts of
+    one may, in the turns of a loop.
+    """
+    region = Region(part.region, part.expected)
+    repair = best_repair(
+        sides, trials, region, lambda: _wrong_leaf(sides, trials, region)
+    )
+    if isinstance(repair, Blamed):
+        return repair
+    if repair is not None and repair.ends:
+        return blamed_for(sides, repair, part.region, part.reference)
+    if is_in_turns:
+        turns = rejoin_of(sides, part, trials, in_parts=True)
+        repaired = _repaired(sides, part, trials, turns) if turns is not None else None
+        if repaired is not None:
+            return repaired
+    if end is not None:
+        missing = blamed_move(sides, part) or _behind(sides, part, end, likely)
+        if missing is not None:
+            return missing
+    if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
+        # it makes a right value of a wrong one: by chance
+        repair = None
+    table = blamed_table(sides, part)
+    if table is not None or likely is not None:
+        return table or likely
+    several = max(SEVERAL, repair.gained if repair else 0)
+    blamed = leaf_on_trial(sides, trials, region, several=several)
+    if blamed is None and repair is not None:
+        return blamed_for(sides, repair, part.region, part.reference)
+    return blamed
+
+
+def _wrong_leaf(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+    """Return a parameter, or several, with other values of which all results agree."""
+    return leaf_on_trial(sides, trials, region) or exchanged_leaves(
+        sides, trials, region
+    )
+
+
+def _is_made_of_wrong(flow: Flow, repair: Repair, part: Part) -> bool:
+    """Return True for a repair of a call that reads what other calls made wrong before."""
+    call = {row.record for row in repair.call.rows}
+    first = {head.row.record for head in part.heads} - call
+    before = upstream(flow, sorted(call), lambda value: value.key in part.region)
+    return len(first & before) == len(first) and bool(first)
+
+
+def _blamed_on_made_up_values(sides: Sides, part: Part) -> Blamed | None:
+    """Return what makes the programs differ on made-up values.
+
+    Where they do not, it is a parameter: of those that the first wrong value is made of.
+    None where the made-up values do not agree where the recorded ones do.
+    """
+    made_up = on_made_up_values(sides)
+    if made_up is None or part.candidate is None:
+        return None
+    made_up.match()
+    if not _confirms(sides, made_up, part):
+        return None
+    if _program_agrees(made_up, part):
+        return blamed_values(sides, part)
+    differences = _first_difference(made_up, (outputs, buffers))
+    differences = differences or _difference_in_fp64(made_up)
+    if not differences:
+        return blamed_values(sides, part)
+    [difference] = differences
+    if difference.blamed is not None:
+        return difference.blamed
+    value = difference.part.candidate
+    if value is None:
+        return None
+    return Blamed(value, difference.part.reference, IN_PROGRAM, is_operator=True)
+
+
+def _program_agrees(made_up: Sides, part: Part) -> bool:
+    """Return True where made-up values agree in all that was recorded to differ first.
+
+    What parts later on is made of parameters whose layouts nothing recorded decides.
+    """
+    ours = made_up.reference
+    return bool(part.wanted) and all(
+        _is_right(ours, value.key, made_up.agreeing) for value in part.wanted
+    )
+
+
+def _is_right(flow: Flow, key: int, agreeing: Mapping[int, object]) -> bool:
+    """Return True where a value agrees, or what is picked of it does."""
+    if key in agreeing:
+        return True
+    readers = [flow.values[k] for k in flow.readers.get(key, ())]
+    readers = [value for value in readers if value.row.phase == _FORWARD]
+    return bool(readers) and all(
+        value.operator in MOVED and _is_right(flow, value.key, agreeing)
+        for value in readers
+    )
+
+
+def _difference_in_fp64(sides: Sides) -> list[Difference]:
+    """Return what differs in the outputs without rounding; none where that is not known.
+
+    What a weak fault does to a deep network may be less than the roundings up to there.
+    """
+    exact = in_fp64(sides)
+    if exact is None:
+        return []
+    exact.match()
+    return _first_difference(exact, (outputs,))
+
+
+def _confirms(sides: Sides, made_up: Sides, part: Part | None) -> bool:
+    """Return True where made-up values agree up to the place where two programs part.
+
+    Without one, all of them.
+    """
+    end: tuple[float, int] = (math.inf, 0)
+    if part is not None:
+        end = min((head.order for head in part.heads), default=(0, 0))
+    before = [
+        value
+        for value in sides.candidate.values.values()
+        if value.key in sides.twins
+        and value.key not in sides.several
+        and value.order < end
+        and value.computes
+        and value.is_number
+        and not value.says_nothing
+        and value.row.phase == _FORWARD
+    ]
+    wrong = [value for value in before if value.key not in made_up.twins]
+    return len(wrong) <= MOST_UNCONFIRMED * len(before)
+
+
+def _ends(
+    sides: Sides, results: Sequence[int], other_results: Sequence[int]
+) -> dict[int, list[tuple[Sketch, float]]]:
+    """Return what the results of the candidate's forward pass should be.
+
+    Each with how far it may be off: what rounding explains, and clearly less than now.
+    """
+    pairs = [
+        (sides.reference.values[key], sides.candidate.values[other])
+        for key in results
+        for other in other_results
+    ]
+    ours = last_result(sides.reference)
+    theirs = last_result(sides.candidate)
+    if ours is not None and theirs is not None:
+        pairs.append((ours, theirs))
+        end = wide(sides.reference, ours)
+        other_end = wide(sides.candidate, theirs)
+        # what a loss is made of may be another value of its formula: all logarithms of a
+        # softmax, or those of the targets
+        is_same = end.row.numel == other_end.row.numel
+        is_lost = end.key not in sides.agreeing and other_end.key not in sides.twins
+        if is_same and is_lost:
+            pairs.append((end, other_end))
+    ends: dict[int, list[tuple[Sketch, float]]] = {}
+    for end, other_end in pairs:
+        wanted = _wanted_end(sides, end, other_end)
+        if wanted is not None:
+            ends.setdefault(other_end.key, []).append(wanted)
+    return ends
+
+
+def _wanted_end(
+    sides: Sides, end: Value, other_end: Value
+) -> tuple[Sketch, float] | None:
+    """Return what a result should be, and how near; None where it is."""
+    if end.sketch is None or other_end.sketch is None:
+        return None
+    apart = end.sketch.distance(other_end.sketch)
+    if apart <= sides.limit / CLEARLY:
+        return None
+    return end.sketch, min(sides.usual, apart / CLEARLY)
+
+
+# -- the table -----------------------------------------------------------------------
+
+
+class _Rows:
+    """The rows of the table of one step."""
+
+    def __init__(self, sides: Sides, differences: list[Difference]) -> None:
+        self._sides = sides
+        self._by_record = {
+            d.value.row.record: d for d in differences if d.value is not None
+        }
+        self._spoilt = _downstream(sides.candidate, self._by_record)
+
+    def rows(self) -> list[ComparedRow]:
+        """Return the candidate's rows, then those that only the reference has."""
+        candidate = self._sides.candidate
+        rows = [self._row(row) for row in candidate.step.rows.values()]
+        taken = {row.reference_record for row in rows}
+        for record, row in self._sides.reference.step.rows.items():
+            if record not in taken:
+                rows.append(self._reference_row(row))
+        return rows
+
+    def _row(self, row: RecordedRow) -> ComparedRow:
+        difference = self._by_record.get(row.record)
+        if difference is not None and difference.value is not None:
+            # of two parameters in one memory one was recorded
+            named = replace(row, name=difference.value.row.name)
+            return self._own(named, difference)
+        twin = self._sides.twins.get(row.record)
+        if twin is not None:
+            return self._agreeing(row, *twin)
+        if row.record in self._spoilt:
+            origin = self._spoilt[row.record]
+            site = self._sides.candidate.values[origin].row.site
+            return ComparedRow(
+                **_names(row),
+                status=EQUIVALENT,
+                reason=_AFTER,
+                cause=INHERITED,
+                origin=site,
+            )
+        return ComparedRow(**_names(row), status=EQUIVALENT, reason=_OTHER_OPERATORS)
+
+    def _agreeing(self, row: RecordedRow, key: int, distance: float) -> ComparedRow:
+        twin = self._sides.reference.values[key].row
+        return ComparedRow(
+            **_names(row),
+            **_names_of_reference(twin),
+            status=MATCHED,
+            reason=None if twin.shape == row.shape else "in another layout",
+            error=distance,
+            equal=distance == 0.0,
+            tolerance=self._sides.limit,
+        )
+
+    def _reference_row(self, row: RecordedRow) -> ComparedRow:
+        agreeing = row.record in self._sides.agreeing or not self._by_record
+        return ComparedRow(
+            **_names(row) | {"site": None, "line": None, "record": None},
+            **_names_of_reference(row),
+            status=EQUIVALENT,
+            reason=_OTHER_OPERATORS if agreeing else "the candidate has no such value",
+        )
+
+    def _own(self, row: RecordedRow, difference: Difference) -> ComparedRow:
+        part = difference.part
+        twin = _named_reference(difference)
+        label, evidence = _description(self._sides, difference)
+        error = part.distance if math.isfinite(part.distance) else 1.0
+        return ComparedRow(
+            **_names(row),
+            **(_names_of_reference(twin) if twin else {}),
+            status=MATCHED if twin else EQUIVALENT,
+            error=error,
+            equal=False,
+            tolerance=difference.limit,
+            inputs_error=0.0,
+            own_error=error,
+            cause=OWN,
+            contribution=1.0,
+            blamed=row.site,
+            blamed_line=difference.line,
+            blamed_phase=row.phase,
+            blamed_reference=twin.site if twin else None,
+            blamed_reference_line=twin.line if twin else None,
+            looks_like=label,
+            evidence=evidence,
+            advice=ADVICE[label],
+        )
+
+
+def _named_reference(difference: Difference) -> RecordedRow | None:
+    if difference.blamed is not None and difference.blamed.reference is not None:
+        return difference.blamed.reference.row
+    reference = difference.part.reference
+    return reference.row if reference is not None else None
+
+
+def _downstream(flow: Flow, starts: Iterable[int]) -> dict[int, int]:
+    """Return the values that are made of these, each with the one it comes from."""
+    origin: dict[int, int] = {}
+    for start in starts:
+        waiting = [start]
+        while waiting:
+            for reader in flow.readers.get(waiting.pop(), ()):
+                if reader not in origin:
+                    origin[reader] = start
+                    waiting.append(reader)
+    return origin
+
+
+def _description(sides: Sides, difference: Difference) -> tuple[str, str]:
+    """Return the label and the evidence of a difference."""
+    if difference.blamed is not None:
+        return _description_of_blamed(sides, difference.blamed)
+    part = difference.part
+    wanted = part.reference
+    value = part.candidate
+    if wanted is None or value is None:
+        return "other operator", "the reference has nothing like it here"
+    line = f" ({wanted.row.line})" if wanted.row.line else ""
+    constants = _constants_apart(sides, wanted.row, value.row)
+    if constants:
+        words = f"{'; '.join(constants)}: the reference's is {wanted.row.site}{line}"
+        return "wrong constant", words
+    there = f"{wanted.operator} of {wanted.row.site}{line}"
+    if math.isinf(part.distance):
+        words = f"what it reads agrees; the reference goes on with {there}"
+        return "other operator", words
+    words = (
+        f"what it is made of agrees; it is {part.distance:.2g} off, relative, from "
+        f"{there}"
+    )
+    return "other operator", words
+
+
+def _description_of_blamed(sides: Sides, blamed: Blamed) -> tuple[str, str]:
+    if blamed.label is not None:
+        return blamed.label, blamed.evidence
+    if not blamed.is_operator:
+        is_call = blamed.value.is_call
+        return "wrong axis or layout" if is_call else "other values", blamed.evidence
+    constants: tuple[str, ...] = ()
+    if blamed.reference is not None:
+        constants = _constants_apart(sides, blamed.reference.row, blamed.value.row)
+    if constants:
+        return "wrong constant", f"{'; '.join(constants)}: {blamed.evidence}"
+    return "other operator", blamed.evidence
+
+
+def _constants_apart(
+    sides: Sides, reference: RecordedRow, candidate: RecordedRow
+) -> tuple[str, ...]:
+    """Return the constants that differ between two calls of one operator on one shape.
+
+    In another layout axes and sizes are others too, and say nothing; nor does the other
+    factor or term of a formula that is written in another way.
+    """
+    if reference.base_operator != candidate.base_operator:
+        return ()
+    if reference.base_operator in MOVED | _PAIRED:
+        return ()
+    rows = sides.reference.step.rows
+    other_rows = sides.candidate.step.rows
+    ours = first_rows(rows).get(reference.call)
+    theirs = first_rows(other_rows).get(candidate.call)
+    if ours is None or theirs is None:
+        return ()
+    shape = shape_read_first(rows, ours)
+    other_shape = shape_read_first(other_rows, theirs)
+    if shape != other_shape:
+        return ()
+    return argument_differences(ours, theirs, (shape, other_shape))
+
+
+def _names(row: RecordedRow) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "step": row.step,
+        "phase": row.phase,
+        "place": row.place,
+        "role": row.role,
+        "name": row.name,
+        "numel": row.numel,
+        "view": row.view_of is not None,
+        "call": row.call,
+        "site": row.site,
+        "operator": row.operator,
+        "line": row.line,
+        "dtype": row.dtype,
+        "shape": row.shape,
+        "record": row.record,
+    }
+
+
+def _names_of_reference(row: RecordedRow) -> dict[str, Any]:
+    return {
+        "reference_site": row.site,
+        "reference_operator": row.operator,
+        "reference_line": row.line,
+        "reference_dtype": row.dtype,
+        "reference_shape": row.shape,
+        "reference_record": row.record,
+    }

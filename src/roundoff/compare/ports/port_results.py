@@ -1,0 +1,349 @@
+"""The results of one step of two programs by different hands, and which of them differ.
+
+They are what the forward pass ends with, what it writes to buffers, the gradients of
+parameters that hold the same values, and what the optimizer makes of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides, upstream
+
+#: Gradients below this share of the largest one are rounding of what is zero, in fp32.
+NO_GRADIENT = 1e-2
+#: An output of this many elements says more than the loss.
+WIDE = 4
+
+_FORWARD = "forward"
+_BACKWARD = "backward"
+#: What autograd makes of a loss to begin with.
+_ONES = "ones_like"
+
+#: Keys of the reference and of the candidate that differ, and their phase.
+Results = tuple[list[int], list[int], str]
+
+
+def outputs(sides: Sides) -> Results:
+    """What the forward pass ends with: the last value that nothing in it reads."""
+    ours = last_result(sides.reference)
+    theirs = last_result(sides.candidate)
+    if ours is None or theirs is None:
+        return [], [], _FORWARD
+    if _is_reduced_later(ours, theirs, sides.limit):
+        return [], [], _FORWARD
+    if _ends_differ(sides, ours, theirs):
+        return [ours.key], [theirs.key], _FORWARD
+    # what a loss is made of may be another value of its formula
+    end = wide(sides.reference, ours)
+    other_end = wide(sides.candidate, theirs)
+    if end.key in sides.agreeing or other_end.key in sides.twins:
+        return [], [], _FORWARD
+    if _differ_in_sign(end, other_end, sides.limit):
+        return [], [], _FORWARD
+    ours_is_formula = _is_of_values_alone(sides.reference, end, sides.agreeing)
+    if ours_is_formula and _is_of_values_alone(sides.candidate, other_end, sides.twins):
+        return [], [], _FORWARD
+    return [end.key], [other_end.key], _FORWARD
+
+
+def _differ_in_sign(end: Value, other_end: Value, limit: float) -> bool:
+    """Return True where a loss is made of the other's terms, of which it takes the negative."""
+    if end.sketch is None or other_end.sketch is None:
+        return False
+    return end.sketch.distance(other_end.sketch.negative) <= limit
+
+
+def _is_of_values_alone(flow: Flow, end: Value, agreeing: Mapping[int, Any]) -> bool:
+    """Return True for a value that is made of values that agree, and of no parameter.
+
+    What ends in the same result is then another formula of it, such as a softmax by
+    exponentials: a fault before would reach the result through a layer.
+    """
+    region = upstream(flow, [end.key], lambda value: value.key not in agreeing)
+    read = {key for value in region for key in flow.values[value].inputs}
+    leaves = [flow.values[key] for key in read if key in flow.values]
+    return not any(leaf.row.name and not leaf.is_call for leaf in leaves)
+
+
+def _is_reduced_later(ours: Value, theirs: Value, limit: float) -> bool:
+    """Return True where one end is the mean, or the sum, of the other's elements.
+
+    One run ends in the losses of the samples, whose gradients it averages afterwards.
+    """
+    reduced, several = sorted((ours.row, theirs.row), key=lambda row: row.numel or 0)
+    if reduced.numel != 1 or not several.numel or several.numel == 1:
+        return False
+    if reduced.mean is None or several.mean is None:
+        return False
+    expected = (several.mean, several.mean * several.numel)
+    largest = limit * abs(reduced.mean)
+    return any(abs(reduced.mean - value) <= largest for value in expected)
+
+
+def _ends_differ(sides: Sides, end: Value, other_end: Value) -> bool:
+    """Return True if two programs end in values that do not agree.
+
+    One end may agree with a value inside the other program. If that goes on from there
+    to an end of as many elements, it does something more to the result; if not, its end
+    is another one: an accuracy that is computed beside the loss.
+    """
+    twin = sides.agreeing.get(end.key)
+    other_twin = sides.twins.get(other_end.key)
+    if twin is None and other_twin is None:
+        return True
+    if twin is not None and other_twin is not None:
+        return False
+    if twin is not None:
+        return _goes_on(sides.candidate, twin[0], other_end)
+    return other_twin is not None and _goes_on(sides.reference, other_twin[0], end)
+
+
+def _goes_on(flow: Flow, key: int, end: Value) -> bool:
+    """Return True if an end is made of a value of as many elements."""
+    start = flow.values.get(key)
+    if start is None or start.row.numel != end.row.numel:
+        return False
+    waiting = list(end.inputs)
+    seen: set[int] = set()
+    while waiting:
+        source = waiting.pop()
+        if source == key:
+            return True
+        if source in flow.values and source not in seen:
+            seen.add(source)
+            waiting += flow.values[source].inputs
+    return False
+
+
+def wide(flow: Flow, last: Value) -> Value:
+    """Return the last value of several elements that a loss is made of."""
+    waiting = [last]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop(0)
+        if value.is_call and value.is_number and (value.row.numel or 0) >= WIDE:
+            return value
+        for key in value.inputs:
+            if key in flow.values and key not in seen:
+                seen.add(key)
+                waiting.append(flow.values[key])
+    return last
+
+
+def last_result(flow: Flow) -> Value | None:
+    """Return what the backward pass begins with, or the last value that nothing reads."""
+    last = _differentiated(flow)
+    if last is not None:
+        return last
+    for value in flow.in_order():
+        if value.inner or value.row.phase != _FORWARD or value.row.name:
+            continue
+        if not value.computes or not value.is_number or value.row.place:
+            continue
+        if not _is_read(flow, value.key):
+            last = value
+    return last
+
+
+def _differentiated(flow: Flow) -> Value | None:
+    """Return the last value of which a backward pass begins with ones; None without one.
+
+    What a program computes and does not use is no result of it.
+    """
+    last = None
+    for row in flow.step.rows.values():
+        if row.base_operator != _ONES or row.phase != _FORWARD or not row.inputs:
+            continue
+        source = flow.values.get(row.inputs[0])
+        phases = {
+            flow.values[key].row.phase for key in flow.readers.get(row.record, ())
+        }
+        if source is not None and phases == {_BACKWARD}:
+            last = source
+    return last
+
+
+def _is_read(flow: Flow, key: int) -> bool:
+    """Return True where the forward pass computes with a value."""
+    waiting = [key]
+    while waiting:
+        for reader in flow.readers.get(waiting.pop(), ()):
+            value = flow.values[reader]
+            if value.row.phase != _FORWARD:
+                continue
+            if value.computes:
+                return True
+            if value.sketch is None or value.operator != _ONES:
+                waiting.append(reader)
+    return False
+
+
+def buffers(sides: Sides) -> Results:
+    """What the forward pass writes to buffers, of the same size on both sides."""
+    ours = _written(sides.reference, sides.agreeing)
+    theirs = _written(sides.candidate, sides.twins)
+    sizes = {v.row.numel for v in ours} & {v.row.numel for v in theirs}
+    return (
+        [v.key for v in ours if v.row.numel in sizes],
+        [v.key for v in theirs if v.row.numel in sizes],
+        _FORWARD,
+    )
+
+
+def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
+    last = last_named(flow.step.rows)
+    values = [flow.values[row.record] for row in last.values() if row.is_call]
+    return [
+        value
+        for value in values
+        if value.row.phase == _FORWARD and value.is_number and value.key not in agreeing
+    ]
+
+
+def same_parameters(sides: Sides) -> list[tuple[str, str]]:
+    """Return names of parameters that are each other's only counterpart."""
+    ours = named_leaves(sides.reference)
+    theirs = named_leaves(sides.candidate)
+    pairs = []
+    for name, value in theirs.items():
+        if value.sketch is None or value.says_nothing:
+            continue
+        limit = sides.limit_for(value)
+        twins = {
+            other
+            for other, twin in ours.items()
+            if twin.sketch and twin.sketch.distance(value.sketch) <= limit
+        }
+        if len(twins) == 1:
+            pairs.append((twins.pop(), name))
+    counted = Counter(name for name, _ in pairs)
+    return [pair for pair in pairs if counted[pair[0]] == 1]
+
+
+def named_leaves(flow: Flow) -> dict[str, Value]:
+    leaves: dict[str, Value] = {}
+    for value in flow.values.values():
+        if value.row.name and not value.is_call:
+            leaves.setdefault(value.row.name, value)
+    return leaves
+
+
+def gradients(sides: Sides) -> Results:
+    """The gradients of parameters that hold the same values, as the backward pass leaves
+    them.
+
+    What is undone before the optimizer reads them, the scale of a loss, is no difference.
+    """
+    return gradients_but(sides, undone_gradients(sides))
+
+
+def gradients_but(sides: Sides, undone: Collection[str]) -> Results:
+    """Return the gradients that differ, without those of the reference's parameters in
+    ``undone``."""
+    pairs = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    apart = [pair for name, pair in pairs.items() if name not in undone]
+    ours = [value.key for value, _ in apart]
+    ours += [value.key for value in _missing_gradients(sides)]
+    return ours, [value.key for _, value in apart], _BACKWARD
+
+
+def undone_gradients(sides: Sides) -> frozenset[str]:
+    """Return the gradients that differ after the backward pass, and not for the optimizer."""
+    left = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    read = pairs_far_apart(sides, gradient_pairs(sides, last_named))
+    return frozenset(left.keys() - read.keys())
+
+
+def _missing_gradients(sides: Sides) -> list[Value]:
+    """Return the reference's gradients of parameters for which the candidate has none."""
+    ours = gradients_left(sides.reference.step.rows)
+    theirs = gradients_left(sides.candidate.step.rows)
+    if not theirs:
+        return []
+    values = {n: sides.reference.values[row.record] for n, row in ours.items()}
+    sizes = {n: value.sketch.size for n, value in values.items() if value.sketch}
+    least = least_gradient(sides) * max(sizes.values(), default=0.0)
+    return [
+        values[f"{name}.grad"]
+        for name, other in same_parameters(sides)
+        if sizes.get(f"{name}.grad", 0.0) > least and f"{other}.grad" not in theirs
+    ]
+
+
+def gradient_pairs(
+    sides: Sides, named: Callable[[Rows], Mapping[str, RecordedRow]]
+) -> dict[str, tuple[Value, Value]]:
+    """Return the gradients of parameters that hold the same values, of both sides.
+
+    By the name of the reference's. ``named`` says which row of a gradient is meant.
+    """
+    ours = named(sides.reference.step.rows)
+    theirs = named(sides.candidate.step.rows)
+    pairs = {}
+    for name, other in same_parameters(sides):
+        row = ours.get(f"{name}.grad")
+        twin = theirs.get(f"{other}.grad")
+        if row is not None and twin is not None:
+            value = sides.reference.values[row.record]
+            pairs[name] = (value, sides.candidate.values[twin.record])
+    return pairs
+
+
+def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
+    """Return the row of each gradient before anything but a backward pass has written it.
+
+    The last row where no backward pass was recorded: a function that gives gradients.
+    """
+    named = {n: row for n, row in last_named(rows).items() if n.endswith(".grad")}
+    return {name: _left(rows, row) for name, row in named.items()}
+
+
+def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return what the backward pass left in memory that was written again afterwards."""
+    before = row
+    while before.phase != _BACKWARD:
+        if not before.inplace or not before.inputs or before.inputs[0] not in rows:
+            return row
+        before = rows[before.inputs[0]]
+    return before
+
+
+def pairs_far_apart(
+    sides: Sides, pairs: Mapping[str, tuple[Value, Value]]
+) -> dict[str, tuple[Value, Value]]:
+    """Return the gradients that do not agree; small ones may be rounding."""
+    sketches = [value.sketch for value, _ in pairs.values()]
+    largest = max((sketch.size for sketch in sketches if sketch), default=0.0)
+    limit = gradient_limit(sides)
+    least = least_gradient(sides) * largest
+    return {name: p for name, p in pairs.items() if _far(*p, limit, least)}
+
+
+def least_gradient(sides: Sides) -> float:
+    """Return the share of the largest gradient below which one may be rounding."""
+    return max(NO_GRADIENT, gradient_limit(sides))
+
+
+def gradient_limit(sides: Sides) -> float:
+    """Return the relative distance up to which gradients agree.
+
+    In a format narrower than fp32 units of a ReLU go the other way: of values that are
+    ``limit`` off as large a share, which is its root in the norm.
+    """
+    return math.sqrt(sides.limit) if sides.is_narrow else sides.limit
+
+
+def _far(one: Value, other: Value, limit: float, least: float) -> bool:
+    """Return True where two values are further apart than ``limit`` of a size."""
+    if one.sketch is None or other.sketch is None:
+        return False
+    apart = one.sketch.distance(other.sketch)
+    if math.isinf(apart):
+        return True
+    return apart * one.sketch.size > limit * max(one.sketch.size, least)

@@ -1,0 +1,121 @@
+"""What is done to gradients between the backward pass and the optimizer: a clip, mostly.
+
+An optimizer that divides by the size of gradients makes the same update of clipped ones at
+first, so that the update does not show a clip that is missing, or of another norm. Where
+both programs write clipped gradients over the others, these are compared. Where one does,
+the other one may clip on the way: it has the clipped gradient, or what the first one's
+optimizer makes of it first, among the values that it makes of its own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+from roundoff.compare.ports.port_results import (
+    Results,
+    gradient_limit,
+    gradient_pairs,
+    gradients_left,
+    least_gradient,
+    pairs_far_apart,
+)
+from roundoff.compare.records.recorded_rows import last_named
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
+
+_BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
+
+
+def prepared_gradients(sides: Sides) -> Results:
+    """What is made of gradients that agree before the optimizer reads them."""
+    left = gradient_pairs(sides, gradients_left)
+    read = gradient_pairs(sides, last_named)
+    far = pairs_far_apart(sides, read)
+    limit = gradient_limit(sides) + _farthest(sides, left)
+    keys: Results = ([], [], _OPTIMIZER)
+    for name in far.keys() & left.keys():
+        before, other_before = left[name]
+        after, other_after = read[name]
+        if _distance(after, other_after) <= limit:
+            continue
+        ours: Value | None = after
+        theirs: Value | None = other_after
+        if after.key == before.key:
+            results = _contradiction(
+                (sides.candidate, sides.reference), other_after, before, limit
+            )
+            ours = _first_of(results, sides.agreeing)
+        elif other_after.key == other_before.key:
+            results = _contradiction(
+                (sides.reference, sides.candidate), after, other_before, limit
+            )
+            theirs = _first_of(results, sides.twins)
+        if ours is not None and theirs is not None:
+            keys[0].append(ours.key)
+            keys[1].append(theirs.key)
+    return keys
+
+
+def _farthest(sides: Sides, pairs: dict[str, tuple[Value, Value]]) -> float:
+    """Return how far gradients are apart already: a clip by their norm hands it on."""
+    sizes = [value.sketch.size for value, _ in pairs.values() if value.sketch]
+    least = least_gradient(sides) * max(sizes, default=0.0)
+    shares = [
+        _distance(value, other) * value.sketch.size / max(value.sketch.size, least)
+        for value, other in pairs.values()
+        if value.sketch is not None and value.sketch.size
+    ]
+    return max(shares, default=0.0)
+
+
+def _contradiction(
+    flows: tuple[Flow, Flow], clipped: Value, gradient: Value, limit: float
+) -> list[Value]:
+    """Return what is made of a gradient as it was; nothing for what may be right.
+
+    ``flows``: of the program that writes the clipped gradient, and of the one that has
+    the gradient as it was. That one is not judged where it makes nothing of this one
+    gradient alone, but of all gradients in one tensor.
+    """
+    flow, other = flows
+    results = list(_made_of(other, gradient))
+    wanted = [clipped, *_readers(flow, clipped)]
+    if any(_distance(w, value) <= limit for w in wanted for value in results):
+        return []
+    return results
+
+
+def _first_of(made: Sequence[Value], agreeing: Container[int]) -> Value | None:
+    """Return the first value that the other program does not have; else the first."""
+    others = [value for value in made if value.key not in agreeing]
+    return next(iter([*others, *made]), None)
+
+
+def _readers(flow: Flow, value: Value) -> Iterator[Value]:
+    """Yield what is made of a value, element by element, but for parameters."""
+    for key in flow.readers.get(value.key, ()):
+        reader = flow.values[key]
+        if reader.row.phase == _BACKWARD or reader.row.name:
+            continue
+        if reader.row.numel == value.row.numel and reader.sketch is not None:
+            yield reader
+
+
+def _made_of(flow: Flow, gradient: Value) -> Iterator[Value]:
+    """Yield all that is made of a gradient, element by element, but for parameters."""
+    waiting = [gradient]
+    seen: set[int] = set()
+    while waiting:
+        for reader in _readers(flow, waiting.pop(0)):
+            if reader.key not in seen:
+                seen.add(reader.key)
+                waiting.append(reader)
+                if reader.computes:
+                    yield reader
+
+
+def _distance(one: Value, other: Value) -> float:
+    if one.sketch is None or other.sketch is None:
+        return 0.0
+    return one.sketch.distance(other.sketch)

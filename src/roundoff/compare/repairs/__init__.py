@@ -1,0 +1,1 @@
+"""Which small change would make a wrong value right: changes are tried, by running calls again."""

@@ -1,0 +1,348 @@
+"""Has a loader filled two parameters, or two parts of one, the wrong way round?
+
+Keys and values, gates and ways up: what holds one may hold the other, and neither alone
+makes anything right. So two are exchanged together, and what is made of them runs again.
+Several that together hold one of the reference's may have been cut out of it otherwise,
+every third row for a third of the rows, and are cut again. What a loader does wrong to
+one parameter it does to others: those of one layer have their parts in one order, and all
+that stand in several axes may have two of these exchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations, product
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, turned
+from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.repairs.repair_trials import BUDGET, Region, Trials
+from roundoff.compare.repairs.transplants import before
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
+from roundoff.ops import operators_that
+
+_MOVE = operators_that("move values")
+_PRODUCTS = operators_that("multiply")
+#: Parameters of a region of which pairs are tried.
+MOST_LEAVES = 12
+#: Calls between a layer and what a region reads of it: moves, a bias, a factor.
+MOST_BEFORE = 12
+#: Axes from the last on of which two may stand the other way round.
+MOST_AXES = 3
+#: Parameters that a loader turned alike, where it turned not all of one kind: two
+#: projections with their biases.
+MOST_ALIKE = 4
+#: How many parts a fused parameter may have: key and value, with query, four gates.
+PARTS = (2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    leaf: Value
+    tensors: Mapping[int, Tensor]
+    words: str
+
+
+def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+    """Return a parameter after whose exchange all agrees; None where none is exchanged.
+
+    Args:
+        sides: both programs.
+        trials: of the candidate.
+        region: where the two part.
+    """
+    leaves = _read_near(sides.candidate, region.parted)
+    ours = _read_near(sides.reference, region.expected)
+    kinds = (
+        _exchanges(sides, leaves),
+        _alike(sides, leaves),
+        _cuts(sides, ours, leaves),
+    )
+    tried = (_first_right(sides, trials, kind) for kind in kinds)
+    return next((blamed for blamed in tried if blamed is not None), None)
+
+
+def _first_right(
+    sides: Sides, trials: Trials, exchanges: Iterator[_Exchange]
+) -> Blamed | None:
+    """Return the first parameter after whose exchange all agrees, while trials are left."""
+    trials.left = BUDGET
+    for exchange in exchanges:
+        if trials.left < 0:
+            return None
+        agrees = trials.outcome({}, exchange.tensors)[0]
+        if agrees and not _loses(sides, trials, exchange.tensors):
+            other = exchange.tensors[exchange.leaf.key]
+            return Blamed(exchange.leaf, None, exchange.words, other)
+    return None
+
+
+def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
+    """Return True where a value of the reference is not there any more with other leaves.
+
+    What one place gains another must not lose: then not the parameter is wrong, but what
+    one of the two reads.
+    """
+    had: set[int] = set()
+    has: set[int] = set()
+    try:
+        for row, tensor in trials.program.again({}, tensors):
+            value = sides.candidate.values[row.record]
+            sketch = sketch_of_tensor(tensor)
+            if value.is_number and not value.says_nothing and sketch is not None:
+                twins = sides.all_twins(value)
+                had.update(key for key in twins if _is_computed(sides, key))
+                has.update(sides.near_in_reference(sketch))
+    except CannotRun:
+        return True
+    return not had <= has
+
+
+def _is_computed(sides: Sides, key: int) -> bool:
+    value = sides.reference.values[key]
+    return value.computes and value.operator not in _MOVE
+
+
+def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return the parameters that a region reads, and what it is made of.
+
+    Parts that were cut otherwise agree as long as they are taken together.
+    """
+    source = [value for value in before(flow, region) if value.is_call]
+    layers = [layer.key for value in source for layer in _layer_of(flow, value)]
+    keys = {*region, *(value.key for value in source), *layers}
+    return leaves_of(flow, sorted(keys))[:MOST_LEAVES]
+
+
+def _layer_of(flow: Flow, value: Value, products: int = 1) -> Iterator[Value]:
+    """Yield what a value is made of one by one, back to the product with a weight.
+
+    Scaled or not, its elements stand where that call has put them. A product of two
+    values that are computed, as scores are of queries and keys, is looked behind.
+    """
+    for _ in range(MOST_BEFORE):
+        inputs = [flow.values[key] for key in value.inputs if key in flow.values]
+        computed = [each for each in inputs if each.is_call and each.is_number]
+        if value.operator in _PRODUCTS:
+            for each in computed if products and len(computed) > 1 else ():
+                yield each
+                yield from _layer_of(flow, each, products - 1)
+            return
+        if len(computed) != 1:
+            return
+        [value] = computed
+        yield value
+
+
+def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+    held = {leaf.key: sides.candidate.tensor(leaf.key) for leaf in leaves}
+    for leaf, other in combinations(leaves, 2):
+        first = held[leaf.key]
+        second = held[other.key]
+        if first is None or second is None or first.shape != second.shape:
+            continue
+        if first.dtype == second.dtype and not torch.equal(first, second):
+            tensors = {leaf.key: second, other.key: first}
+            words = f"{leaf.row.name} and {other.row.name} stand in for each other"
+            yield _Exchange(leaf, tensors, words)
+    yield from _of_layers(leaves, held)
+    for leaf in leaves:
+        tensor = held[leaf.key]
+        if tensor is not None:
+            yield from _of_parts(leaf, tensor)
+
+
+def _of_layers(
+    leaves: Sequence[Value], held: Mapping[int, Tensor | None]
+) -> Iterator[_Exchange]:
+    """Yield two layers with all their parameters of one name and shape exchanged."""
+    layers = _layers_of(leaves)
+    for (name, layer), (other_name, other) in combinations(layers.items(), 2):
+        tensors: dict[int, Tensor] = {}
+        for last in layer.keys() & other.keys():
+            first = held[layer[last].key]
+            second = held[other[last].key]
+            if first is None or second is None or first.shape != second.shape:
+                continue
+            tensors |= {layer[last].key: second, other[last].key: first}
+        if len(tensors) > 2:
+            words = f"{name} and {other_name} stand in for each other"
+            named = next(leaf for leaf in leaves if leaf.key in tensors)
+            yield _Exchange(named, tensors, words)
+
+
+def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
+    """Return the parameters of each layer by the last word of their names."""
+    layers: dict[str, dict[str, Value]] = {}
+    for leaf in leaves:
+        *layer, last = re.split(r"[._]", leaf.row.name or "")
+        layers.setdefault(".".join(layer), {})[last] = leaf
+    return layers
+
+
+def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+    """Yield several parameters, each changed in the same way."""
+    held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
+    present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
+    for layer in _layers_of(leaves).values():
+        members = [(leaf, tensor) for leaf, tensor in present if leaf in layer.values()]
+        if len(members) > 1:
+            yield from _parts_alike(members)
+    for places in combinations(range(-MOST_AXES, 0), 2):
+        for group in _of_equal_axes(present, places):
+            for change in (_axes_exchanged, _axes_split_otherwise):
+                changed = [(leaf, change(tensor, places)) for leaf, tensor in group]
+                yield from _together(changed, places)
+
+
+def _of_equal_axes(
+    present: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
+) -> Iterator[list[tuple[Value, Tensor]]]:
+    """Yield the parameters that have two axes of the same sizes, two at least."""
+    groups: dict[tuple[int, ...], list[tuple[Value, Tensor]]] = {}
+    for leaf, tensor in present:
+        if tensor.dim() >= -places[0]:
+            sizes = tuple(tensor.shape[place] for place in places)
+            groups.setdefault(sizes, []).append((leaf, tensor))
+    yield from (group for group in groups.values() if len(group) > 1)
+
+
+def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]:
+    """Yield all parameters of a layer with their parts, as gates are, in another order."""
+    for axis, count in product((0, -1), PARTS):
+        if any(tensor.shape[axis] % count for _, tensor in members if tensor.dim()):
+            continue
+        for order in list(permutations(range(count)))[1:]:
+            tensors = {
+                leaf.key: torch.cat([tensor.chunk(count, axis)[i] for i in order], axis)
+                for leaf, tensor in members
+                if tensor.dim() and _has_parts(tensor, axis, count)
+            }
+            if len(tensors) > 1:
+                names = ", ".join(leaf.row.name or "" for leaf, _ in members)
+                words = f"{names} have their {count} parts in another order: {order}"
+                yield _Exchange(members[0][0], tensors, words)
+
+
+def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
+    """Return True where one of so many parts along an axis is more than a number.
+
+    Of an axis of that size they are layers that stand in one tensor.
+    """
+    return tensor.shape[axis] > count or (axis == 0 and tensor.dim() > 2)
+
+
+def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor:
+    """Return what stands in two axes the other way round, in the shape that it has."""
+    return tensor.transpose(*places).reshape(tensor.shape)
+
+
+def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor:
+    """Return the same elements where one axis was cut in two the other way round."""
+    shape = list(tensor.shape)
+    first, second = places
+    shape[first] = tensor.shape[second]
+    shape[second] = tensor.shape[first]
+    return tensor.reshape(shape).transpose(*places).contiguous()
+
+
+def _together(
+    changed: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
+) -> Iterator[_Exchange]:
+    """Yield all of them changed, then some."""
+    counts = dict.fromkeys((len(changed), *range(2, MOST_ALIKE + 1)))
+    for count in counts:
+        for group in combinations(changed, count):
+            tensors = {leaf.key: tensor for leaf, tensor in group}
+            names = " and ".join(leaf.row.name or "" for leaf, _ in group)
+            words = f"{names} have axes {places[0]} and {places[1]} the other way round"
+            yield _Exchange(group[0][0], tensors, words)
+
+
+def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
+    """Yield one parameter with two of its equal parts exchanged."""
+    for axis, size in enumerate(tensor.shape):
+        for count in PARTS:
+            if size % count or not _has_parts(tensor, axis, count):
+                continue
+            parts = tensor.chunk(count, axis)
+            for first, second in combinations(range(count), 2):
+                order = list(range(count))
+                order[first] = second
+                order[second] = first
+                turned = torch.cat([parts[place] for place in order], axis)
+                if torch.equal(turned, tensor):
+                    continue
+                words = (
+                    f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
+                    f"{leaf.row.name} stand in for each other"
+                )
+                yield _Exchange(leaf, {leaf.key: turned}, words)
+
+
+def _cuts(
+    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
+) -> Iterator[_Exchange]:
+    """Yield several parameters that hold the elements of one, as parts of it.
+
+    Weights alone, and weights with biases that were cut in the same way.
+    """
+    cuts = list(_cuts_of_one(sides, ours, theirs))
+    for choices in cuts:
+        yield from choices
+    for choices, others in combinations(cuts, 2):
+        for cut, other in product(choices, others):
+            tensors = {**cut.tensors, **other.tensors}
+            yield _Exchange(cut.leaf, tensors, cut.words)
+
+
+def _cuts_of_one(
+    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
+) -> Iterator[list[_Exchange]]:
+    """Yield the ways to cut each of the reference's parameters that was cut otherwise."""
+    for wanted in ours:
+        whole = sides.reference.tensor(wanted.key)
+        if whole is None:
+            continue
+        for count in PARTS:
+            for group in combinations(theirs, count):
+                held = [sides.candidate.tensor(leaf.key) for leaf in group]
+                present = [tensor for tensor in held if tensor is not None]
+                if len(present) == count and _have_the_elements(present, whole):
+                    yield list(_cut_again(group, present, wanted, whole))
+
+
+def _have_the_elements(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    if len({part.shape for part in parts}) > 1:
+        return False
+    if sum(part.numel() for part in parts) != whole.numel():
+        return False
+    if any(part.dtype != whole.dtype for part in parts):
+        return False
+    together = torch.cat([part.reshape(-1) for part in parts])
+    return torch.equal(together[rising(together)], whole.reshape(-1)[rising(whole)])
+
+
+def _cut_again(
+    group: Sequence[Value], held: Sequence[Tensor], wanted: Value, whole: Tensor
+) -> Iterator[_Exchange]:
+    """Yield the equal parts of a tensor along each axis, in each order."""
+    names = ", ".join(leaf.row.name or "" for leaf in group)
+    words = f"{names} are cut out of the reference's {wanted.row.name} in another way"
+    for axis in range(whole.dim()):
+        if whole.shape[axis] % len(group):
+            continue
+        parts = [list(turned(p, held[0])) for p in whole.chunk(len(group), axis)]
+        for layouts in zip(*parts, strict=True):
+            for order in permutations(layouts):
+                tensors = {
+                    leaf.key: part.contiguous()
+                    for leaf, part in zip(group, order, strict=True)
+                }
+                yield _Exchange(group[0], tensors, words)

@@ -1,0 +1,99 @@
+"""What is named for an edit that makes a value right: its call, or a parameter behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from roundoff.compare.blame.blamed_leaves import (
+    Blamed,
+    is_right_elsewhere,
+    leaves_of,
+    of_leaves_alone,
+)
+from roundoff.compare.repairs.call_edits import INPUT, LAYOUT
+from roundoff.compare.repairs.repair_trials import Repair
+from roundoff.compare.values.fault_lines import FaultLines
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
+from roundoff.ops import operators_that
+
+_JOIN = operators_that("join")
+#: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
+#: the product.
+_LAYER = 4
+
+
+def blamed_for(
+    sides: Sides, repair: Repair, region: Collection[int], wanted: Value | None
+) -> Blamed:
+    """Return what to name for a repair.
+
+    Args:
+        sides: both programs.
+        repair: the edit that makes a value right.
+        region: the candidate's values that lead to results that differ.
+        wanted: the value of the reference that the edit gives.
+    """
+    [first, *_] = repair.call.rows
+    value = sides.candidate.values[first.record]
+    words = f"{repair.words} it gives what the reference has"
+    joined = _put_together_for(sides, value) if repair.exchanges else None
+    if joined is not None:
+        words = (
+            f"the parts of {joined.row.name} stand in another order than "
+            f"{value.row.site} takes them: {words}"
+        )
+        return Blamed(joined, wanted, words, line=value.row.line)
+    turned = _only_turned(sides, value) if repair.unlikely == LAYOUT else None
+    if turned is not None:
+        words = (
+            f"{turned.row.name} stands in another order than {value.row.site} "
+            f"takes it: {words}"
+        )
+        return Blamed(turned, wanted, words, line=value.row.line)
+    line = None
+    if repair.unlikely == INPUT and not repair.is_whole:
+        line = FaultLines(sides, frozenset(region)).of_operator(value)
+    return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def _only_turned(sides: Sides, value: Value) -> Value | None:
+    """Return the parameter of which a call moves nothing but the elements.
+
+    None for one that another call reads rightly: then the call is wrong.
+    """
+    flow = sides.candidate
+    leaves = leaves_of(flow, [value.key])
+    if len(leaves) != 1 or not of_leaves_alone(flow, value):
+        return None
+    [leaf] = leaves
+    return None if is_right_elsewhere(sides, leaf) else leaf
+
+
+def _put_together_for(sides: Sides, cut: Value) -> Value | None:
+    """Return the parameter of whose parts a call cuts the values, if a loader joined them.
+
+    Or with which the parts that a call joins are multiplied. None where the reference has
+    the same parameter in one: then only the call can take the parts in another order.
+    """
+    flow = sides.candidate
+    source = _read_first(flow, cut) if cut.operator in _JOIN else flow.behind(cut.key)
+    for _ in range(_LAYER):
+        leaves = leaves_of(flow, [source.key])
+        matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
+        if len(matrices) == 1:
+            is_joined = matrices[0].key not in sides.twins
+            return matrices[0] if is_joined else None
+        inputs = [flow.values[key] for key in source.inputs if key in flow.values]
+        computed = [value for value in inputs if value.is_call and value.is_number]
+        if matrices or len(computed) != 1:
+            return None
+        source = flow.behind(computed[0].key)
+    return None
+
+
+def _read_first(flow: Flow, value: Value) -> Value:
+    """Return what reads a value first in the forward pass; without one the value behind."""
+    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+    return min(readers, key=lambda v: v.order, default=flow.behind(value.key))

@@ -1,0 +1,592 @@
+"""From which value on does the candidate compute what the reference does?
+
+Behind a fault no value of the candidate has an equal in the reference any more, so that
+nothing there says what is right. A *transplant* does: a value of the candidate is given
+what the reference has in its place, and what is made of it runs again. Where all results
+agree then, nothing is wrong that runs after this value. The fault is in what the earliest
+such value is made of, behind the values that agree; and what a repair has to make there
+is known element by element, not up to the layout.
+
+A line that runs several times, in turns of a loop or in layers, is wrong each time: its
+values are replaced together, each by the one that the reference makes in the same turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, permutations
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import same_layout
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
+from roundoff.compare.repairs.repair_trials import (
+    BUDGET,
+    CLEARLY,
+    SEVERAL,
+    Goal,
+    Trials,
+    apart,
+    families_of,
+)
+from roundoff.compare.values.learnt_layouts import (
+    Layout,
+    layouts_for,
+    orders_of,
+    stand_in,
+)
+from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Part, Sides, upstream
+from roundoff.ops import operators_that
+
+#: Results of fewer elements agree by chance with one of the many that are tried.
+FEWEST = 16
+#: How many budgets of ``repair_trials`` the search may use: what it finds saves others.
+PATIENT = 4
+#: What one value is given, at most.
+MOST_GIVEN = 64
+#: And parts of a larger value, at most.
+MOST_IN_PARTS = 24
+#: Values that agree, before the first that does not, which may stand in the wrong place.
+MOST_BEFORE = 32
+
+_MOVE = operators_that("move values")
+_PRODUCTS = operators_that("multiply two matrices")
+_FORWARD = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """A value after which the candidate is right.
+
+    Attributes:
+        value: the candidate's.
+        twin: what the reference has there.
+        held: the same in the candidate's layout.
+        region: the candidate's keys that it is made of and that do not agree.
+        expected: the reference's.
+        agrees: True where all results are right after it.
+    """
+
+    value: Value
+    twin: Value
+    held: Tensor
+    region: frozenset[int]
+    expected: frozenset[int]
+    agrees: bool = True
+
+
+#: Values of the candidate, each with the reference's that it is given.
+_Pairs = Sequence[tuple[Value, Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Transplant:
+    """What values of one place of a line are given: ``tensors`` by record.
+
+    ``is_in_parts``: parts of the reference's values, of which nothing is there again until
+    the candidate puts them together.
+    """
+
+    value: Value
+    twin: Value
+    tensors: Mapping[int, Tensor]
+    is_in_parts: bool = False
+
+
+def rejoin_of(
+    sides: Sides, part: Part, trials: Trials, *, in_parts: bool = False
+) -> Rejoin | None:
+    """Return the earliest value after which the candidate is right; None where none is.
+
+    With ``in_parts`` the turns of a loop are given parts of what the reference makes at
+    once, and nothing else is tried.
+
+    Values are tried in the order of execution: of those that the earliest is made of none
+    would do. Where no transplant makes the results agree (they may be other values of the
+    same formula, or the fault is made again elsewhere), it is the one that brings back
+    most of what the candidate lacks: an earlier one brings back all that a later one
+    does, and a wrong one what agrees by chance.
+    """
+    trials.left = PATIENT * BUDGET
+    search = _Search(sides, part, trials)
+    best: _Transplant | None = None
+    most = SEVERAL - 1
+    for transplant in search.transplants(in_parts=in_parts):
+        if trials.left < 0:
+            break
+        agrees, gained = trials.outcome(
+            {}, transplant.tensors, to_the_end=True, is_patient=transplant.is_in_parts
+        )
+        if len(gained) > most or (agrees and len(gained) == most):
+            best = transplant
+            most = len(gained)
+        if agrees:
+            best = best or transplant
+            return search.rejoin(best, agrees=best is transplant)
+    return None if best is None else search.rejoin(best, agrees=False)
+
+
+def trials_of_value(
+    sides: Sides, rejoin: Rejoin, whole: Trials | None = None
+) -> Trials:
+    """Return trials of what a value is made of: it should be what the reference has.
+
+    Element by element where all that follows proves the layout, and where the value has
+    the right elements in other places. Else up to the layout: behind gates in another
+    order some values are right. With ``whole`` the results have to agree there too.
+    """
+    flow = sides.candidate
+    key = rejoin.value.key
+    present = flow.tensor(key)
+    sketch = sketch_of_tensor(rejoin.held)
+    ends: dict[int, list[tuple[Sketch, float]]] = {}
+    has_elements = rejoin.twin.key in sides.all_twins(rejoin.value)
+    held = {key: rejoin.held} if rejoin.agrees or has_elements else {}
+    if present is not None and sketch is not None:
+        off = apart(rejoin.held, present)
+        ends[key] = [(sketch, min(sides.usual, off / CLEARLY))]
+    made_of = upstream(flow, [key], lambda _value: True)
+    only = {k for k in made_of if not flow.values[k].inner}
+    goal = Goal(SketchIndex(()), None, sides.limit, ends, frozenset(ends), held)
+    return Trials(TracedProgram(flow), goal, only=only, whole=whole)
+
+
+class _Search:
+    """The values that are replaced, and what each may be given."""
+
+    def __init__(self, sides: Sides, part: Part, trials: Trials) -> None:
+        self._sides = sides
+        self._part = part
+        self._turns = _Turns(sides.candidate, trials.families)
+        theirs = TracedProgram(sides.reference)
+        self._other_turns = _Turns(sides.reference, families_of(theirs))
+        self._lost = self._lost_by_size()
+        self._kinds: dict[object, list[Value]] = {}
+
+    def _lost_by_size(self) -> dict[int, list[Value]]:
+        """Return what the candidate lacks of the reference's region, the first first."""
+        lost: dict[int, list[Value]] = {}
+        flow = self._sides.reference
+        for key in sorted(self._part.expected, key=lambda k: flow.values[k].order):
+            parts = [flow.values[k] for k in flow.parts.get(key, ())]
+            for value in (flow.values[key], *parts):
+                if not value.computes or not value.is_number or value.says_nothing:
+                    continue
+                if value.sketch is not None:
+                    lost.setdefault(value.sketch.numel, []).append(value)
+        return lost
+
+    def transplants(self, *, in_parts: bool = False) -> Iterator[_Transplant]:
+        """Yield what is replaced, in order: of each place of a line the first value.
+
+        Then the others, one by one. ``in_parts``: see ``rejoin_of``.
+        """
+        flow = self._sides.candidate
+        chosen = [flow.values[key] for key in self._part.region]
+        chosen = [value for value in chosen if _may_be_replaced(value)]
+        chosen += islice(self._turns.one_of_each(self._before()), MOST_BEFORE)
+        chosen.sort(key=lambda value: value.order)
+        firsts = list(self._turns.one_of_each(chosen))
+        if in_parts:
+            for value in firsts:
+                yield from islice(self._in_parts(value), MOST_IN_PARTS)
+            return
+        for value in firsts:
+            yield from self._given_to(value)
+        taken = {value.key for value in firsts}
+        for value in chosen:
+            if value.key not in taken:
+                yield from self._given_to(value, alone=True)
+
+    def _before(self) -> Iterator[Value]:
+        """Yield values that agree and are read by the region, or moved to there.
+
+        They have the right elements, which may stand in other places.
+        """
+        for value in before(self._sides.candidate, self._part.region):
+            if _may_be_replaced(value):
+                yield value
+
+    def _given_to(self, value: Value, *, alone: bool = False) -> Iterator[_Transplant]:
+        """Yield what a value may be given: what the candidate lacks, or, for one that
+        agrees, its own elements in other places.
+
+        With ``alone`` no other values of the same place of the line with it.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        if held is None or value.sketch is None:
+            return
+        twins = self._lost.get(value.sketch.numel, [])
+        if value.key not in self._part.region:
+            twins = list(self._equal_in_other_places(value, held))
+        ours = _as_large(self._turns.of(value), value)
+        seen: set[int] = set()
+        count = 0
+        for twin in twins:
+            pairs = self._pairs(ours, twin)
+            if twin.key in seen or (alone and pairs):
+                continue
+            if not alone:
+                like = [other.key for _, other in pairs]
+                seen.update(like or [v.key for v in self._other_turns.of(twin)])
+            groups: list[_Pairs] = [pairs or [(value, twin)]]
+            if not alone:
+                groups += self._pairs_of_other_sizes(value, twin)
+            for transplant in self._turned(value, twin, groups):
+                count += 1
+                yield transplant
+            if count >= MOST_GIVEN:
+                return
+
+    def _pairs_of_other_sizes(self, value: Value, twin: Value) -> list[_Pairs]:
+        """Return what else the same place of a line makes, by size, with what it is given.
+
+        A function that is called for several values, queries and keys, is wrong for all.
+        The reference makes these with one operator too. What is made of the value is left
+        out: it is right whatever the value is, if it is given what the reference has.
+        """
+        by_size: dict[int, list[Value]] = {}
+        for other in self._turns.of(value):
+            if other.sketch is not None and other.key in self._part.region:
+                by_size.setdefault(other.sketch.numel, []).append(other)
+        groups: list[_Pairs] = []
+        for numel, values in by_size.items():
+            if value.sketch is None or numel == value.sketch.numel:
+                continue
+            made_of = upstream(self._sides.candidate, [values[0].key], lambda _v: True)
+            if value.key in made_of:
+                continue
+            for like in self._lost.get(numel, []):
+                if like.operator == twin.operator and like.inner == twin.inner:
+                    pairs = self._pairs(values, like)
+                    if pairs:
+                        groups.append(pairs)
+                        break
+        return groups
+
+    def _in_parts(self, value: Value) -> Iterator[_Transplant]:
+        """Yield what the turns of loops are given where the reference makes them at once.
+
+        Each a part of one value: loops over examples, over heads, over moments, and over
+        layers, one inside the other in any order.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        ours = _as_large(self._turns.of(value), value)
+        is_turn = len(ours) > 1 and value.key in self._part.region
+        if held is None or not is_turn or value.operator in _MOVE:
+            return
+        seen: set[object] = set()
+        larger = [
+            twin
+            for numel, lost in self._lost.items()
+            if numel > held.numel() and numel % held.numel() == 0
+            for twin in lost
+        ]
+        # the same operator first
+        larger.sort(key=lambda twin: _work(twin) != _work(value))
+        for twin in larger:
+            numel = twin.sketch.numel if twin.sketch is not None else 0
+            parts = numel // held.numel()
+            theirs = self._other_turns.of(twin)
+            if len(theirs) * parts != len(ours):
+                theirs = self._alike(twin)
+            kind = tuple(each.key for each in theirs)
+            if len(theirs) * parts != len(ours) or kind in seen:
+                continue
+            seen.add(kind)
+            yield from self._parts_of(value, ours, theirs, parts)
+
+    def _parts_of(
+        self, value: Value, ours: Sequence[Value], theirs: Sequence[Value], count: int
+    ) -> Iterator[_Transplant]:
+        contents = [self._sides.reference.tensor(each.key) for each in theirs]
+        present = [self._sides.candidate.tensor(each.key) for each in ours]
+        whole = [each for each in contents if each is not None]
+        held = [each for each in present if each is not None]
+        if len(whole) != len(contents) or len(held) != len(present):
+            return
+        if any(each.is_complex() for each in (*whole, *held)):
+            return
+        for parts in _cut_in(whole, count):
+            for order in orders_of(parts[0], held[0]):
+                for numbers in _nested(len(theirs), count):
+                    tensors = {
+                        each.key: parts[numbers[place]]
+                        .permute(order)
+                        .reshape(held[place].shape)
+                        .to(held[place].dtype)
+                        .contiguous()
+                        for place, each in enumerate(ours)
+                    }
+                    place = next(n for n, v in enumerate(ours) if v.key == value.key)
+                    twin = theirs[numbers[place] // count]
+                    yield _Transplant(value, twin, tensors, is_in_parts=True)
+
+    def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
+        values = self._sides.reference.values
+        for key in self._sides.all_twins(value)[:2]:
+            tensor = self._sides.reference.tensor(key)
+            if tensor is None or not values[key].is_call:
+                continue
+            if not same_layout(tensor, held):
+                yield values[key]
+
+    def _turned(
+        self, value: Value, twin: Value, groups: Sequence[_Pairs]
+    ) -> Iterator[_Transplant]:
+        """Yield a transplant for each layout that the shapes allow.
+
+        Values of other sizes stand in the layout of as high a number, or the last.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        if held is None:
+            return
+        layouts = [self._layouts(*pairs[0]) for pairs in groups]
+        if not all(layouts):
+            return
+        for number in range(len(layouts[0])):
+            tensors: dict[int, Tensor] = {}
+            for pairs, of_group in zip(groups, layouts, strict=True):
+                layout = of_group[min(number, len(of_group) - 1)]
+                tensors |= self._tensors(pairs, layout)
+            transplanted = tensors.get(value.key)
+            if (
+                transplanted is not None
+                and apart(transplanted, held) > self._sides.limit
+            ):
+                yield _Transplant(value, twin, tensors)
+
+    def _layouts(self, value: Value, twin: Value) -> list[Layout]:
+        held = self._sides.candidate.tensor(value.key)
+        content = self._sides.reference.tensor(twin.key)
+        if held is None or content is None:
+            return []
+        return list(layouts_for(self._sides, content, held))
+
+    def _tensors(self, pairs: _Pairs, layout: Layout) -> dict[int, Tensor]:
+        tensors: dict[int, Tensor] = {}
+        for value, other in pairs:
+            content = self._sides.reference.tensor(other.key)
+            present = self._sides.candidate.tensor(value.key)
+            if content is None or present is None:
+                continue
+            moved = stand_in(layout, content, present)
+            if moved is not None:
+                tensors[value.key] = moved
+        return tensors
+
+    def _pairs(self, ours: Sequence[Value], twin: Value) -> list[tuple[Value, Value]]:
+        """Return what is replaced together, each with what it is given; none if unknown.
+
+        A function of the candidate may serve at several places of the reference, and a
+        call of the reference may do all turns: then its values of one operator and size
+        are taken together, in order. Where these are twice as many, each turn makes two
+        of them, and the same one of each is taken.
+        """
+        count = len(ours)
+        if count == 1:
+            return [(ours[0], twin)]
+        theirs = self._other_turns.of(twin)
+        if len(theirs) != count:
+            theirs = self._alike(twin)
+            if len(theirs) % count == 0:
+                each = len(theirs) // count
+                place = next(n for n, v in enumerate(theirs) if v.key == twin.key)
+                theirs = theirs[place % each :: each]
+        if len(theirs) != count:
+            return []
+        return list(zip(ours, theirs, strict=True))
+
+    def _alike(self, twin: Value) -> list[Value]:
+        """Return the values of one operator and size, this one among them, in order."""
+        kind = _kind(twin)
+        if kind not in self._kinds:
+            flow = self._sides.reference
+            self._kinds[kind] = [v for v in flow.in_order() if _kind(v) == kind]
+        return self._kinds[kind]
+
+    def _up_to_several(self, value: Value) -> set[int]:
+        """Return a value that agrees in other places, and what it is made of one by one.
+
+        Up to the call that puts several together: which stand where is decided there.
+        """
+        if value.key in self._part.region:
+            return set()
+        flow = self._sides.candidate
+        keys = {value.key}
+        source: Value | None = value
+        while source is not None:
+            keys.add(source.key)
+            source = _only_input(flow, source)
+        return keys
+
+    def rejoin(self, transplant: _Transplant, *, agrees: bool) -> Rejoin:
+        """Return where the candidate is right again."""
+        value = transplant.value
+        twin = transplant.twin
+        region = upstream(
+            self._sides.candidate, [value.key], lambda v: v.key in self._part.region
+        )
+        expected = upstream(
+            self._sides.reference, [twin.key], lambda v: v.key in self._part.expected
+        )
+        held = transplant.tensors[value.key]
+        return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
+
+
+def _work(value: Value) -> str:
+    return "product" if value.operator in _PRODUCTS else value.operator.strip("_")
+
+
+def _cut_in(whole: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
+    """Yield the parts of several tensors along an axis, or along two together.
+
+    Of each tensor ``count``, of the first one first.
+    """
+    shape = whole[0].shape
+    axes: list[tuple[int, ...]] = [
+        (axis,) for axis, size in enumerate(shape) if size == count
+    ]
+    axes += [
+        pair
+        for pair in combinations(range(len(shape)), 2)
+        if min(shape[axis] for axis in pair) > 1
+        and shape[pair[0]] * shape[pair[1]] == count
+    ]
+    for chosen in axes:
+        ends = tuple(range(len(chosen)))
+        parts = [
+            each.movedim(chosen, ends).flatten(0, len(chosen) - 1) for each in whole
+        ]
+        yield [part for each in parts for part in each]
+
+
+def _nested(values: int, parts: int) -> list[list[int]]:
+    """Return how loops may run over parts of several values: the part of each turn.
+
+    Over the values and over the parts, which may be two loops, in each order.
+
+    >>> _nested(2, 2)
+    [[0, 1, 2, 3], [0, 2, 1, 3]]
+    """
+    orders: dict[tuple[int, ...], None] = {}
+    for outer in range(1, parts + 1):
+        if parts % outer:
+            continue
+        sizes = (values, outer, parts // outer)
+        numbers = torch.arange(values * parts).reshape(sizes)
+        for order in permutations(range(3)):
+            orders[tuple(numbers.permute(order).reshape(-1).tolist())] = None
+    return [list(order) for order in orders]
+
+
+def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:
+    """Yield what is read by a region and not of it, and what that is moved from."""
+    waiting = [
+        key
+        for each in sorted(region, key=lambda k: flow.values[k].order)
+        for key in flow.values[each].inputs
+        if key not in region
+    ]
+    seen: set[int] = set()
+    while waiting:
+        key = waiting.pop(0)
+        value = flow.values.get(key)
+        if value is None or key in seen:
+            continue
+        seen.add(key)
+        yield value
+        if value.operator in _MOVE or not value.computes:
+            waiting += value.inputs
+
+
+def _as_large(values: Sequence[Value], value: Value) -> list[Value]:
+    """Return the values of as many elements as one."""
+    numel = value.sketch.numel if value.sketch is not None else 0
+    return [v for v in values if v.sketch is not None and v.sketch.numel == numel]
+
+
+def _kind(value: Value) -> object:
+    numel = value.sketch.numel if value.sketch is not None else 0
+    return value.operator, value.inner, numel, value.row.phase
+
+
+def _only_input(flow: Flow, value: Value) -> Value | None:
+    """Return the one number that a value is made of; None for several, and for none."""
+    inputs = [flow.values[key] for key in value.row.inputs if key in flow.values]
+    inputs = [each for each in inputs if each.is_number and each.row.numel != 1]
+    return inputs[0] if len(inputs) == 1 and inputs[0].is_call else None
+
+
+def _may_be_replaced(value: Value) -> bool:
+    if not value.is_call or value.inner or not value.is_number:
+        return False
+    if value.row.phase != _FORWARD or value.says_nothing or value.row.line is None:
+        return False
+    return value.sketch is not None and value.sketch.numel >= FEWEST
+
+
+def in_layout_of(sides: Sides, held: Tensor, content: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor as it may stand in another one's place: broadcast, or in each layout
+    that the shapes allow."""
+    if in_reals(content).numel() == in_reals(held).numel():
+        for layout in layouts_for(sides, content, held):
+            moved = stand_in(layout, content, held)
+            if moved is not None:
+                yield moved
+    elif _broadcasts(held.shape, content.shape):
+        yield content.to(held.dtype).contiguous()
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
+
+
+class _Turns:
+    """The values that one place of a line makes: in turns of a loop, and in layers."""
+
+    def __init__(
+        self, flow: Flow, families: Mapping[int, Sequence[TracedCall]]
+    ) -> None:
+        self._flow = flow
+        self._families = families
+        self._inner: dict[int, list[Value]] = {}
+        for value in flow.in_order():
+            if value.inner:
+                self._inner.setdefault(value.row.call, []).append(value)
+        self._number = {
+            value.key: number
+            for values in self._inner.values()
+            for number, value in enumerate(values)
+        }
+
+    def of(self, value: Value) -> list[Value]:
+        """Return the values of the same place, this one among them, in order."""
+        family = self._families.get(value.row.call)
+        if family is None:
+            return [value]
+        if not value.inner:
+            place = value.row.place
+            rows = [row for call in family for row in call.rows if row.place == place]
+            return [self._flow.values[row.record] for row in rows]
+        number = self._number[value.key]
+        turns = [self._inner.get(call.first.call, []) for call in family]
+        return [values[number] for values in turns if number < len(values)]
+
+    def one_of_each(self, values: Iterable[Value]) -> Iterator[Value]:
+        """Yield the first of each place."""
+        seen: set[int] = set()
+        for value in values:
+            if value.key not in seen:
+                seen.update(each.key for each in self.of(value))
+                yield value

@@ -1,0 +1,469 @@
+"""A recorded forward pass run again with another call, or another parameter, in it.
+
+Only what is made of the change runs; every other value is the recorded one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.records.recorded_calls import CannotRun, is_written_in_python
+from roundoff.compare.records.recorded_rows import RecordedRow, whole_before
+from roundoff.compare.values.value_flow import Flow
+from roundoff.errors import RunError
+from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
+
+#: Stands in an edit's arguments for what the step before it gives.
+BEFORE = -1
+_DRAW = operators_that("draw") | operators_that("drop out")
+#: What they give is filled later on.
+_UNWRITTEN = operators_that("leave memory unwritten")
+#: Their kernels believe the sizes that they are given.
+_TRUSTING = operators_that("normalize") | (
+    operators_that("multiply") - operators_that("add up terms")
+)
+_FORWARD = "forward"
+#: Operators that write arguments unsaid -> the same that returns what it writes.
+_RETURNING = {
+    "aten.native_batch_norm.default": "aten._native_batch_norm_legit_functional.default"
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EditStep:
+    """One call of an edit: an overload and its arguments, tensors by record.
+
+    ``{"record": -1}`` stands for the result of the step before, and a record in
+    ``held`` of the edit for a tensor from elsewhere.
+
+    Attributes:
+        shapes: of its tensors, in their order: required of operators that trust them;
+            None: those of the call that is edited.
+    """
+
+    overload: str
+    arguments: Any
+    shapes: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What runs in a call's place.
+
+    Attributes:
+        steps: calls, one after the other; the last one's results are those of the call.
+        words: what is done, as in "with eps=1e-05".
+        held: tensors that its arguments name by negative records below ``BEFORE``.
+        places: which of the results of the last step stand at each place; None: as they
+            come.
+    """
+
+    steps: tuple[EditStep, ...]
+    words: str
+    held: Mapping[int, Tensor] = field(default_factory=dict)
+    places: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call of the forward pass: its first row, which has the arguments, and all rows."""
+
+    first: RecordedRow
+    rows: tuple[RecordedRow, ...]
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The arguments: positional ones and keywords, tensors by record. Not to be changed.
+
+        Positional ones that were left at their defaults are among them.
+        """
+        positional, keywords = json.loads(self.first.arguments or "[[],{}]")
+        return [_with_defaults(self.first.overload, positional), keywords]
+
+
+def _with_defaults(overload: str | None, positional: list[Any]) -> list[Any]:
+    """Return positional arguments and the defaults of those that were not given."""
+    try:
+        declared = overload_of(overload or "")._schema.arguments
+    except RunError:
+        return positional
+    filled = list(positional)
+    for argument in declared[len(positional) :]:
+        default = argument.default_value
+        is_plain = default is None or isinstance(default, bool | int | float | list)
+        if argument.kwarg_only or not argument.has_default_value() or not is_plain:
+            break
+        filled.append(default)
+    return filled
+
+
+def _unwritten(row: RecordedRow) -> Tensor:
+    """Return a tensor that nothing was written to: of NaN, or of zeros for integers.
+
+    What is not overwritten is right nowhere.
+    """
+    dtype = getattr(torch, row.dtype or "", None)
+    if not isinstance(dtype, torch.dtype) or row.shape is None:
+        raise CannotRun("its shape was not recorded")
+    fill = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(row.shape), fill, dtype=dtype)
+
+
+def trusts_sizes(operator: str) -> bool:
+    """Return True where inputs of other sizes would be read beyond their ends."""
+    return operator in _TRUSTING
+
+
+class TracedProgram:
+    """The calls of one side, in order: those of the forward pass, or others too.
+
+    Args:
+        flow: the values of the side; tensors must have been kept.
+        tensors: instead of the recorded ones.
+        phases: whose calls; None for all.
+        keeps_strides: False for results that lie in the order of their axes, whatever
+            their kernels make.
+
+    Attributes:
+        order: the calls, and the tensors that are written through a view, in order.
+        calls: by number.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        tensors: Mapping[int, Tensor] | None = None,
+        *,
+        phases: Collection[str] | None = (_FORWARD,),
+        keeps_strides: bool = False,
+    ) -> None:
+        self.flow = flow
+        self._tensors = tensors
+        self._keeps_strides = keeps_strides
+        rows_by_call: dict[int, list[RecordedRow]] = {}
+        self.order: list[TracedCall | RecordedRow] = []
+        for row in flow.step.rows.values():
+            if phases is not None and row.phase not in phases:
+                continue
+            if not row.is_call:
+                if row.inputs:
+                    self.order.append(row)
+                continue
+            rows_by_call.setdefault(row.call, []).append(row)
+            if rows_by_call[row.call][0] is row:
+                self.order.append(TracedCall(flow.first[row.call], (row,)))
+        self.order = [
+            TracedCall(entry.first, tuple(rows_by_call[entry.first.call]))
+            if isinstance(entry, TracedCall)
+            else entry
+            for entry in self.order
+        ]
+        self.calls = {
+            entry.first.call: entry
+            for entry in self.order
+            if isinstance(entry, TracedCall)
+        }
+        self._places = {
+            entry.first.call: place
+            for place, entry in enumerate(self.order)
+            if isinstance(entry, TracedCall)
+        }
+        self._readers = self._readers_by_record()
+        self._kept: dict[int, Tensor | None] = {}
+        self._prepared: dict[int, _PreparedCall] = {}
+
+    def _readers_by_record(self) -> dict[int, list[int]]:
+        """Return the places in ``order`` that a change of each record reaches."""
+        readers: dict[int, list[int]] = {}
+        for place, entry in enumerate(self.order):
+            for record in self._read_by(entry):
+                readers.setdefault(record, []).append(place)
+        return readers
+
+    def tensor(self, record: int) -> Tensor | None:
+        """Return what was recorded; None where nothing was kept."""
+        if self._tensors is not None:
+            return self._tensors.get(record)
+        if record not in self._kept:
+            self._kept[record] = self.flow.step.tensor(record)
+        return self._kept[record]
+
+    def again(
+        self,
+        edits: Mapping[int, Edit],
+        leaves: Mapping[int, Tensor] | None = None,
+        only: Collection[int] | None = None,
+    ) -> Iterator[tuple[RecordedRow, Tensor]]:
+        """Run with other calls, or leaves; yield each value that changes, in order.
+
+        Any value may be a leaf: it keeps what it is given.
+        With ``only``: no calls but those that make these records. Raises ``CannotRun``
+        where something cannot run.
+        """
+        changed: dict[int, Tensor] = dict(leaves or {})
+        waiting = _Waiting()
+        waiting.add(self._places[call] for call in edits if call in self._places)
+        for record in changed:
+            waiting.add(self._readers.get(record, ()))
+        for place in waiting:
+            entry = self.order[place]
+            rows = [entry] if isinstance(entry, RecordedRow) else entry.rows
+            if only is not None and all(row.record not in only for row in rows):
+                continue
+            edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
+            for row, tensor in list(self.one(entry, changed, edit)):
+                if leaves is not None and row.record in leaves:
+                    continue
+                if not _are_equal(tensor, self.tensor(row.record)):
+                    changed[row.record] = tensor
+                    waiting.add(self._readers.get(row.record, ()))
+                    yield row, tensor
+
+    def one(
+        self,
+        entry: TracedCall | RecordedRow,
+        changed: Mapping[int, Tensor] | None = None,
+        edit: Edit | None = None,
+    ) -> Iterator[tuple[RecordedRow, Tensor]]:
+        """Run one entry of ``order``; yield what it makes. Raises ``CannotRun``."""
+        changed = changed or {}
+        if isinstance(entry, RecordedRow):
+            yield entry, self._written_through(entry, changed)
+            return
+        if edit is None:
+            results = self._as_recorded(entry, changed)
+        else:
+            results = self._edited(entry, edit, changed)
+        for row in entry.rows:
+            place = row.place or 0
+            result = results[place] if 0 <= place < len(results) else None
+            if result is not None:
+                yield row, result
+
+    def _value(self, record: int, changed: Mapping[int, Tensor]) -> Tensor:
+        tensor = changed.get(record)
+        if tensor is None:
+            tensor = self.tensor(record)
+        if tensor is None:
+            raise CannotRun("one of its inputs was not stored")
+        return tensor
+
+    def _as_recorded(
+        self, call: TracedCall, changed: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
+        if call.first.base_operator in _UNWRITTEN:
+            return [_unwritten(row) for row in call.rows]
+        number = call.first.call
+        if number not in self._prepared:
+            overload = call.first.overload
+            text = call.first.arguments
+            if overload is None or text is None:
+                raise CannotRun("its arguments were not recorded")
+            required = self._shapes_read(call)
+            if len(call.rows) > len(overload_of(overload)._schema.returns):
+                overload = _RETURNING.get(overload, overload)
+            self._prepared[number] = _PreparedCall(
+                overload, text, required, keeps_strides=self._keeps_strides
+            )
+        return self._prepared[number].run(lambda record: self._value(record, changed))
+
+    def _edited(
+        self, call: TracedCall, edit: Edit, changed: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        for step in edit.steps:
+            previous = results[0] if results else None
+
+            def value(record: int, previous: Tensor | None = previous) -> Tensor:
+                held = previous if record == BEFORE else edit.held.get(record)
+                if held is not None:
+                    return held
+                return self._value(record, changed)
+
+            required = self._shapes_read(call) if step.shapes is None else step.shapes
+            text = json.dumps(step.arguments)
+            results = _PreparedCall(step.overload, text, required).run(value)
+        if edit.places is not None and len(edit.places) == len(results):
+            return [results[place] for place in edit.places]
+        return results
+
+    def _shapes_read(self, call: TracedCall) -> tuple[tuple[int, ...], ...]:
+        rows = self.flow.step.rows
+        records = records_in(call.parsed)
+        return tuple(tuple(rows[r].shape or ()) for r in records if r in rows)
+
+    def _read_by(self, entry: TracedCall | RecordedRow) -> set[int]:
+        """Return the records whose change changes what an entry makes."""
+        if isinstance(entry, TracedCall):
+            return {record for row in entry.rows for record in row.inputs}
+        untouched = self._untouched(entry)
+        if untouched is not None:
+            return {untouched}
+        read = set(entry.inputs)
+        rows = self.flow.step.rows
+        written = rows.get(entry.inputs[0])
+        before = None if written is None else whole_before(rows, written, entry)
+        return read if before is None else {*read, before.record}
+
+    def _written_through(
+        self, alias: RecordedRow, changed: Mapping[int, Tensor]
+    ) -> Tensor:
+        """Return a tensor after one of its views was written."""
+        untouched = self._untouched(alias)
+        if untouched is not None:
+            return self._value(untouched, changed)
+        rows = self.flow.step.rows
+        written = rows[alias.inputs[0]]
+        source = whole_before(rows, written, alias)
+        if source is None:
+            raise CannotRun("what it is a view of was not recorded")
+        values = self._value(written.record, changed)
+        whole = self._value(source.record, changed).contiguous().clone()
+        if written.numel == alias.numel and values.numel() == whole.numel():
+            return _in_memory(values, written, alias)
+        place = rows[written.inputs[0]] if written.is_call else written
+        if place.stride is None or place.shape is None:
+            raise CannotRun("where it was written was not recorded")
+        offset = (place.offset or 0) - (alias.offset or 0)
+        try:
+            view = whole.as_strided(list(place.shape), list(place.stride), offset)
+        except RuntimeError as error:  # beyond the end
+            raise CannotRun("it was written where the whole is not") from error
+        if view.shape != values.shape:
+            raise CannotRun("what is written has another shape")
+        view.copy_(values)
+        return whole
+
+    def _untouched(self, alias: RecordedRow) -> int | None:
+        """Return the record that a view holds still, where its neighbour was written.
+
+        The gates that a kernel cuts out of one tensor share its storage; which of them a
+        write has changed, their statistics say. None for one that was changed.
+        """
+        written = self.flow.step.rows.get(alias.inputs[0])
+        numbers = _statistics(alias)
+        if written is None or numbers is None or written.numel != alias.numel:
+            return None
+        if _statistics(written) == numbers:
+            return None
+        records = self._by_statistics.get(numbers, ())
+        return max((r for r in records if r < alias.record), default=None)
+
+    @cached_property
+    def _by_statistics(self) -> Mapping[object, list[int]]:
+        records: dict[object, list[int]] = {}
+        for row in self.flow.step.rows.values():
+            numbers = _statistics(row)
+            if numbers is not None:
+                records.setdefault(numbers, []).append(row.record)
+        return records
+
+
+def _in_memory(values: Tensor, written: RecordedRow, alias: RecordedRow) -> Tensor:
+    """Return what another view of all of the memory of a value shows."""
+    shape = list(alias.shape or ())
+    if written.stride is None or alias.stride is None:
+        return values.reshape(shape)
+    memory = torch.empty_like(values).reshape(-1)
+    try:
+        memory.as_strided(values.shape, list(written.stride)).copy_(values)
+        return memory.as_strided(shape, list(alias.stride)).contiguous()
+    except RuntimeError as error:  # beyond the end
+        raise CannotRun("it was written where the whole is not") from error
+
+
+def _statistics(row: RecordedRow) -> object | None:
+    """Return what is equal for two recordings of one tensor; None where it is not known."""
+    numbers = (row.min, row.max, row.mean, row.l2, row.std)
+    if None in numbers:
+        return None
+    return tuple(row.shape or ()), *numbers
+
+
+def records_in(value: Any) -> list[int]:
+    """Return the records that arguments name, in their order."""
+    if isinstance(value, dict):
+        if "record" in value:
+            return [int(value["record"])]
+        return [r for v in value.values() for r in records_in(v)]
+    if isinstance(value, list):
+        return [r for v in value for r in records_in(v)]
+    return []
+
+
+class _Waiting:
+    """Places in the order of execution, each once; more may come while they are taken."""
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        self._seen: set[int] = set()
+
+    def add(self, places: Iterable[int]) -> None:
+        for place in places:
+            if place not in self._seen:
+                self._seen.add(place)
+                heappush(self._heap, place)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._heap:
+            yield heappop(self._heap)
+
+
+def _are_equal(one: Tensor, other: Tensor | None) -> bool:
+    """Return True for the same numbers in the same shape and format."""
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
+
+
+class _PreparedCall:
+    """One call that is looked up and checked once. Raises ``CannotRun`` when made, or run.
+
+    Args:
+        overload: ``aten.add.Tensor``.
+        text: its arguments.
+        shapes: of its tensors, required where a kernel would read beyond an end.
+        keeps_strides: see ``TracedProgram``.
+    """
+
+    def __init__(
+        self,
+        overload: str,
+        text: str,
+        shapes: tuple[tuple[int, ...], ...],
+        *,
+        keeps_strides: bool = False,
+    ) -> None:
+        self._keeps_strides = keeps_strides
+        if is_written_in_python(overload):
+            raise CannotRun("its kernel is the user's, and may be what is wrong")
+        name = overload.partition(".")[2].rpartition(".")[0]
+        if name.strip("_") in _DRAW or name in _DRAW:
+            raise CannotRun("it draws random numbers")
+        self._call = RepeatedCall(overload, text)
+        self._shapes = shapes
+        self._records: list[int] | None = None
+        if trusts_sizes(base(name)):
+            self._records = records_in(json.loads(text))
+
+    def run(self, value: Callable[[int], Tensor]) -> list[Tensor | None]:
+        """Return what it makes of tensors, which are not changed."""
+        if self._records is not None:
+            shapes = tuple(tuple(value(record).shape) for record in self._records)
+            if shapes != self._shapes:
+                raise CannotRun("an input has another shape than was recorded")
+        results = self._call.run(value)
+        if isinstance(results, Reason):
+            raise CannotRun(results.text)
+        if self._keeps_strides:
+            return results
+        return [None if each is None else each.contiguous() for each in results]

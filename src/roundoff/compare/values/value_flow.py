@@ -1,0 +1,241 @@
+"""The values of one step of one run, what each is made of, and its sketch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.pairing.call_pairs import TRANSPARENT
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    first_rows,
+    whole_before,
+)
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    sketch_of_row,
+    sketch_of_tensor,
+)
+from roundoff.ops import operators_that
+
+_PRIMITIVE = operators_that("hand on in decompositions")
+#: Make values out of nothing.
+_CREATE = operators_that("create")
+#: The parts of a complex value, which another program may compute apart.
+PARTS = ("real", "imag")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One value: of a recorded row, or of a step inside its call.
+
+    Attributes:
+        key: the record, or a number above all records for what a call computes inside.
+        row: the recorded row; for an inner value the row of its call.
+        operator: what made it.
+        inputs: the keys that it is made of.
+        sketch: None where nothing is known of it.
+        order: place in the order of execution.
+        inner: True for a step inside a call.
+        tensor: of an inner value.
+    """
+
+    key: int
+    row: RecordedRow
+    operator: str
+    inputs: tuple[int, ...]
+    sketch: Sketch | None
+    order: tuple[int, int]
+    inner: bool = False
+    tensor: Tensor | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """True for the real or imaginary part of a complex value."""
+        return self.inner and self.operator in PARTS
+
+    @property
+    def is_call(self) -> bool:
+        """True where an operator made it."""
+        return self.inner or self.row.is_call
+
+    @property
+    def computes(self) -> bool:
+        """True where it is more than another value handed on, or a constant."""
+        if not self.is_call or self.operator in _CREATE:
+            return False
+        return self.operator not in TRANSPARENT and self.operator not in _PRIMITIVE
+
+    @property
+    def is_number(self) -> bool:
+        """True for floating point, complex too: indexes and masks choose, they are not
+        computed with."""
+        if self.tensor is not None:
+            return self.tensor.is_floating_point() or self.tensor.is_complex()
+        return (self.row.dtype or "").startswith(("float", "bfloat", "complex"))
+
+    @property
+    def says_nothing(self) -> bool:
+        """True for unknown values, and for constants of several elements."""
+        if self.sketch is None:
+            return True
+        return self.sketch.constant and self.sketch.numel > 1
+
+
+@dataclass(slots=True)
+class Flow:
+    """The values of one side by key, in the order of execution.
+
+    Attributes:
+        step: the recorded step.
+        values: by key.
+        first: the first row of each call, which has its arguments.
+        trained: names of the parameters that get a gradient.
+        parts: the keys of the real and imaginary part of each complex value.
+    """
+
+    step: RecordedStep
+    values: dict[int, Value] = field(default_factory=dict)
+    first: Mapping[int, RecordedRow] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _readers: dict[int, list[int]] | None = None
+
+    @property
+    def readers(self) -> Mapping[int, list[int]]:
+        """The keys that read each key; that it has parts counts for none."""
+        if self._readers is None:
+            readers: dict[int, list[int]] = {}
+            for value in self.values.values():
+                for key in () if value.is_part else value.inputs:
+                    readers.setdefault(key, []).append(value.key)
+            self._readers = readers
+        return self._readers
+
+    def tensor(self, key: int) -> Tensor | None:
+        """Return a value's tensor; None where none was kept."""
+        value = self.values[key]
+        return value.tensor if value.inner else self.step.tensor(key)
+
+    def insert(self, inner: Iterable[Value], results: Mapping[int, int]) -> None:
+        """Add what a call computes inside; ``results``: the last of it, by record."""
+        for value in inner:
+            self.values[value.key] = value
+        for record, key in results.items():
+            self.values[record] = replace(self.values[record], inputs=(key,))
+        self._readers = None
+
+    def behind(self, key: int) -> Value:
+        """Return the value that a value hands on: behind views, casts and copies."""
+        value = self.values[key]
+        while value.operator in TRANSPARENT and len(value.inputs) == 1:
+            source = self.values.get(value.inputs[0])
+            if source is None:
+                break
+            value = source
+        return value
+
+    def parameters_read(self, key: int) -> list[Value]:
+        """Return the parameters and buffers that a value reads, behind views."""
+        sources = [self.behind(k) for k in self.values[key].inputs if k in self.values]
+        return [s for s in sources if s.row.name and not s.is_call]
+
+    def in_order(self) -> Iterator[Value]:
+        """Yield the values in the order of execution."""
+        yield from sorted(self.values.values(), key=lambda value: value.order)
+
+
+def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
+    """Return the values of a recorded step.
+
+    ``trained``: see ``Flow``; None where the step has the backward pass, which says it.
+    """
+    if trained is None:
+        trained = _trained(step)
+    flow = Flow(step, first=first_rows(step.rows), trained=trained)
+    by_blob: dict[object, Sketch | None] = {}
+    for record, row in step.rows.items():
+        sketch = _sketch(step, row, by_blob)
+        inputs = tuple(i for i in _made_of(step.rows, row) if i in step.rows)
+        flow.values[record] = Value(
+            record, row, row.base_operator, inputs, sketch, (record, 0)
+        )
+    _add_parts(flow)
+    return flow
+
+
+def _add_parts(flow: Flow) -> None:
+    """Add the real and imaginary parts of complex values, where tensors were kept."""
+    complex_values = [
+        value
+        for value in flow.values.values()
+        if (value.row.dtype or "").startswith("complex") and value.sketch is not None
+    ]
+    following = max(flow.values, default=0) + 1
+    for value in complex_values:
+        tensor = flow.tensor(value.key)
+        if tensor is None or not tensor.is_complex():
+            continue
+        keys = []
+        for place, part in enumerate((tensor.real, tensor.imag)):
+            flow.values[following] = Value(
+                following,
+                value.row,
+                PARTS[place],
+                (value.key,),
+                sketch_of_tensor(part),
+                (value.key, place + 1),
+                inner=True,
+                tensor=part,
+            )
+            keys.append(following)
+            following += 1
+        flow.parts[value.key] = tuple(keys)
+
+
+def constants_of(flow: Flow) -> set[int]:
+    """Return the values made of no parameter and no data; buffers are constants."""
+    constant: set[int] = set()
+    for value in flow.in_order():
+        if value.is_call or value.row.inputs:
+            is_constant = all(k in constant for k in value.inputs)
+        else:
+            is_constant = bool(value.row.name) and value.row.name not in flow.trained
+        if is_constant:
+            constant.add(value.key)
+    return constant
+
+
+def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
+    """Return the records that a row is made of.
+
+    A tensor of which a view was written is also made of what it was before.
+    """
+    read = row.values_read()
+    written = rows.get(read[0]) if len(read) == 1 and not row.is_call else None
+    if written is None or not written.inplace or written.numel == row.numel:
+        return read
+    before = whole_before(rows, written, row)
+    return read if before is None else [*read, before.record]
+
+
+def _trained(step: RecordedStep) -> frozenset[str]:
+    names = (row.name or "" for row in step.rows.values())
+    return frozenset(n.removesuffix(".grad") for n in names if n.endswith(".grad"))
+
+
+def _sketch(
+    step: RecordedStep, row: RecordedRow, by_blob: dict[object, Sketch | None]
+) -> Sketch | None:
+    """Return the sketch of a row; views of all of a tensor share it."""
+    key = (row.blob, row.numel, row.l2, row.mean, row.min, row.max)
+    if row.blob is not None and key in by_blob:
+        return by_blob[key]
+    tensor = step.tensor(row.record)
+    sketch = sketch_of_row(row) if tensor is None else sketch_of_tensor(tensor)
+    by_blob[key] = sketch
+    return sketch

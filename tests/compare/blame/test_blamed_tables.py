@@ -1,0 +1,73 @@
+"""Tables of constants: which of two programs' are the same, and which differ."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.blame.blamed_tables import blamed_table
+from roundoff.compare.ports.port_results import outputs
+from roundoff.compare.values.value_regions import parted
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {
+    "query": drawn(6, 6, seed=1),
+    "key": drawn(6, 6, seed=2),
+    "far": drawn(6, 6, seed=3),
+    "last": drawn(4, 6, seed=4),
+}
+X = drawn(5, 6, seed=5) * 0.5
+
+
+def reference(m, x):
+    q, k = F.linear(x, m.query), F.linear(x, m.key)
+    angles = torch.outer(torch.arange(4, -1, -1.0), torch.tensor([1.0, 0.3, 0.1]))
+    far = F.linear(torch.cat([angles.sin(), angles.cos()], 1), m.far)
+    by_place = q @ far.t()
+    # row i, column j: the distance i - j stands in column j + 4 - i
+    shifted = torch.cat([by_place.new_zeros(5, 1), by_place], 1).view(6, 5)[1:]
+    later = torch.ones(5, 5).triu(1).bool()
+    score = (q @ k.t() + shifted).masked_fill(later, -torch.inf)
+    return torch.tanh(F.softmax(score, 1) @ x) @ m.last.t()
+
+
+def port(m, x, fault):
+    q, k = torch.einsum("nc,dc->nd", x, m.query), torch.einsum("nc,dc->nd", x, m.key)
+    angles = torch.arange(5)[:, None] * torch.tensor([1.0, 0.3, 0.1])
+    far = torch.cat([torch.sin(angles), torch.cos(angles)], 1) @ m.far.t()
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    places = distance.clamp(min=0)
+    allowed = distance >= (-1 if fault == "mask" else 0)
+    score = torch.einsum("id,jd->ij", q, k)
+    score = score + torch.gather(q @ far.t(), 1, places)
+    if fault == "scale":
+        score = score * 0.5
+    score = torch.where(allowed, score, -1e30)
+    return torch.tanh(torch.softmax(score, 1) @ x) @ m.last.t()
+
+
+def blamed(program, sides_of, fault):
+    port_ = program(lambda m, x: port(m, x, fault), **LEAVES)
+    sides = sides_of(program(reference, **LEAVES), port_, X)
+    ours, theirs, phase = outputs(sides)
+    part = parted(sides, ours, theirs, phase) if ours and theirs else None
+    return None if part is None else blamed_table(sides, part)
+
+
+def test_the_port_is_right(program, sides_of):
+    assert blamed(program, sides_of, "") is None
+
+
+def test_a_mask_that_differs_is_a_table(program, sides_of):
+    found = blamed(program, sides_of, "mask")
+    assert found is not None
+    assert found.value.operator == "ge"
+
+
+def test_places_and_the_opposite_of_a_mask_are_none(program, sides_of):
+    """Places to look up and what a mask allows stand in no table of the reference."""
+    assert blamed(program, sides_of, "scale") is None

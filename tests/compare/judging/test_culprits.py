@@ -1,0 +1,257 @@
+"""Rows that made an error themselves become operators to name, the likeliest first."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from roundoff.compare.judging.culprits import culprits
+from roundoff.compare.judging.table import ComparedRow
+
+
+def row(record, blamed="net/mm", **columns):
+    usual = {
+        "rank": 0,
+        "step": 0,
+        "record": record,
+        "call": record,
+        "dtype": "float32",
+        "name": None,
+        "error": 0.1,
+        "own_error": 0.1,
+        "inputs_error": 0.0,
+        "tolerance": 1e-6,
+        "contribution": 0.2,
+        "blamed": blamed,
+        "blamed_line": "train.py:7",
+        "blamed_phase": "forward",
+        "blamed_reference": columns.get("blamed_reference", blamed),
+        "blamed_reference_line": "train.py:9",
+        "looks_like": "noise",
+        "evidence": "none",
+        "advice": "look",
+        "semantic": None,
+        "kernel_excess": None,
+    }
+    return ComparedRow(status="matched", **usual | columns)
+
+
+def named(rows):
+    return [entry.site for entry in culprits(rows)]
+
+
+def test_nothing_is_nobodys_fault():
+    assert culprits([]) == []
+
+
+def test_an_entry_names_the_operator_the_place_and_what_it_looks_like():
+    [entry] = culprits(
+        [
+            row(
+                3,
+                "blocks.1.norm/native_layer_norm#2",
+                blamed_reference="other/norm",
+                semantic=0.1,
+            )
+        ]
+    )
+    assert {
+        k: getattr(entry, k)
+        for k in (
+            "site",
+            "reference_site",
+            "module",
+            "operator",
+            "phase",
+            "line",
+            "reference_line",
+        )
+    } == {
+        "site": "blocks.1.norm/native_layer_norm#2",
+        "reference_site": "other/norm",
+        "module": "blocks.1.norm",
+        "operator": "native_layer_norm",
+        "phase": "forward",
+        "line": "train.py:7",
+        "reference_line": "train.py:9",
+    }
+    assert (
+        entry.looks_like,
+        entry.evidence,
+        entry.advice,
+        entry.semantic,
+    ) == ("noise", "none", "look", 0.1)
+    assert (entry.calls, entry.ranks, entry.steps) == (1, [0], [0])
+
+
+def test_an_unknown_own_error_is_as_large_as_can_be():
+    assert culprits([row(1, own_error=None)])[0].own_error == math.inf
+
+
+def test_the_first_step_comes_before_what_follows_from_it():
+    late = row(1, "late/mm", step=2, contribution=0.9)
+    assert named([late, row(9, "early/mm", contribution=0.1)]) == [
+        "early/mm",
+        "late/mm",
+    ]
+
+
+def test_equal_inputs_come_before_inputs_that_were_off():
+    far = row(1, "b/mm", inputs_error=0.01, contribution=0.9)
+    assert named([far, row(5, "a/mm", contribution=0.1)]) == ["a/mm", "b/mm"]
+
+
+def test_then_the_share_of_the_error_at_the_end_then_the_order():
+    rows = [
+        row(1, "a/mm", contribution=0.2),
+        row(2, "b/mm", contribution=0.7),
+        row(3, "c/mm", contribution=0.2),
+    ]
+    assert named(rows) == ["b/mm", "a/mm", "c/mm"]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_integers_choose_what_runs_and_have_no_share(dtype):
+    rows = [
+        row(5, "a/add", dtype=dtype, contribution=0.0),
+        row(1, "b/mm", contribution=0.9),
+    ]
+    assert named(rows) == ["a/add", "b/mm"]
+
+
+def test_calls_ranks_and_steps_are_counted_and_shares_of_the_first_step_added():
+    later, elsewhere = (
+        row(1, step=1, contribution=0.9),
+        row(1, rank=3, contribution=0.9),
+    )
+    [entry] = culprits(
+        [row(1, contribution=0.1), row(2, contribution=0.3), later, elsewhere]
+    )
+    assert (entry.calls, entry.ranks, entry.steps) == (4, [0, 3], [0, 1])
+    assert entry.contribution == pytest.approx(0.4)
+
+
+def test_of_several_results_of_a_call_the_worst_says_what_it_looks_like():
+    rows = [
+        row(1, own_error=0.1, call=4),
+        row(
+            2,
+            own_error=0.5,
+            call=4,
+            looks_like="overflow",
+            evidence="Inf",
+            advice="scale",
+        ),
+        row(3, own_error=0.9, call=5, looks_like="NaN"),
+    ]
+    [entry] = culprits(rows)
+    assert (entry.looks_like, entry.evidence, entry.advice, entry.own_error) == (
+        "overflow",
+        "Inf",
+        "scale",
+        0.5,
+    )
+
+
+def test_the_same_site_in_another_place_of_the_reference_is_another_fault():
+    assert (
+        len(
+            culprits([row(1, blamed_reference="a/mm"), row(2, blamed_reference="b/mm")])
+        )
+        == 2
+    )
+
+
+def test_a_backward_kernel_belongs_to_its_forward_operator():
+    forward = row(1, "act/gelu")
+    assert (
+        len(
+            culprits(
+                [
+                    forward,
+                    row(
+                        5,
+                        "act/gelu_backward",
+                        blamed_phase="backward",
+                        blamed_line=None,
+                    ),
+                ]
+            )
+        )
+        == 1
+    )
+    assert len(culprits([forward, row(5, "act/mul", blamed_phase="backward")])) == 1, (
+        "the same line"
+    )
+    assert (
+        len(
+            culprits(
+                [
+                    forward,
+                    row(
+                        5, "act/mul", blamed_phase="backward", blamed_line="train.py:8"
+                    ),
+                ]
+            )
+        )
+        == 2
+    )
+    assert (
+        len(
+            culprits(
+                [
+                    forward,
+                    row(
+                        5,
+                        "other/gelu_backward",
+                        blamed_phase="backward",
+                        blamed_line=None,
+                    ),
+                ]
+            )
+        )
+        == 2
+    )
+    assert (
+        len(
+            culprits(
+                [
+                    row(1, "act/gelu", rank=1),
+                    row(5, "act/gelu_backward", blamed_phase="backward"),
+                ]
+            )
+        )
+        == 2
+    )
+    unknown = (
+        row(1, "act/gelu", blamed_line=None),
+        row(5, "act/mul", blamed_phase="backward", blamed_line=None),
+    )
+    assert len(culprits(unknown)) == 2, "lines that are not known are not the same line"
+
+
+def test_the_order_of_the_rows_does_not_matter_and_they_stay_as_they_are():
+    rows = [
+        row(
+            i,
+            f"m{i % 5}/mm",
+            step=i % 3,
+            contribution=i / 50,
+            inputs_error=float(i % 2),
+        )
+        for i in range(20)
+    ]
+    before = list(rows)
+    expected = culprits(rows)
+    assert rows == before
+    draw = random.Random(0)
+    for _ in range(5):
+        draw.shuffle(rows)
+        assert culprits(rows) == expected
+
+
+def test_a_row_that_names_nothing():
+    [entry] = culprits([row(1, None, blamed_line=None)])
+    assert (entry.site, entry.module, entry.operator) == (None, "", "")

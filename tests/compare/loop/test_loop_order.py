@@ -1,0 +1,194 @@
+"""What two loops do differently is said in the loop's words, and equal loops are equal."""
+
+import pytest
+
+from roundoff.compare.loop.loop_order import TURNS, loop_causes, optimizer_steps
+from roundoff.record import HELD, LoopEvent
+
+
+def event(what, call=0, of="", **numbers):
+    return LoopEvent(
+        what=what, of=of, line=f"train.py:{call + 1}", call=call, numbers=numbers
+    )
+
+
+def loop(*names, steps=2, lr=0.1):
+    """The events of a loop that does the same in each step."""
+    events = []
+    for step in range(steps):
+        for call, name in enumerate(names):
+            numbers = {"lr": lr, "foreach": 0.0} if name == "optimizer.step" else {}
+            numbers |= {"max_norm": 1.0} if name == "clip_grad_norm_" else {}
+            of = "SGD" if name in ("optimizer.step", "zero_grad") else ""
+            events.append((step, event(name, call, of, **numbers)))
+    return events
+
+
+USUAL = ("zero_grad", "backward", "optimizer.step")
+AMP = ("zero_grad", "scaler.scale", "backward", "scaler.unscale_", "clip_grad_norm_")
+
+
+def test_a_step_is_what_went_into_it():
+    first, second = optimizer_steps(loop(*USUAL))
+    assert (first.gathered, len(first.backward), second.gathered) == (1, 1, 1)
+    summed = optimizer_steps(loop("backward", "optimizer.step", steps=3))
+    assert [step.gathered for step in summed] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (USUAL, USUAL),
+        (USUAL, ("backward", "optimizer.step", "zero_grad")),
+        (("zero_grad", *USUAL), USUAL),
+    ],
+)
+def test_loops_that_do_the_same_are_equal(ours, theirs):
+    assert loop_causes(loop(*ours), loop(*theirs), rank=0) == []
+
+
+def test_how_an_optimizer_computes_is_no_setting():
+    other = [
+        (step, event(e.what, e.call, e.of, **{**e.numbers, "foreach": 1.0}))
+        if e.numbers
+        else (step, e)
+        for step, e in loop(*USUAL)
+    ]
+    assert loop_causes(loop(*USUAL), other, rank=0) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (USUAL, USUAL[1:], "not cleared"),
+        (USUAL, ("backward", "zero_grad", "optimizer.step"), "cleared between"),
+        (USUAL, ("zero_grad", "backward", *USUAL[1:]), "2 backward passes"),
+        (USUAL, USUAL[:2], "never in the candidate"),
+        (
+            (*AMP, "optimizer.step"),
+            (*AMP[:3], AMP[4], AMP[3], "optimizer.step"),
+            "before the gradients are unscaled",
+        ),
+        ((*AMP, "optimizer.step"), (*AMP[:4], "optimizer.step"), "not clipped"),
+    ],
+)
+def test_what_differs_is_named(ours, theirs, words):
+    causes = loop_causes(loop(*ours), loop(*theirs), rank=0)
+    assert words in causes[0].evidence
+
+
+def test_a_schedule_that_moves_before_the_optimizer():
+    def with_schedule(*names):
+        rates = iter((0.05, 0.025) if names[0] == "scheduler.step" else (0.1, 0.05))
+        return [
+            (step, event(e.what, e.call, e.of, lr=next(rates)) if e.numbers else e)
+            for step, e in loop(*names)
+        ]
+
+    ours = with_schedule(*USUAL, "scheduler.step")
+    theirs = with_schedule("scheduler.step", *USUAL)
+    (cause,) = loop_causes(ours, theirs, rank=0)
+    assert "scheduler.step() comes before optimizer.step()" in cause.evidence
+    assert "0.05 where the reference has 0.1" in cause.evidence
+
+
+def test_a_learning_rate_is_one_cause_for_all_steps():
+    (cause,) = loop_causes(loop(*USUAL), loop(*USUAL, lr=0.2), rank=0)
+    assert cause.evidence == "learning rate of SGD: 0.2 where the reference has 0.1"
+    assert cause.step == 0
+
+
+def test_another_tools_run_has_no_loop():
+    assert loop_causes([], loop(*USUAL), rank=0) == []
+
+
+def turns(*optimizers):
+    """The events of loops whose optimizers step in this order, all in one step."""
+    events = []
+    for call, name in enumerate(optimizers):
+        events.append((0, event("backward", 2 * call)))
+        events.append((0, event("optimizer.step", 2 * call + 1, name, lr=0.1)))
+    return events
+
+
+def test_fewer_turns_of_an_inner_loop_are_told():
+    causes = loop_causes(turns(*"DDGDDG"), turns(*"DGDG"), rank=0)
+    (cause,) = [cause for cause in causes if cause.name == TURNS]
+    assert "1 step of D before another optimizer steps" in cause.evidence
+    assert cause.line == "train.py:2"
+    more = loop_causes(turns(*"DGDG"), turns(*"DDGDDG"), rank=0)
+    assert more[0].name == TURNS
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("ABAB", "BABA"), ("DDGDD", "DDGD"), ("AAA", "AA"), ("ABC", "CBA")],
+)
+def test_optimizers_in_another_order_or_cut_off_take_the_same_turns(ours, theirs):
+    causes = loop_causes(turns(*ours), turns(*theirs), rank=0)
+    assert [cause for cause in causes if cause.name == TURNS] == []
+
+
+def test_gradients_without_a_graph_of_their_own_are_told():
+    def penalty(**numbers):
+        return [(0, event("autograd.grad", 3, **numbers)), *loop(*USUAL)]
+
+    (cause,) = loop_causes(penalty(create_graph=1.0), penalty(), rank=0)
+    assert "without create_graph" in cause.evidence
+    assert cause.line == "train.py:4"
+    assert loop_causes(penalty(), penalty(), rank=0) == []
+    (more,) = loop_causes(penalty(), penalty(create_graph=1.0), rank=0)
+    assert "with create_graph, the reference without" in more.evidence
+
+
+def two_groups(first, second):
+    """One step of an optimizer with two groups: values held, and the weight decay."""
+    numbers = {HELD: first[0], "weight_decay": first[1]}
+    numbers |= {f"{HELD} (group 1)": second[0], "weight_decay (group 1)": second[1]}
+    return [
+        (0, event("backward", 0)),
+        (0, event("optimizer.step", 1, "SGD", **numbers)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        (((40, 0.0), (800, 0.1)), None),
+        (((60, 0.0), (780, 0.1)), None),
+        (((40, 0.1), (800, 0.1)), "0.1 where the reference has 0"),
+        (((40, 0.1), (800, 0.0)), "0.1 where the reference has 0 and 0 where"),
+        (((800, 0.1), (40, 0.2)), "0.2 where the reference has 0 (group 1)"),
+    ],
+)
+def test_groups_of_parameters_in_another_order_are_the_same(candidate, words):
+    ours = two_groups((800, 0.1), (40, 0.0))
+    causes = loop_causes(ours, two_groups(*candidate), rank=0)
+    assert (words is None) == (causes == [])
+    assert words is None or words in causes[0].evidence
+
+
+def test_groups_cut_in_another_way_are_the_same_settings():
+    ours = two_groups((800, 0.1), (40, 0.0))
+
+    def of_three(decay):
+        [backward, (step, last)] = two_groups((30, 0.0), (800, decay))
+        numbers = {f"{HELD} (group 2)": 10, "weight_decay (group 2)": 0.0}
+        numbers |= last.numbers
+        return [backward, (step, event(last.what, 1, last.of, **numbers))]
+
+    assert loop_causes(ours, of_three(0.1), rank=0) == []
+    [cause] = loop_causes(ours, of_three(0.2), rank=0)
+    assert cause.evidence == (
+        "weight decay of SGD: 0 for 40 values and 0.2 for 800 values where the "
+        "reference has 0.1 for 800 values and 0 for 40 values"
+    )
+
+
+def test_a_group_that_is_left_out_is_no_other_setting():
+    """What its parameters miss is told of their updates."""
+    ours = two_groups((800, 0.1), (40, 0.0))
+    [backward, (step, last)] = ours
+    numbers = {name: n for name, n in last.numbers.items() if "group" not in name}
+    theirs = [backward, (step, event(last.what, 1, last.of, **numbers))]
+    assert loop_causes(ours, theirs, rank=0) == []

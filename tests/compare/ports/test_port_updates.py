@@ -1,0 +1,138 @@
+"""What optimizers by different hands make of the same parameters, with tensors and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff as ro
+from roundoff.compare.ports.port_updates import UPDATE, _statistics_apart, _Updated
+from roundoff.compare.records.recorded_rows import RecordedRow
+
+RATE = 0.05
+MOMENTUM = 0.9
+DECAY = 0.02
+
+
+class Reference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x, y):
+        scores = self.second(torch.tanh(self.first(x)))
+        return nn.functional.cross_entropy(scores, y)
+
+
+class Port(nn.Module):
+    def __init__(self, reference):
+        super().__init__()
+        layers = (reference.first, reference.second)
+        self.w = nn.ParameterList(
+            [layer.weight.detach().t().clone() for layer in layers]
+        )
+        self.b = nn.ParameterList([layer.bias.detach().clone() for layer in layers])
+
+    def forward(self, x, y):
+        hidden = torch.einsum("bi,ih->bh", x, self.w[0]) + self.b[0]
+        hidden = (hidden.exp() - (-hidden).exp()) / (hidden.exp() + (-hidden).exp())
+        scores = torch.einsum("bh,ho->bo", hidden, self.w[1]) + self.b[1]
+        shares = scores.softmax(-1)
+        return -shares[torch.arange(len(y)), y].log().mean()
+
+
+class ByHand(torch.optim.Optimizer):
+    """SGD with Nesterov's momentum, written out; ``wrong`` leaves a part out."""
+
+    def __init__(self, parameters, wrong=""):
+        super().__init__(parameters, {})
+        self.wrong = wrong
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad
+            if self.wrong != "decay":
+                gradient = gradient + DECAY * parameter
+            velocity = gradient.clone()
+            ahead = velocity
+            if self.wrong != "nesterov":
+                ahead = gradient + MOMENTUM * velocity
+            parameter -= (1.01 if self.wrong == "rate" else 1.0) * RATE * ahead
+
+
+def recorded(folder, module, optimizer):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(7, 12, generator=generator)
+    y = torch.randint(0, 3, (7,), generator=generator)
+    with ro.capture(folder, module, keep="tensors"):
+        module(x, y).backward()
+        optimizer.step()
+    return str(folder)
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("wrong", ["", "decay", "nesterov", "rate"])
+def test_an_optimizer_by_hand_is_right_or_wrong(wrong, tensors, tmp_path):
+    torch.manual_seed(0)
+    reference = Reference()
+    port = Port(reference)
+    optimizer = torch.optim.SGD(
+        reference.parameters(),
+        RATE,
+        momentum=MOMENTUM,
+        nesterov=True,
+        weight_decay=DECAY,
+    )
+    comparison = ro.compare(
+        reference=recorded(tmp_path / "ours", reference, optimizer),
+        candidate=recorded(tmp_path / "theirs", port, ByHand(port.parameters(), wrong)),
+        tensors=tensors,
+    )
+    assert comparison.agrees == (wrong == "")
+    assert {culprit.phase for culprit in comparison.culprits(3)} <= {"optimizer"}
+
+
+def row(values):
+    return RecordedRow(
+        record=0,
+        call=-1,
+        operator="",
+        dtype="float32",
+        numel=values.numel(),
+        min=values.min().item(),
+        max=values.max().item(),
+        mean=values.double().mean().item(),
+        l2=values.double().norm().item(),
+    )
+
+
+def apart(start, change, other_change):
+    ours = (row(start), row(start + change))
+    return _statistics_apart(_Updated(ours, (row(start), row(start + other_change))))
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1e-1, 1.02), (1e-3, 1.02), (1e-5, 1.5)])
+def test_updates_apart_by_rounding_and_by_more(size, factor):
+    """The last update is a hundred roundings of the parameter: a small share is lost."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(400, generator=generator)
+    change = torch.randn(400, generator=generator) * size
+    assert apart(start, change, change) == 0
+    # each element of the update rounded once more
+    rounded = change * (1 + torch.randn(400, generator=generator) * 2**-24)
+    assert apart(start, change, rounded) < UPDATE
+    assert apart(start, change, factor * change) > UPDATE
+    assert apart(start, change, change + 0.5 * size * start) > UPDATE
+    assert apart(start, torch.zeros(400), torch.zeros(400)) == 0
+
+
+def test_updates_of_what_is_not_finite_or_not_known_are_not_apart():
+    start = torch.ones(4)
+    nan = torch.full((4,), torch.nan)
+    assert apart(start, nan, start) == 0
+    ours = (row(start), row(2 * start))
+    unknown = RecordedRow(record=0, call=-1, operator="", numel=4)
+    assert _statistics_apart(_Updated(ours, (unknown, unknown))) == 0

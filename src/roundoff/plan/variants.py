@@ -315,8 +315,8 @@ def _unknown(name: str) -> WorkloadError:
 
 
 def _other(workload: Workload, source: str | Path, steps: int) -> Variant:
-    """Another workload file with the batches of the reference."""
-    other = Workload.load(source)
+    """Another workload file, fed the batches of the reference; it may define none itself."""
+    other = Workload.load(source, batches=workload.batches)
     for number in range(min(steps, len(workload.batches))):
         ours = describe(workload.batches[number])
         theirs = "no such batch"

@@ -118,7 +118,9 @@ class Workload:
         )
 
     @classmethod
-    def load(cls, source: str | Path) -> Workload:
+    def load(
+        cls, source: str | Path, *, batches: Iterable[Any] | None = None
+    ) -> Workload:
         r"""The workload that a Python file, or a module given by its dotted name, defines.
 
         It defines ``model`` and ``batches`` and, optionally, ``forward``, ``loss``,
@@ -126,7 +128,8 @@ class Workload:
         is executed afresh on each call, as a module of its own. Its folder can be
         imported from until ``load`` returns (so import helpers at the top, not inside
         ``metric``), and data beside it is found through ``Path(__file__).parent``. A
-        dotted name is imported as usual.
+        dotted name is imported as usual. ``batches`` stand for those of a source that
+        defines none: another workload's.
 
         Raises:
             WorkloadError: no such file or module, not Python, its code raised (with its
@@ -142,8 +145,10 @@ class Workload:
         """
         with execute_module(source) as module:
             path = module.path
-            check_defined(module.namespace, str(path or source))
-            parts: dict[str, Any] = {n: module.namespace.get(n) for n in _PARTS}
+            given = {} if batches is None else {"batches": batches}
+            defined = given | dict(module.namespace)
+            check_defined(defined, str(path or source))
+            parts: dict[str, Any] = {name: defined.get(name) for name in _PARTS}
             return cls(**parts, name=path.stem if path else str(source), path=path)
 
     def __repr__(self) -> str:

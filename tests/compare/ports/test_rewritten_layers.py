@@ -82,10 +82,11 @@ def block(attention=Attention):
 
 @pytest.fixture
 def compared(tmp_path):
-    """``compared(candidate)``: its forward pass against that of ``block()``."""
+    """``compared(candidate)``: its forward pass against that of ``block()``, or another's."""
 
-    def compare(candidate):
-        for name, module in (("reference", block()), ("candidate", candidate)):
+    def compare(candidate, reference=None):
+        sides = ("reference", reference or block()), ("candidate", candidate)
+        for name, module in sides:
             with (
                 torch.no_grad(),
                 roundoff.capture(tmp_path / name, module, keep="tensors") as run,
@@ -152,3 +153,65 @@ def test_a_parameter_that_both_name_alike_is_told_by_its_name(compared):
     assert first.kind == "parameter"
     assert first.name == "attention.q.weight"
     assert "transposed" in first.evidence
+
+
+class Grouped(nn.Module):
+    """Four heads that share two of key and value."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 16)
+        self.k = nn.Linear(8, 8)
+        self.v = nn.Linear(8, 8)
+        self.o = nn.Linear(16, 8)
+
+    def forward(self, x):
+        q = self.q(x).view(2, 5, 4, 4).transpose(1, 2)
+        k = self.k(x).view(2, 5, 2, 4).transpose(1, 2)
+        v = self.v(x).view(2, 5, 2, 4).transpose(1, 2)
+        q, k = q * 1.5, k * 1.5
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(2, 5, 16))
+
+
+class GroupedByHand(Grouped):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x):
+        q = self.q(x).view(2, 5, 4, 4) * 1.5
+        k = self.k(x).view(2, 5, 2, 4) * 1.5
+        v = self.v(x).view(2, 5, 2, 4)
+        if self.fault == "repeat":
+            k = k.repeat(1, 1, 2, 1)
+            v = v.repeat(1, 1, 2, 1)
+        elif self.fault == "cat":
+            k = torch.cat([k, k], 2)
+            v = torch.cat([v, v], 2)
+        elif self.fault == "expand":
+            k = k[:, :, None].expand(2, 5, 2, 2, 4).reshape(2, 5, 4, 4)
+            v = v[:, :, None].expand(2, 5, 2, 2, 4).reshape(2, 5, 4, 4)
+        else:
+            k, v = k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)
+        scores = torch.einsum("nthd,nshd->nhts", q, k) / 2
+        y = torch.einsum("nhts,nshd->nthd", scores.softmax(-1), v)
+        return self.o(y.reshape(2, 5, 16))
+
+
+def seeded(module):
+    torch.manual_seed(2)
+    return module()
+
+
+def test_heads_of_key_and_value_that_are_shared(compared):
+    assert compared(seeded(lambda: GroupedByHand("")), seeded(Grouped)).agrees
+
+
+@pytest.mark.parametrize("fault", ["repeat", "cat", "expand"])
+def test_one_mistake_on_the_lines_of_key_and_value(compared, fault):
+    candidate = seeded(lambda: GroupedByHand(fault))
+    first = compared(candidate, seeded(Grouped)).culprits(1)[0]
+    lines, start = inspect.getsourcelines(GroupedByHand)
+    [at] = [n for n, line in enumerate(lines) if f'"{fault}"' in line]
+    assert first.line.endswith((f":{start + at + 1}", f":{start + at + 2}"))

@@ -168,18 +168,20 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
 
 def explained_by_values(
-    steps: RecordedSides, *, only_sure: bool
+    steps: RecordedSides, suspect: int | None
 ) -> list[ComparedRow] | None:
     """Return the rows of ``compare_port`` where something differs; else None.
 
-    With ``only_sure`` where it was also found what makes all right.
+    ``suspect``: the record of the candidate that names would blame, if any. Where the
+    reference has no such value, only what was found to make all right goes before it.
     """
     sides = _values_of(steps)
     differences = _differences(sides)
     if not differences:
         return None
     is_sure = all(d.blamed is not None and d.blamed.is_sure for d in differences)
-    if only_sure and not is_sure:
+    is_right = suspect is None or suspect in sides.twins
+    if not is_sure and not is_right:
         return None
     return _Rows(sides, differences).rows()
 

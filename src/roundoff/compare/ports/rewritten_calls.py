@@ -43,12 +43,22 @@ def compared_by_values(
         # then nothing that was compared says that the result is right
         if not _lacks_results(sides.candidate.rows, rows):
             return None
-        return explained_by_values(sides, only_sure=False)
+        return explained_by_values(sides, suspect=None)
     is_forward_call = (first.call or 0) >= 0 and first.phase == _FORWARD
-    is_told = first.status == MATCHED or first.looks_like not in _UNTOLD
-    if is_told or not is_forward_call:
+    if _is_told(first) or not is_forward_call:
         return None
-    return explained_by_values(sides, only_sure=True)
+    return explained_by_values(sides, suspect=first.record)
+
+
+def _is_told(row: ComparedRow) -> bool:
+    """Return True where names say what is wrong: the call is written alike, or is a known mistake.
+
+    A counterpart that was chosen by its use says what should be there, and not which of
+    the calls before it is wrong.
+    """
+    if row.status != MATCHED:
+        return False
+    return row.shape == row.reference_shape or row.looks_like not in _UNTOLD
 
 
 def _lacks_results(candidate: Rows, rows: Sequence[ComparedRow]) -> bool:

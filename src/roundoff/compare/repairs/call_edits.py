@@ -81,6 +81,7 @@ class Proposal:
         everywhere: it may be meant for every call with the same argument, whatever line
             made it.
         exchanges: it exchanges parts of one value.
+        is_copied: other lines may have it too: those of key and value have one layout.
     """
 
     unlikely: int
@@ -88,6 +89,7 @@ class Proposal:
     on_line: bool = False
     everywhere: bool = False
     exchanges: bool = False
+    is_copied: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +169,10 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
             )
             exchanges = kind in (_exchanged_parts, _other_order_of_results)
             exchanges |= kind is _exchanged_inputs and _is_move(call, _JOIN)
-            yield Proposal(unlikely, template, on_line, everywhere, exchanges)
+            is_copied = kind in (_other_copies, _layouts) and _is_move(call)
+            yield Proposal(
+                unlikely, template, on_line, everywhere, exchanges, is_copied
+            )
 
 
 # -- the call's arguments ------------------------------------------------------------
@@ -521,6 +526,43 @@ def _other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Templa
         order[first] = second
         order[second] = first
         yield _with_places(tuple(order), f"with parts {first} and {second} exchanged")
+
+
+def _other_copies(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Each index several times in a row, where the whole is repeated; not the other way round.
+
+    Copies that stand in a row are made by ``expand`` and a view: see ``_layouts``.
+    """
+    records = records_in(call.parsed[0])
+    is_copied = call.first.base_operator == "repeat" or _is_move(call, _JOIN)
+    if not is_copied or len(set(records)) != 1:
+        return
+    shape = ingredients.shapes(records[0])
+    result = tuple(call.first.shape or ())
+    ones = (1,) * (len(result) - len(shape))
+    for axis, (length, total) in enumerate(zip((*ones, *shape), result, strict=True)):
+        if 1 < length < total:
+            yield _copied_in_a_row(axis, length)
+
+
+def _copied_in_a_row(axis: int, length: int) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        result = list(call.first.shape or ())
+        if axis >= len(result) or result[axis] % length:
+            return None
+        copies = [result[axis] // length, length]
+        order = [*range(axis), axis + 1, axis, *range(axis + 2, len(result) + 1)]
+        whole = {"record": BEFORE}
+        apart = [*result[:axis], *copies, *result[axis + 1 :]]
+        steps = (
+            EditStep(call.first.overload or "", call.parsed),
+            EditStep("aten.reshape.default", [[whole, apart], {}]),
+            EditStep("aten.permute.default", [[whole, order], {}]),
+            EditStep("aten.reshape.default", [[whole, result], {}]),
+        )
+        return Edit(steps, f"with each index of axis {axis} {copies[0]} times in a row")
+
+    return template
 
 
 def _other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
@@ -1058,6 +1100,7 @@ _KINDS: tuple[tuple[int, Callable[[TracedCall, Ingredients], Iterator[Template]]
 _KINDS = (
     (ARGUMENT, _transferred),
     (CHANGE, _switches),
+    (CHANGE, _other_copies),
     (CHANGE, _constants),
     (CHANGE, _diagonals),
     (CHANGE, _pairs_of_numbers),

@@ -405,6 +405,8 @@ def _of_kinds(
             if proposal.on_line:
                 edited = by_line.get(call.first.line or "", edited)
             repair = _tried(trials, proposal, call, edited)
+            if repair is None and proposal.is_copied:
+                repair = _tried_in_copies(trials, proposal, call, edited)
             if repair is None and kind == INPUT:
                 repair = _tried_for_callers(trials, proposal, call, edited)
             if repair is not None:
@@ -423,6 +425,25 @@ def _tried_for_callers(
         if repair is not None:
             return repair
     return None
+
+
+def _tried_in_copies(
+    trials: Trials, proposal: Proposal, call: TracedCall, family: Sequence[TracedCall]
+) -> Repair | None:
+    """Return what an edit repairs in all calls alike, where other lines have them too."""
+    form = _form_of(call)
+    calls = trials.program.calls.values()
+    copies = [each for each in calls if _form_of(each) == form]
+    if not {each.first.call for each in copies} > {each.first.call for each in family}:
+        return None
+    return _tried(trials, proposal, call, copies)
+
+
+def _form_of(call: TracedCall) -> object:
+    """Return the operator, the constants and the shape of what a call makes."""
+    names = dict.fromkeys(records_in(call.parsed), 0)
+    constants = repr(_with_names(call.parsed, names))
+    return call.first.overload, tuple(call.first.shape or ()), constants
 
 
 def _called_alike(

@@ -17,7 +17,13 @@ from roundoff.compare.judging.explain import (
 )
 from roundoff.compare.judging.gradient_scale import rescaling
 from roundoff.compare.judging.table import ComparedRow, names_of_both
-from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY, Pair, align
+from roundoff.compare.pairing.alignment import (
+    EQUIVALENT,
+    MATCHED,
+    REFERENCE_ONLY,
+    Pair,
+    align,
+)
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.portions.location import locate
 from roundoff.compare.ports.port_comparison import by_different_hands, compare_port
@@ -89,6 +95,14 @@ _METRICS = tuple(
     if field.name not in ("equal", "numel", "reason")
 )
 
+#: Of a value in another layout, where all that is made of it agrees again.
+_MADE_OTHERWISE = {
+    "status": EQUIVALENT,
+    "error": None,
+    "equal": None,
+    "reason": "in another layout; what is made of it agrees",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloors:
@@ -148,6 +162,8 @@ def compare_step(
             columns["contribution"] = shares[finding.record]
             if columns["reason"] != UNWRITTEN:
                 columns |= _finding_columns(finding)
+            if finding.error is None and columns.get("error") is not None:
+                columns |= _MADE_OTHERWISE
             columns |= _explanation_columns(sides, divergence, finding, memory)
         rows.append(ComparedRow(**columns))
     _remember(memory, candidate, findings)

@@ -557,6 +557,16 @@ class Divergence:
             if finding.record in forgiven or inherited:
                 finding.cause = None
                 finding.origin = None
+                if finding.error == math.inf:
+                    # of another shape, so that its distance says nothing
+                    finding.error = None
+                    finding.own_error = 0.0
+        for finding in self.findings.values():
+            finding.sources = [
+                (record, error)
+                for record, error in finding.sources
+                if self.findings[record].error is not None
+            ]
 
     def _may_be_partial_sum(self, finding: Finding) -> bool:
         """Return True where another program may have no such value, and be right."""

@@ -165,6 +165,15 @@ def test_the_same_data_up_to_rounding_are_the_same(write):
     assert diagnose(Workload.load(write("good.py")), candidate=port).agrees
 
 
+def test_a_candidate_without_batches_is_fed_the_references(write):
+    port = write("port.py", eps=0.1)
+    port.write_text(port.read_text().partition("def batches")[0])
+    found = diagnose(Workload.load(write("good.py")), candidate=port)
+    [culprit] = found.comparison.culprits()
+    assert culprit.kind == "operator"
+    assert culprit.site.startswith("norm/")
+
+
 def test_data_drawn_anew_each_time_are_a_note(write):
     for name in ("good.py", "port.py"):
         path = write(name)

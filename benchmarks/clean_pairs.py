@@ -2,7 +2,8 @@
 
 Clean pairs of one training; schedules (a cache, chunks, padding, micro-batches) against whole sequences; layouts of
 several processes against one: alarms, of which there may be none. Bugs planted in schedules and layouts: how many are
-named first. The same of scripts, recorded with all that they make before their first step.
+named first. The same of scripts, recorded with all that they make before their first step, and of models of libraries
+with a layer by another hand.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from roundoff.errors import RoundoffError
 from roundoff.site import matches
 
 sys.path.insert(0, str(ROOT))
+from tests.faults.equivalent.layer_scripts import LAYER_SCRIPTS
+from tests.faults.equivalent.layers import LAYERS
 from tests.faults.equivalent.layouts import LAYOUTS, launch, one_process
 from tests.faults.equivalent.pairs import pairs
 from tests.faults.equivalent.schedules import SCHEDULES
@@ -33,7 +36,9 @@ from tests.faults.equivalent.scripts import ScriptCase
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9
-PARTS = ("pairs", "schedules", "layouts", "scripts")
+#: What is said of runs without a difference.
+AGREES = "agrees"
+PARTS = ("pairs", "schedules", "layouts", "scripts", "layers")
 
 
 def main() -> None:
@@ -47,7 +52,7 @@ def main() -> None:
         help="the quarter that no rule was tried on",
     )
     parser.add_argument(
-        "--keep", choices=("tensors", "stats"), default="tensors", help="of scripts"
+        "--keep", choices=("tensors", "stats"), default="tensors", help="of texts"
     )
     parser.add_argument("--show", action="store_true", help="print the answers")
     parser.add_argument(
@@ -61,6 +66,7 @@ def main() -> None:
         "schedules": of_schedules,
         "layouts": of_layouts,
         "scripts": functools.partial(of_scripts, keep=args.keep),
+        "layers": functools.partial(of_layers, keep=args.keep),
     }
     for part in [args.part] if args.part else PARTS:
         measure[part](chosen)
@@ -129,20 +135,29 @@ def of_layouts(chosen: _Chosen) -> None:
 
 def of_scripts(chosen: _Chosen, keep: str) -> None:
     """Alarms of right scripts, and culprits of wrong ones."""
-    for title, cases in (
-        ("Scripts", PAIRS),
-        ("Scripts in portions", SCRIPTS_OF_PORTIONS),
-        ("Scripts of several processes", SCRIPTS_OF_RANKS),
-    ):
-        recorded = [
-            (
-                case,
-                lambda f, case=case: case.record(f, candidate=False, keep=keep),
-                lambda f, case=case: case.record(f, candidate=True, keep=keep),
-            )
-            for case in chosen.of(cases)
-        ]
-        _right_and_wrong(title, recorded, chosen)
+    _of_texts("Scripts", PAIRS, chosen, keep)
+    _of_texts("Scripts in portions", SCRIPTS_OF_PORTIONS, chosen, keep)
+    _of_texts("Scripts of several processes", SCRIPTS_OF_RANKS, chosen, keep)
+
+
+def of_layers(chosen: _Chosen, keep: str) -> None:
+    """Alarms of right layers by another hand, and culprits of wrong ones."""
+    _of_texts("Layers of workload files", LAYERS, chosen, keep)
+    _of_texts("Layers of scripts", LAYER_SCRIPTS, chosen, keep)
+
+
+def _of_texts(
+    title: str, cases: Sequence[ScriptCase], chosen: _Chosen, keep: str
+) -> None:
+    recorded = [
+        (
+            case,
+            lambda f, case=case: case.record(f, candidate=False, keep=keep),
+            lambda f, case=case: case.record(f, candidate=True, keep=keep),
+        )
+        for case in chosen.of(cases)
+    ]
+    _right_and_wrong(title, recorded, chosen)
 
 
 def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> None:
@@ -163,6 +178,10 @@ def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> No
         table(f"{title}: planted bugs", header, named)
         share = first / len(named)
         print(f"first {first}/{len(named)}, bar {BAR:.0%}: {verdict(share, BAR)}")
+        silent = sum(row[2] == AGREES for row in named)
+        print(
+            f"agrees {silent}/{len(named)}, bar 0: {verdict(silent, 0, at_most=True)}"
+        )
 
 
 def _label(case: Any) -> str:
@@ -196,6 +215,9 @@ def _named(case: Any, chosen: _Chosen, reference: Any, candidate: Any) -> Any:
     compared = _compared(_label(case), chosen, reference, candidate)
     if isinstance(compared, str):
         return case.sites[0], compared, 0
+    if compared.agrees:
+        progress(f"{_label(case)}: {AGREES}")
+        return case.sites[0], AGREES, 0
     culprits = compared.culprits(3)
     ranks = [n for n, culprit in enumerate(culprits, 1) if _is_true(case, culprit)]
     rank = ranks[0] if ranks else 0

@@ -34,7 +34,11 @@ from roundoff.compare.portions.comparison import (
 )
 from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.port_comparison import by_different_hands
-from roundoff.compare.ports.rewritten_calls import compared_by_values
+from roundoff.compare.ports.rewritten_calls import (
+    compared_by_values,
+    compared_in_other_layouts,
+    laid_out_otherwise,
+)
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.compare.rounding.distance import (
@@ -248,6 +252,8 @@ class _RankComparison:
         self._is_one_program = True
         #: The candidate updates what the reference's optimizers do, in every step.
         self._does_all_updates = True
+        #: Parameters with the reference's elements in other places, rightly so.
+        self._laid_out: set[str | None] = set()
         #: A step does all of the work in other portions.
         self._is_other_schedule = False
         self._portions = PortionsMemory()
@@ -330,6 +336,7 @@ class _RankComparison:
             self._settings.candidate_floor.get(at, {}),
         )
         is_first = not self._memory.parted
+        before = self._memory.copy()
         rows = compare_step(
             sides,
             self._memory,
@@ -340,14 +347,32 @@ class _RankComparison:
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
+        if is_first and not by_hands:
+            by_values = self._in_other_layouts(sides, rows)
+            if by_values is not None:
+                self._memory = before
+                return self._believed(by_values, step)
         rows = self._with_causes(sides, rows, step)
         if by_hands or not is_first or self._is_explained(step):
             return rows
         by_values = compared_by_values(sides, rows)
-        if by_values is None:
-            return rows
-        self._memory.parted = True
-        self._differs = True
+        return rows if by_values is None else self._believed(by_values, step)
+
+    def _in_other_layouts(
+        self, sides: Sides, rows: Sequence[ComparedRow]
+    ) -> list[ComparedRow] | None:
+        """Return the rows by values, where parameters are laid out for another layer."""
+        leaves = laid_out_otherwise(sides, rows, self._laid_out)
+        by_values = compared_in_other_layouts(sides, rows, leaves) if leaves else None
+        if by_values is not None:
+            self._laid_out |= {sides.candidate.rows[leaf].name for leaf in leaves}
+        return by_values
+
+    def _believed(self, by_values: list[ComparedRow], step: int) -> list[ComparedRow]:
+        """Return rows that stand for those by name, and for the causes of their step."""
+        parted = any(row.cause is not None for row in by_values)
+        self._memory.parted |= parted
+        self._differs |= parted
         self.causes = [cause for cause in self.causes if cause.step != step]
         return by_values
 

@@ -86,6 +86,7 @@ Trait = Literal[
     "jump",
     "cut the gradient",
     "hand the gradient on without a call",
+    "keep their result for the gradient",
     # arithmetic
     "say which is larger",
     "multiply",
@@ -257,6 +258,16 @@ _TRAITS: dict[Trait, str] = {
     # their derivative is one: nothing runs for it
     "hand the gradient on without a call": """
         add sub clone contiguous _to_copy alias lift_fresh""",
+    # autograd keeps a detached result: 'result' stands in their line of torch's
+    # derivatives.yaml
+    "keep their result for the gradient": """
+        _softmax _safe_softmax _log_softmax logsumexp logcumsumexp exp exp2 expm1 sigmoid
+        tanh tan sqrt rsqrt reciprocal pow relu elu celu amax amin max min median prod
+        cumprod norm linalg_vector_norm std polar hypot _cdist_forward _euclidean_dist
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+        _flash_attention_forward _efficient_attention_forward mkldnn_rnn_layer
+        _cudnn_rnn""",
     # -- arithmetic
     # multiply and accumulate, beside the operators with operands of such a kind
     "multiply": """

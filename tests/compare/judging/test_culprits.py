@@ -255,3 +255,26 @@ def test_the_order_of_the_rows_does_not_matter_and_they_stay_as_they_are():
 def test_a_row_that_names_nothing():
     [entry] = culprits([row(1, None, blamed_line=None)])
     assert (entry.site, entry.module, entry.operator) == (None, "", "")
+
+
+def test_what_goes_back_through_a_fault_comes_behind_it():
+    """The gradient of a loss that is another one differs more than the loss."""
+    loss = row(3, "/mean", contribution=0.04)
+    back = row(
+        5, "/add", contribution=0.9, blamed_phase="backward", blamed_line="train.py:8"
+    )
+    assert named([loss, back]) == ["/mean", "/add"]
+
+
+def test_a_by_product_of_the_forward_pass_does_not_hide_a_gradient():
+    logged = row(3, "/mean", contribution=0.001)
+    back = row(
+        5, "/add", contribution=0.9, blamed_phase="backward", blamed_line="train.py:8"
+    )
+    assert named([logged, back]) == ["/add", "/mean"]
+
+
+def test_inputs_that_differ_by_less_than_fp64_can_tell_agree():
+    first = row(3, "/attention", inputs_error=7e-39, contribution=0.0)
+    later = row(4, "/view", inputs_error=0.4, contribution=0.5)
+    assert named([first, later]) == ["/attention", "/view"]

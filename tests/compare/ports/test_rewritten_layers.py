@@ -215,3 +215,137 @@ def test_one_mistake_on_the_lines_of_key_and_value(compared, fault):
     lines, start = inspect.getsourcelines(GroupedByHand)
     [at] = [n for n, line in enumerate(lines) if f'"{fault}"' in line]
     assert first.line.endswith((f":{start + at + 1}", f":{start + at + 2}"))
+
+
+# -- parameters in another layout, under the same name ---------------------------------
+
+
+class Square(nn.Module):
+    """A linear layer that keeps its weight transposed; the name is the same."""
+
+    def __init__(self, linear, fault):
+        super().__init__()
+        self.fault = fault
+        self.weight = nn.Parameter(linear.weight.detach().t().contiguous())
+        self.bias = linear.bias
+
+    def forward(self, x):
+        y = torch.matmul(x, self.weight)
+        if self.fault == "scale":
+            return torch.mul(y, 0.5) + self.bias
+        return y + self.bias
+
+
+class Patches(nn.Module):
+    """A convolution whose weight has its channels last."""
+
+    def __init__(self, conv, fault):
+        super().__init__()
+        self.fault = fault
+        self.weight = nn.Parameter(
+            conv.weight.detach().permute(0, 2, 3, 1).contiguous()
+        )
+        self.bias = conv.bias
+
+    def forward(self, x):
+        windows = x.unfold(2, 2, 2).unfold(3, 2, 2)
+        if self.fault == "step":
+            windows = windows.flip(4)
+        return (
+            torch.einsum("ncijkl,oklc->noij", windows, self.weight)
+            + self.bias[:, None, None]
+        )
+
+
+class Columns(nn.Module):
+    """A table of words with one word a column."""
+
+    def __init__(self, table, fault):
+        super().__init__()
+        self.fault = fault
+        self.weight = nn.Parameter(table.weight.detach().t().contiguous())
+
+    def forward(self, ids):
+        at = ids.clamp(max=3) if self.fault == "clamp" else ids
+        return self.weight[:, at].movedim(0, -1)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(9, 9)
+        self.square = nn.Linear(9, 9)
+        self.patches = nn.Conv2d(3, 4, 2, stride=2)
+        self.leave = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        x = torch.tanh(self.square(self.table(ids)))
+        image = x.reshape(2, 3, 6, 6)
+        return self.leave(torch.tanh(self.patches(image)).mean((2, 3)))
+
+
+IDS = torch.randint(9, (2, 12), generator=torch.Generator().manual_seed(4))
+LAYOUTS = {"square": Square, "patches": Patches, "table": Columns}
+
+
+@pytest.fixture
+def words_compared(tmp_path):
+    """``words_compared(name, fault, steps)``: trained, with one layer in another layout."""
+
+    def compare(name, fault="", steps=2):
+        for side in ("reference", "candidate"):
+            model = Words()
+            if side == "candidate":
+                setattr(model, name, LAYOUTS[name](getattr(model, name), fault))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with roundoff.capture(tmp_path / side, model, keep="tensors") as run:
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    model(IDS).square().sum().backward()
+                    optimizer.step()
+                    run.step()
+        return roundoff.compare(
+            reference=tmp_path / "reference", candidate=tmp_path / "candidate"
+        )
+
+    return compare
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layer_with_its_parameter_in_another_layout_agrees(name, words_compared):
+    found = words_compared(name)
+    assert found.agrees, found.answer
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "text"),
+    [
+        ("square", "scale", "torch.mul(y, 0.5)"),
+        ("patches", "step", "windows.flip(4)"),
+        ("table", "clamp", "ids.clamp(max=3)"),
+    ],
+)
+def test_the_line_is_named_and_not_the_layout(name, fault, text, words_compared):
+    found = words_compared(name, fault, steps=1)
+    lines, start = inspect.getsourcelines(LAYOUTS[name])
+    [number] = [start + n for n, line in enumerate(lines) if text in line]
+    first = found.culprits(1)[0]
+    assert first.line.endswith(f":{number}"), found.answer
+
+
+def test_a_transposed_weight_in_the_same_layer_is_named(tmp_path):
+    for side in ("reference", "candidate"):
+        model = Words()
+        if side == "candidate":
+            model.square.weight.data = model.square.weight.data.t().contiguous()
+        with (
+            torch.no_grad(),
+            roundoff.capture(tmp_path / side, model, keep="tensors") as run,
+        ):
+            model(IDS)
+            run.step()
+    found = roundoff.compare(
+        reference=tmp_path / "reference", candidate=tmp_path / "candidate"
+    )
+    assert found.culprits(1)[0].name == "square.weight"

@@ -21,6 +21,7 @@ from roundoff.compare.rounding.distance import (
     largest_difference,
     of_metrics,
     of_statistics,
+    of_unmasked,
 )
 from roundoff.compare.tensors.metrics import measure
 from roundoff.record.statistics import STATISTICS
@@ -274,3 +275,27 @@ def test_a_tensor_and_its_views_are_measured_once(tmp_path):
     )
     assert {row["worst_candidate"] for row in found.values()} == {100.0}
     assert len({row["rel_l2"] for row in found.values()}) == 1
+
+
+MASK = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "error"),
+    [
+        # 5 of 5: sqrt((8 - 4)^2 + 0) / sqrt(4^2 + 3^2)
+        ([4.0, 3.0, MASK], [8.0, 3.0, -INF], 4 / 5),
+        ([4.0, 3.0, -INF], [4.0, 3.0, MASK], 0.0),
+    ],
+)
+def test_what_two_masks_leave_is_compared(ours, theirs, error):
+    found = of_unmasked(torch.tensor(ours), torch.tensor(theirs))
+    assert (found.error, found.masked) == (pytest.approx(error), False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [([4.0, MASK], [-INF, 1.0]), ([MASK, MASK], [-INF, -INF])],
+)
+def test_masks_of_other_elements_or_of_all_have_no_distance(ours, theirs):
+    assert of_unmasked(torch.tensor(ours), torch.tensor(theirs)).masked

@@ -8,6 +8,9 @@
     script_pairs.py      two ways to write one
     script_portions.py   in portions, or in several processes; with planted bugs
     layouts.py     one process against several; with planted bugs
+    layers.py      models of libraries with a layer by another hand, as workload files; with planted bugs
+    layer_scripts.py     as scripts, in portions, formats and processes; with planted bugs
+    workloads.py   workload files made of one text
 
 A planted bug states where it is: globs over the sites that may be named first. benchmarks/clean_pairs.py measures all.
 """

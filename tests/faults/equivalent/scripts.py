@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from roundoff.record import capture_script
 
@@ -45,6 +46,9 @@ class ScriptCase:
         truths: by bug: parts of the lines, or of the words about them, that may be named.
     """
 
+    #: What the text of each side begins with, and the name of its file.
+    head: ClassVar[str] = HEAD
+    filename: ClassVar[str] = "train.py"
     name: str
     text: str
     world: int = 1
@@ -78,7 +82,7 @@ class ScriptCase:
             for line in self.text.splitlines()
             if line[1:2] != "|" or line[0] in kept
         ]
-        return HEAD + "\n".join(lines) + "\n"
+        return self.head + "\n".join(lines) + "\n"
 
     def record(self, folder: Folder, *, candidate: bool, keep: str = "tensors") -> Path:
         """Record one of the two, in as many processes as it needs, and return the run."""
@@ -101,7 +105,7 @@ class ScriptCase:
         return run
 
     def _written(self, folder: Folder, *, candidate: bool) -> Path:
-        script = Path(folder, "train.py")
+        script = Path(folder, self.filename)
         script.parent.mkdir(parents=True)
         script.write_text(self.source(candidate=candidate), encoding="utf-8")
         return script
@@ -114,7 +118,9 @@ class ScriptCase:
         )
         lines = enumerate(self.source(candidate=True).splitlines(), 1)
         true = [
-            f"train.py:{n}" for n, line in lines if any(t in line for t in self.sites)
+            f"{self.filename}:{n}"
+            for n, line in lines
+            if any(t in line for t in self.sites)
         ]
         spelt = {*words.replace(",", " ").replace(")", " ").split()}
         return any(t in words for t in self.sites) or any(

@@ -13,6 +13,10 @@ from roundoff.compare.judging.table import ComparedRow
 OPERATOR = "operator"
 #: Numbers of which no share can be told: they choose what runs.
 _CHOOSING = ("int", "uint", "bool")
+#: Inputs that differ by less than a rounding of fp64 agree exactly.
+_EXACTLY = 2.0**-53
+#: What makes this share of the error is no by-product of the forward pass.
+_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,9 @@ def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
 
     First come those of the first step that has any, those whose inputs agreed exactly
     before others, then by their contribution to the error at the end of the step. The
-    backward kernel of an operator that is named for its forward pass is the same fault.
+    backward kernel of an operator that is named for its forward pass is the same fault,
+    and what goes back through it comes behind it: gradients are of the values that are
+    there.
     """
     by_key: dict[tuple[Any, ...], Culprit] = {}
     for row in sorted(rows, key=_execution_order):
@@ -105,8 +111,9 @@ def _execution_order(row: ComparedRow) -> tuple[int, int]:
 def _likeliest_first(culprit: Culprit) -> tuple[Any, ...]:
     return (
         culprit.step,
-        culprit.inputs_error > 0,
+        culprit.inputs_error > _EXACTLY,
         not (culprit.dtype or "").startswith(_CHOOSING),
+        culprit.phase != "forward" or culprit.contribution < _SHARE,
         -culprit.contribution,
         culprit.record,
     )

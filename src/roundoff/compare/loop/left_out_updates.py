@@ -11,6 +11,7 @@ from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY
+from roundoff.compare.records.kept_results import cuts_a_gradient
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN
 from roundoff.ops import operators_that
@@ -332,11 +333,11 @@ def _where_cut(
 def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow | None:
     """Return the first detach of the forward pass that the reference has not."""
     for row in compared:
-        is_detach = row.operator == "detach" and row.phase == "forward"
-        if not is_detach or row.status == MATCHED or (row.call or 0) < 0:
+        if row.operator != "detach" or row.status in (MATCHED, REFERENCE_ONLY):
             continue
-        if row.record is not None and row.status != REFERENCE_ONLY:
-            return candidate.get(row.record)
+        detach = None if row.record is None else candidate.get(row.record)
+        if detach is not None and cuts_a_gradient(detach, candidate):
+            return detach
     return None
 
 

@@ -10,7 +10,7 @@ between values that agree is equivalent, and no finding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -175,15 +175,78 @@ def explained_by_values(
     ``suspect``: the record of the candidate that names would blame, if any. Where the
     reference has no such value, only what was found to make all right goes before it.
     """
+    compared = values_compared(steps)
+    is_right = suspect is None or suspect in compared.sides.twins
+    if not compared.differences or not (compared.is_sure or is_right):
+        return None
+    return compared.rows()
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesCompared:
+    """One step of two programs, compared by their values alone."""
+
+    sides: Sides
+    differences: list[Difference]
+
+    @property
+    def is_sure(self) -> bool:
+        """True where it was found what makes all that differs right."""
+        return all(d.blamed is not None and d.blamed.is_sure for d in self.differences)
+
+    def agree(self, results: Iterable[int]) -> bool:
+        """Return True where nothing differs, these values of the candidate included."""
+        ends = last_result(self.sides.reference), last_result(self.sides.candidate)
+        if self.differences or None in ends:
+            return False
+        return all(record in self.sides.twins for record in results)
+
+    def blames(self, leaves: Container[int]) -> bool:
+        """Return True where one of these parameters, or a view of one, is at fault."""
+        flow = self.sides.candidate
+        blamed = [d.blamed.value for d in self.differences if d.blamed is not None]
+        return any(
+            value.key in leaves or flow.behind(value.key).key in leaves
+            for value in blamed
+        )
+
+    def read_rightly(self, leaves: Iterable[int]) -> list[bool]:
+        """Return whether each value agrees that is first computed of these parameters.
+
+        But for what is made of other values that differ; of that nothing is known.
+        """
+        twins = self.sides.twins
+        values = self.sides.candidate.values
+        computed = {key for leaf in leaves for key in self._computed_of(leaf)}
+        return [
+            key in twins
+            for key in computed
+            if all(source in twins for source in values[key].inputs)
+        ]
+
+    def _computed_of(self, leaf: int) -> set[int]:
+        """Return the values of the forward pass that are computed of one, behind moves of it."""
+        flow = self.sides.candidate
+        waiting = [leaf]
+        computed: set[int] = set()
+        while waiting:
+            for key in flow.readers.get(waiting.pop(), ()):
+                value = flow.values[key]
+                if value.row.phase == _FORWARD and value.computes:
+                    computed.add(key)
+                elif value.row.phase == _FORWARD:
+                    waiting.append(key)
+        return computed
+
+    def rows(self) -> list[ComparedRow]:
+        """Return the rows of the table."""
+        return _Rows(self.sides, self.differences).rows()
+
+
+def values_compared(steps: RecordedSides) -> ValuesCompared:
+    """Compare one step of two programs by their values alone."""
     sides = _values_of(steps)
-    differences = _differences(sides)
-    if not differences:
-        return None
-    is_sure = all(d.blamed is not None and d.blamed.is_sure for d in differences)
-    is_right = suspect is None or suspect in sides.twins
-    if not is_sure and not is_right:
-        return None
-    return _Rows(sides, differences).rows()
+    return ValuesCompared(sides, _differences(sides))
 
 
 def _values_of(steps: RecordedSides) -> Sides:

@@ -2,24 +2,32 @@
 
 Most calls have counterparts by module and operator, and where they differ that says it. A
 layer that was ported has parameters of other names and layouts, and other operators: there
-a comparison by values, as of two programs by different hands, names what is wrong.
+a comparison by values, as of two programs by different hands, names what is wrong, or says
+that nothing is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
-from roundoff.compare.ports.port_comparison import explained_by_values
-from roundoff.compare.records.recorded_rows import Rows
+from roundoff.compare.ports.port_comparison import (
+    explained_by_values,
+    values_compared,
+)
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import unit
 
 _FORWARD = "forward"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
+#: Fewer elements are in another order by chance.
+_FEWEST = 8
 
 
 def compared_by_values(
@@ -61,11 +69,81 @@ def _is_told(row: ComparedRow) -> bool:
     return row.shape == row.reference_shape or row.looks_like not in _UNTOLD
 
 
+def laid_out_otherwise(
+    sides: Sides, rows: Sequence[ComparedRow], names: Collection[str | None] = ()
+) -> list[int]:
+    """Return the candidate's parameters that differ, with the same elements in other places.
+
+    Those of ``names`` did so before: what an update has added may be rounded otherwise.
+    """
+    return [
+        row.record or 0
+        for row in _of_leaves(rows)
+        if row.name in names or _is_laid_out_otherwise(sides, row)
+    ]
+
+
+def compared_in_other_layouts(
+    sides: Sides, rows: Sequence[ComparedRow], leaves: Sequence[int]
+) -> list[ComparedRow] | None:
+    """Return the rows of a step by its values, where parameters are laid out otherwise.
+
+    By its name such a parameter is wrong; a layer that is written for it is right. None
+    where values cannot tell what is wrong, and where tensors are missing. The rows have
+    no cause where the values agree.
+
+    Args:
+        sides: a step of both programs.
+        rows: of it, by name.
+        leaves: these parameters of the candidate.
+    """
+    compared = values_compared(sides)
+    if compared.differences:
+        if compared.is_sure:
+            return None if compared.blames(leaves) else compared.rows()
+        rightly = compared.read_rightly(leaves)
+        return compared.rows() if rightly and all(rightly) else None
+    differing = {row.record for row in rows if row.cause is not None}
+    results = {row.record for row in _results(sides.candidate.rows)}
+    return compared.rows() if compared.agree(results & differing) else None
+
+
+def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:
+    """Yield the rows of parameters that differ from before the first call."""
+    for row in rows:
+        is_leaf = row.call is not None and row.call < 0 and row.name is not None
+        if is_leaf and row.cause is not None and row.reference_record is not None:
+            yield row
+
+
+def _is_laid_out_otherwise(sides: Sides, row: ComparedRow) -> bool:
+    """Return True for a parameter with the reference's elements in other places."""
+    if sides.reference.tensors is None or sides.candidate.tensors is None:
+        return False
+    ours = sides.reference.tensor(row.reference_record or 0)
+    theirs = sides.candidate.tensor(row.record or 0)
+    if ours is None or theirs is None or ours.numel() != theirs.numel():
+        return False
+    if ours.dtype != theirs.dtype or ours.numel() < _FEWEST:
+        return False
+    if ours.shape == theirs.shape and ours.equal(theirs):
+        return False
+    return _in_order(ours).equal(_in_order(theirs))
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).sort().values
+
+
 def _lacks_results(candidate: Rows, rows: Sequence[ComparedRow]) -> bool:
     """Return True where a result of the candidate's forward pass has no counterpart."""
+    alone = {row.record for row in rows if row.status == CANDIDATE_ONLY}
+    return any(row.record in alone for row in _results(candidate))
+
+
+def _results(candidate: Rows) -> Iterator[RecordedRow]:
+    """Yield the numbers of the forward pass that nothing reads."""
     read = {record for row in candidate.values() for record in row.inputs}
-    alone = [row for row in rows if row.status == CANDIDATE_ONLY]
-    return any(
-        row.record not in read and row.phase == _FORWARD and unit(row.dtype)
-        for row in alone
-    )
+    for row in candidate.values():
+        if row.record not in read and row.phase == _FORWARD and unit(row.dtype):
+            yield row

@@ -59,6 +59,8 @@ _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
+#: They put the elements of an axis in another order.
+_TURN = operators_that("reorder")
 _PAD = operators_that("pad")
 _LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
 _COMPARE = operators_that("say which is larger")
@@ -1010,6 +1012,12 @@ def _left_out(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
             yield _handing_on(place)
 
 
+def _not_turned(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """What it only turns round: turning another value round says less of the same."""
+    if call.first.base_operator in _TURN:
+        yield from _left_out(call, ingredients)
+
+
 def _handing_on(place: int) -> Template:
     def template(call: TracedCall) -> Edit | None:
         records = records_in(call.parsed)
@@ -1116,6 +1124,7 @@ _KINDS = (
     (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),
+    (CHANGE, _not_turned),
     (LAYOUT, _layouts),
     (LEFT_OUT, _left_out),
     (INPUT, _other_inputs),

@@ -20,6 +20,9 @@ VALUES = ("min", "max", "mean", "l2", "std")
 #: Counts of the elements that are not finite.
 COUNTS = ("nan", "posinf", "neginf")
 
+#: A number below this share of the lowest of its format is a mask's.
+OF_LOWEST = 0.99
+
 EQUAL = Distance(0.0, equal=True)
 UNKNOWN = Distance(None)
 INFINITE = Distance(math.inf)
@@ -85,7 +88,8 @@ class Distances:
         if _shapes_differ(twin, row):
             return INFINITE, metrics
         if differently_masked(twin, row):
-            return MASKED, metrics
+            tensors = _alike(ours[reference], theirs[candidate])
+            return of_unmasked(*tensors), metrics
         return of_metrics(metrics), metrics
 
     def _of_scaled(
@@ -155,6 +159,26 @@ def of_metrics(metrics: Metrics) -> Distance:
     if metrics.rel_l2 is not None:
         return Distance(metrics.rel_l2)
     return UNKNOWN if metrics.max_abs is None else INFINITE
+
+
+def of_unmasked(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
+    """Return the distance of what additive masks of different size leave in both.
+
+    What they mask has no distance. ``MASKED`` where they mask other elements, or all: a
+    row of padding may be masked or not, and is not read.
+
+    >>> masked = torch.tensor([1.0, -math.inf]), torch.tensor([2.0, -3.4e38])
+    >>> of_unmasked(*masked).error
+    1.0
+    """
+    kept = ~_is_masked(ours)
+    if not kept.equal(~_is_masked(theirs)) or not kept.any():
+        return MASKED
+    return of_metrics(measure(ours[kept], theirs[kept]))
+
+
+def _is_masked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor <= OF_LOWEST * torch.finfo(tensor.dtype).min
 
 
 def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:
@@ -234,7 +258,7 @@ def _lowest_reached(row: RecordedRow) -> float | None:
         return None
     if row.neginf:
         return -math.inf
-    if row.min is None or row.min > 0.99 * torch.finfo(dtype).min:
+    if row.min is None or row.min > OF_LOWEST * torch.finfo(dtype).min:
         return None
     return float(row.min)
 

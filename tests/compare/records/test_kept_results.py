@@ -1,0 +1,76 @@
+"""Whose ``detach`` is it: autograd's, which keeps a result, or the user's, which cuts a gradient?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff
+from roundoff.compare.records.kept_results import cuts_a_gradient
+from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.ops import operators_that
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def softmax_detached(x):
+    share = x.softmax(-1)
+    return x * share.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "cuts"),
+    [
+        (lambda x: x.softmax(-1), 0),
+        (lambda x: x.logsumexp(-1), 0),
+        (lambda x: x.tanh().exp().sqrt(), 0),
+        (lambda x: x * x.detach(), 1),
+        (softmax_detached, 1),
+        (lambda x: x * x.exp().detach(), 1),
+    ],
+)
+def test_only_what_somebody_wrote_cuts_a_gradient(function, cuts, tmp_path):
+    torch.manual_seed(0)
+    model = Net(function)
+    with roundoff.capture(tmp_path / "run", model) as run:
+        model(torch.ones(2, 4)).sum().backward()
+        run.step()
+    rows = rows_of(roundoff.load(tmp_path / "run"), 0, 0)
+    inside = [row for row in rows.values() if not row.site.startswith("/")]
+    found = [row.site for row in rows.values() if cuts_a_gradient(row, rows)]
+    assert inside
+    assert len([site for site in found if site.startswith("/")]) >= cuts
+
+
+def test_the_table_has_the_operators_that_autograd_asks_for_their_result():
+    """Each of them gives its node the saved tensor ``result``, by torch's own naming."""
+    x = torch.rand(3, 4, requires_grad=True) + 0.1
+    calls = {
+        "_softmax": x.softmax(-1),
+        "_log_softmax": x.log_softmax(-1),
+        "logsumexp": x.logsumexp(-1),
+        "exp": x.exp(),
+        "sigmoid": x.sigmoid(),
+        "tanh": x.tanh(),
+        "sqrt": x.sqrt(),
+        "rsqrt": x.rsqrt(),
+        "reciprocal": x.reciprocal(),
+        "linalg_vector_norm": torch.linalg.vector_norm(x, dim=-1),
+    }
+    kept = operators_that("keep their result for the gradient")
+    for name, value in calls.items():
+        assert hasattr(value.grad_fn, "_saved_result"), name
+        assert name in kept
+    others = {"mul": x * x, "log": x.log(), "sin": x.sin(), "add": x + x}
+    for name, value in others.items():
+        assert not hasattr(value.grad_fn, "_saved_result"), name
+        assert name not in kept

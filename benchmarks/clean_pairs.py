@@ -11,6 +11,7 @@ import argparse
 import functools
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.faults.equivalent.script_pairs import PAIRS
 from tests.faults.equivalent.script_portions import LAYOUTS as SCRIPTS_OF_RANKS
 from tests.faults.equivalent.script_portions import SCHEDULES as SCRIPTS_OF_PORTIONS
 from tests.faults.equivalent.scripts import ScriptCase
+from tests.scripts import NAMES, rewrites_of
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9
@@ -131,6 +133,7 @@ def of_scripts(chosen: _Chosen, keep: str) -> None:
     """Alarms of right scripts, and culprits of wrong ones."""
     for title, cases in (
         ("Scripts", PAIRS),
+        ("Scripts of the bank", [r for name in NAMES for r in rewrites_of(name)]),
         ("Scripts in portions", SCRIPTS_OF_PORTIONS),
         ("Scripts of several processes", SCRIPTS_OF_RANKS),
     ):
@@ -166,8 +169,8 @@ def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> No
 
 
 def _label(case: Any) -> str:
-    network = getattr(case, "network", None)
-    return f"{network}, {case.name}" if isinstance(network, str) else str(case.name)
+    of = getattr(case, "network", None) or getattr(case, "script", None)
+    return f"{of}, {case.name}" if isinstance(of, str) else str(case.name)
 
 
 def _table_of_alarms(title: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -224,6 +227,9 @@ def _compared(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> An
         except RoundoffError as error:
             progress(f"{label}: {error.what}")
             return error.what
+        except Exception as error:  # noqa: BLE001 - a crash is a row of the table
+            traceback.print_exc()
+            return repr(error)
         if chosen.show:
             print(f"--- {label}\n{compared.answer}\n")
         return compared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -33,6 +34,25 @@ def failing(found):
         .select("site", "phase", "error", "cause")
         .rows()
     )
+
+
+def test_what_the_ctc_loss_leaves_beyond_the_lengths(compared):
+    # probabilities of 2 steps of 6 are computed for the shorter sample; the rest of the
+    # workspace holds what the memory held before, which is filled on purpose here
+    logs = torch.linspace(-3, 3, 6 * 2 * 4).view(6, 2, 4).log_softmax(-1)
+    lengths = torch.tensor([6, 2]), torch.tensor([3, 1])
+
+    def loss(filled):
+        logits = logs.clone().requires_grad_()
+        old = [np.full(n, filled, "f4") for n in range(60, 130)]
+        del old
+        F.ctc_loss(logits, torch.tensor([1, 2, 3, 2]), *lengths).backward()
+
+    found = compared(lambda: loss(1.0), lambda: loss(-7.0))
+    assert failing(found) == []
+    assert found.agrees
+    workspace = found.table.filter(operator="_ctc_loss", place=1)
+    assert workspace["reason"].item() == "memory that nothing was written to yet"
 
 
 @pytest.mark.parametrize("operator", [torch.add, torch.mul])

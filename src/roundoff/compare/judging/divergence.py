@@ -57,6 +57,8 @@ HANDS_ON = operators_that("hand on in order")
 WORKSPACE = operators_that("return a workspace")
 #: Memory that nothing was written to yet.
 UNWRITTEN = operators_that("leave memory unwritten")
+#: Their further results have elements that nothing was written to.
+UNWRITTEN_IN_PART = operators_that("leave a further result unwritten in part")
 
 
 class StepMeasures(Protocol):
@@ -694,8 +696,15 @@ def is_workspace(row: RecordedRow) -> bool:
 
 
 def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
-    """Return True for views of new memory with elements that nothing was written to."""
-    return row.reason == twin.reason == PARTLY_WRITTEN
+    """Return True where nothing was written to some of the elements.
+
+    That is so for views of new memory, and for what a kernel leaves for its backward
+    kernel beyond the lengths of the samples.
+    """
+    if row.reason == twin.reason == PARTLY_WRITTEN:
+        return True
+    further_result = (row.place or 0) > 0 and row.place == twin.place
+    return further_result and row.operator == twin.operator in UNWRITTEN_IN_PART
 
 
 def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:

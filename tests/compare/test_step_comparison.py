@@ -77,6 +77,27 @@ def test_swapped_operands(compared, operator):
     assert [(c.operator, c.inputs_error) for c in found.culprits(1)] == [("add", 0)]
 
 
+def test_a_term_that_is_added_with_the_other_sign(compared):
+    x = torch.linspace(0.5, 2, 64)
+
+    def loss(combine):
+        weight = x.clone().requires_grad_()
+        combine(weight.exp(), weight.sin()).sum().backward()
+
+    # exp - 0.1 sin is -0.1 sin + exp
+    found = compared(
+        lambda: loss(lambda a, b: a - 0.1 * b),
+        lambda: loss(lambda a, b: (-0.1) * b + a),
+    )
+    assert failing(found) == []
+    # exp + 0.1 sin is not, and the sign is named where it is lost
+    found = compared(
+        lambda: loss(lambda a, b: (-0.1) * b + a),
+        lambda: loss(lambda a, b: 0.1 * b + a),
+    )
+    assert found.culprits(1)[0].evidence == "other: -0.1, here 0.1"
+
+
 def test_gradients_accumulated_in_another_order(compared):
     """Three uses of one weight; autograd adds their gradients as they come."""
 

@@ -540,7 +540,8 @@ class Divergence:
         """Clear partial sums of gradients whose total agrees again.
 
         Gradients of several uses of a value that are added in another order differ in
-        between, as do parts of one product that are several products elsewhere. What is
+        between, as do parts of one product that are several products elsewhere, and a
+        term that is added with the other sign where it is subtracted. What is
         read or inserted there and changes nothing after it is no fault. What a norm
         shows is, though a clip by that norm hides it later; and a loss of which the
         gradient's seed reads the shape alone.
@@ -569,6 +570,8 @@ class Divergence:
         if by_use or self._is_of_another_formula(finding):
             return True
         if self._is_of_another_part(record):
+            return True
+        if is_negated(self.candidate[record], self.twin(record)):
             return True
         if self.measures.can_replay and self._is_put_otherwise(finding):
             return True
@@ -705,6 +708,19 @@ def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
         return True
     further_result = (row.place or 0) > 0 and row.place == twin.place
     return further_result and row.operator == twin.operator in UNWRITTEN_IN_PART
+
+
+def is_negated(row: RecordedRow, twin: RecordedRow) -> bool:
+    """Return True where one value is the other's times -1, as far as statistics tell."""
+    if None in (row.min, row.max, row.l2, twin.min, twin.max, twin.l2) or not row.l2:
+        return False
+    ours = (-(twin.max or 0.0), -(twin.min or 0.0), twin.l2 or 0.0)
+    theirs = (row.min or 0.0, row.max or 0.0, row.l2)
+    return all(map(_are_close, ours, theirs))
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)
 
 
 def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:

@@ -12,6 +12,7 @@ import argparse
 import functools
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.faults.equivalent.script_pairs import PAIRS
 from tests.faults.equivalent.script_portions import LAYOUTS as SCRIPTS_OF_RANKS
 from tests.faults.equivalent.script_portions import SCHEDULES as SCRIPTS_OF_PORTIONS
 from tests.faults.equivalent.scripts import ScriptCase
+from tests.scripts import NAMES, rewrites_of
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9
@@ -135,7 +137,9 @@ def of_layouts(chosen: _Chosen) -> None:
 
 def of_scripts(chosen: _Chosen, keep: str) -> None:
     """Alarms of right scripts, and culprits of wrong ones."""
+    rewrites = [rewrite for name in NAMES for rewrite in rewrites_of(name)]
     _of_texts("Scripts", PAIRS, chosen, keep)
+    _of_texts("Scripts of the bank", rewrites, chosen, keep)
     _of_texts("Scripts in portions", SCRIPTS_OF_PORTIONS, chosen, keep)
     _of_texts("Scripts of several processes", SCRIPTS_OF_RANKS, chosen, keep)
 
@@ -185,8 +189,8 @@ def _right_and_wrong(title: str, recorded: Sequence[Any], chosen: _Chosen) -> No
 
 
 def _label(case: Any) -> str:
-    network = getattr(case, "network", None)
-    return f"{network}, {case.name}" if isinstance(network, str) else str(case.name)
+    of = getattr(case, "network", None) or getattr(case, "script", None)
+    return f"{of}, {case.name}" if isinstance(of, str) else str(case.name)
 
 
 def _table_of_alarms(title: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -246,6 +250,9 @@ def _compared(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> An
         except RoundoffError as error:
             progress(f"{label}: {error.what}")
             return error.what
+        except Exception as error:  # noqa: BLE001 - a crash is a row of the table
+            traceback.print_exc()
+            return repr(error)
         if chosen.show:
             print(f"--- {label}\n{compared.answer}\n")
         return compared

@@ -15,6 +15,7 @@ import argparse
 import random
 import sys
 import tempfile
+import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,11 @@ BARS = {"tensors": (0.95, 0.98), "stats": (0.88, 0.94)}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a comparison says of a fault; ``rank`` is None where the truth is not named."""
+    """What a comparison says of a fault.
+
+    ``rank`` is None where the truth is not named; ``crashed`` where the comparison ended
+    in an error that it did not foresee.
+    """
 
     fault: ScriptFault
     rank: int | None
@@ -53,6 +58,7 @@ class Outcome:
     says: bool
     first: str
     error: str = ""
+    crashed: bool = False
 
 
 def main() -> None:
@@ -137,6 +143,9 @@ def measured(
                 outcome = compared(fault, right[fault.whole], wrong, texts)
             except RoundoffError as error:
                 outcome = Outcome(fault, None, False, False, "", str(error))
+            except Exception as error:  # noqa: BLE001 - a crash is a row of the table
+                traceback.print_exc()
+                outcome = Outcome(fault, None, False, False, "", repr(error), True)
             outcomes.append(outcome)
             mark = "agrees" if outcome.agrees else outcome.rank
             progress(
@@ -172,7 +181,15 @@ def report(outcomes: Sequence[Outcome], keep: str) -> None:
         by_kind[outcome.fault.kind].append(outcome)
     rows = [(kind, *counts(by_kind[kind])) for kind in KINDS if by_kind[kind]]
     rows.append(("all", *counts(outcomes)))
-    header = ("kind", "faults", "first", "among three", "in these words", "agrees")
+    header = (
+        "kind",
+        "faults",
+        "first",
+        "among three",
+        "in these words",
+        "agrees",
+        "crashed",
+    )
     table(f"Named in scripts, with {keep}", header, rows)
     for top, bar in zip((1, 3), BARS[keep], strict=True):
         share = named_by(outcomes, top) / max(1, len(outcomes))
@@ -194,6 +211,7 @@ def counts(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
         named_by(outcomes, 3),
         sum(outcome.says for outcome in outcomes),
         sum(outcome.agrees for outcome in outcomes),
+        sum(outcome.crashed for outcome in outcomes),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -35,6 +36,25 @@ def failing(found):
     )
 
 
+def test_what_the_ctc_loss_leaves_beyond_the_lengths(compared):
+    # probabilities of 2 steps of 6 are computed for the shorter sample; the rest of the
+    # workspace holds what the memory held before, which is filled on purpose here
+    logs = torch.linspace(-3, 3, 6 * 2 * 4).view(6, 2, 4).log_softmax(-1)
+    lengths = torch.tensor([6, 2]), torch.tensor([3, 1])
+
+    def loss(filled):
+        logits = logs.clone().requires_grad_()
+        old = [np.full(n, filled, "f4") for n in range(60, 130)]
+        del old
+        F.ctc_loss(logits, torch.tensor([1, 2, 3, 2]), *lengths).backward()
+
+    found = compared(lambda: loss(1.0), lambda: loss(-7.0))
+    assert failing(found) == []
+    assert found.agrees
+    workspace = found.table.filter(operator="_ctc_loss", place=1)
+    assert workspace["reason"].item() == "memory that nothing was written to yet"
+
+
 @pytest.mark.parametrize("operator", [torch.add, torch.mul])
 def test_swapped_operands(compared, operator):
     x = torch.linspace(0.5, 2, 64)
@@ -55,6 +75,27 @@ def test_swapped_operands(compared, operator):
         lambda: torch.add(x.exp(), x.sin(), alpha=1.01).sum(),
     )
     assert [(c.operator, c.inputs_error) for c in found.culprits(1)] == [("add", 0)]
+
+
+def test_a_term_that_is_added_with_the_other_sign(compared):
+    x = torch.linspace(0.5, 2, 64)
+
+    def loss(combine):
+        weight = x.clone().requires_grad_()
+        combine(weight.exp(), weight.sin()).sum().backward()
+
+    # exp - 0.1 sin is -0.1 sin + exp
+    found = compared(
+        lambda: loss(lambda a, b: a - 0.1 * b),
+        lambda: loss(lambda a, b: (-0.1) * b + a),
+    )
+    assert failing(found) == []
+    # exp + 0.1 sin is not, and the sign is named where it is lost
+    found = compared(
+        lambda: loss(lambda a, b: (-0.1) * b + a),
+        lambda: loss(lambda a, b: 0.1 * b + a),
+    )
+    assert found.culprits(1)[0].evidence == "other: -0.1, here 0.1"
 
 
 def test_gradients_accumulated_in_another_order(compared):

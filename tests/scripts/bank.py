@@ -7,10 +7,11 @@ import io
 import re
 import tomllib
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -73,6 +74,43 @@ class ScriptFault:
         return ours, theirs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewrite:
+    """A script written in another way that computes the same: nothing may be blamed.
+
+    Attributes:
+        script: the name of the script.
+        name: in words.
+        edits: texts that the script has once, and what stands in their places.
+        sites: what may be named: nothing.
+    """
+
+    script: str
+    name: str
+    edits: tuple[tuple[str, str], ...]
+    sites: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the rewritten script."""
+        text = text_of(self.script)
+        for old, new in self.edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{self.script}, {self.name}: {old!r} is not once")
+            text = text.replace(old, new)
+        return text
+
+    @property
+    def apart(self) -> bool:
+        """True for the quarter that is measured at the end alone."""
+        return zlib.crc32(self.name.encode()) % 4 == 0
+
+    def record(self, folder: Path, *, candidate: bool, keep: str) -> Path:
+        """Record the script, or as it is rewritten, and return the run."""
+        text = self.text if candidate else text_of(self.script)
+        return record_script(text, folder / "script", keep=keep)
+
+
 def text_of(script: str) -> str:
     """Return the text of a script."""
     return (FOLDER / f"{script}.py").read_text(encoding="utf-8")
@@ -80,9 +118,24 @@ def text_of(script: str) -> str:
 
 def faults_of(script: str) -> list[ScriptFault]:
     """Return the faults of a script."""
+    return [_fault(script, entry) for entry in _entries(script)["fault"]]
+
+
+def rewrites_of(script: str) -> list[Rewrite]:
+    """Return the ways to write a script that compute the same."""
+    return [
+        Rewrite(
+            script=script,
+            name=entry["name"],
+            edits=tuple((edit["old"], edit["new"]) for edit in entry["edit"]),
+        )
+        for entry in _entries(script).get("rewrite", ())
+    ]
+
+
+def _entries(script: str) -> dict[str, Any]:
     with (FOLDER / f"{script}.toml").open("rb") as file:
-        entries = tomllib.load(file)["fault"]
-    return [_fault(script, entry) for entry in entries]
+        return tomllib.load(file)
 
 
 def _fault(script: str, entry: dict[str, Any]) -> ScriptFault:

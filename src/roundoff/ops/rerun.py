@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from roundoff.ops.arguments import Keywords
 from roundoff.ops.high_precision import STAND_INS
 from roundoff.ops.refusals import Reason, Refusal, holds, refuse
+from roundoff.ops.table import operators_that
 from roundoff.preserve import random_states, set_random_states
 
 #: Read by kernels as fp32 whatever the format of the other tensors; step counts and
@@ -47,8 +48,7 @@ EXACT_ARGUMENTS = frozenset(
 )
 #: Flags of the half-precision kernels alone; the result is the same.
 _OFF = frozenset(("half_to_float", "pin_memory"))
-#: Results that a kernel leaves uninitialised in part.
-_PARTIAL = {("aten::_ctc_loss", 1)}
+_PARTLY_UNWRITTEN = operators_that("leave a further result unwritten in part")
 _LAYOUTS = (
     torch.strided,
     torch.sparse_coo,
@@ -219,9 +219,8 @@ def _once(call: _BoundCall, target: _Destination) -> _Once:
     if not call.bound and not func._schema.returns:
         raise Refusal("returns no tensor")
     results = _results(func, copies, result)
-    for place in range(len(results)):
-        if (func._schema.name, place) in _PARTIAL:
-            results[place] = None
+    if func._schema.name.partition("::")[2] in _PARTLY_UNWRITTEN:
+        results[1:] = [None] * (len(results) - 1)
     return _Once(results, copy.changed, copy.tensors)
 
 

@@ -76,6 +76,7 @@ Trait = Literal[
     "create exactly",
     "draw",
     "leave memory unwritten",
+    "leave a further result unwritten in part",
     "ignore their first operand",
     "write constants",
     "ask about values",
@@ -229,6 +230,8 @@ _TRAITS: dict[Trait, str] = {
     "leave memory unwritten": """
         empty empty_like empty_strided empty_permuted empty_quantized new_empty
         new_empty_strided resize resize_as _resize_output""",
+    # steps of the recursion beyond the lengths of a sample
+    "leave a further result unwritten in part": "_ctc_loss",
     "ignore their first operand": """
         zeros_like ones_like empty_like full_like rand_like randn_like randint_like
         new_zeros new_empty new_full new_ones new_empty_strided zero fill copy normal

@@ -192,3 +192,20 @@ def test_a_group_that_is_left_out_is_no_other_setting():
     numbers = {name: n for name, n in last.numbers.items() if "group" not in name}
     theirs = [backward, (step, event(last.what, 1, last.of, **numbers))]
     assert loop_causes(ours, theirs, rank=0) == []
+
+
+def two_optimizers(*backward):
+    """The events of steps in which two optimizers step after these backward passes."""
+    events = [(0, event("zero_grad", 0, "SGD")), (0, event("zero_grad", 1, "Adagrad"))]
+    events += [(0, event("backward", call)) for call in backward]
+    events += [(0, event("optimizer.step", 8, name)) for name in ("SGD", "Adagrad")]
+    return events + [(step + 1, e) for step, e in events]
+
+
+def test_the_parts_of_a_loss_may_go_backward_one_by_one():
+    found = loop_causes(two_optimizers(3), two_optimizers(3, 4), rank=0)
+    # the second optimizer takes both passes too: nothing was left from before
+    assert [cause.name for cause in found] == ["backward"]
+    left = [(s, e) for s, e in two_optimizers(3) if e.call != 1]
+    found = loop_causes(two_optimizers(3), left, rank=0)
+    assert [(c.name, c.step) for c in found] == [("zero_grad", 1)]

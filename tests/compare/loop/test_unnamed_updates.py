@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import roundoff
+from roundoff.compare.loop.unnamed_updates import unnamed_state
+from roundoff.compare.records.recorded_rows import RecordedRow
 
 KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
 
@@ -103,3 +105,21 @@ def test_what_a_module_names_later_is_told_by_that_name(tmp_path):
     found = roundoff.compare(reference=right, candidate=wrong)
     assert found.culprits()[0].name == "bias"
     assert not any("no module names" in c.evidence for c in found.culprits())
+
+
+@pytest.mark.parametrize(
+    ("operator", "found"),
+    [("add_", [0]), ("_amp_foreach_non_finite_check_and_unscale_", [])],
+)
+def test_the_flags_of_a_loss_scaler_are_no_weights(operator, found):
+    made = RecordedRow(record=0, call=0, operator="full", phase="forward")
+    write = RecordedRow(
+        record=1,
+        call=1,
+        operator=operator,
+        overload="Tensor" if operator == "add_" else "default",
+        phase="optimizer",
+        inputs=(0,),
+        inplace=True,
+    )
+    assert [row.record for row in unnamed_state({0: made, 1: write})] == found

@@ -57,6 +57,8 @@ HANDS_ON = operators_that("hand on in order")
 WORKSPACE = operators_that("return a workspace")
 #: Memory that nothing was written to yet.
 UNWRITTEN = operators_that("leave memory unwritten")
+#: Their further results have elements that nothing was written to.
+UNWRITTEN_IN_PART = operators_that("leave a further result unwritten in part")
 
 
 class StepMeasures(Protocol):
@@ -538,7 +540,8 @@ class Divergence:
         """Clear partial sums of gradients whose total agrees again.
 
         Gradients of several uses of a value that are added in another order differ in
-        between, as do parts of one product that are several products elsewhere. What is
+        between, as do parts of one product that are several products elsewhere, and a
+        term that is added with the other sign where it is subtracted. What is
         read or inserted there and changes nothing after it is no fault. What a norm
         shows is, though a clip by that norm hides it later; and a loss of which the
         gradient's seed reads the shape alone.
@@ -577,6 +580,8 @@ class Divergence:
         if by_use or self._is_of_another_formula(finding):
             return True
         if self._is_of_another_part(record):
+            return True
+        if is_negated(self.candidate[record], self.twin(record)):
             return True
         if self.measures.can_replay and self._is_put_otherwise(finding):
             return True
@@ -704,8 +709,28 @@ def is_workspace(row: RecordedRow) -> bool:
 
 
 def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
-    """Return True for views of new memory with elements that nothing was written to."""
-    return row.reason == twin.reason == PARTLY_WRITTEN
+    """Return True where nothing was written to some of the elements.
+
+    That is so for views of new memory, and for what a kernel leaves for its backward
+    kernel beyond the lengths of the samples.
+    """
+    if row.reason == twin.reason == PARTLY_WRITTEN:
+        return True
+    further_result = (row.place or 0) > 0 and row.place == twin.place
+    return further_result and row.operator == twin.operator in UNWRITTEN_IN_PART
+
+
+def is_negated(row: RecordedRow, twin: RecordedRow) -> bool:
+    """Return True where one value is the other's times -1, as far as statistics tell."""
+    if None in (row.min, row.max, row.l2, twin.min, twin.max, twin.l2) or not row.l2:
+        return False
+    ours = (-(twin.max or 0.0), -(twin.min or 0.0), twin.l2 or 0.0)
+    theirs = (row.min or 0.0, row.max or 0.0, row.l2)
+    return all(map(_are_close, ours, theirs))
+
+
+def _are_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)
 
 
 def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:

@@ -39,6 +39,7 @@ class OptimizerStep:
         backward: the backward passes since the optimizer step before, of whatever
             optimizer.
         gathered: those since the gradients were last cleared.
+        passes: those since the last step of this optimizer.
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
         clips: the clippings, each with True where gradients were unscaled before it.
@@ -52,6 +53,7 @@ class OptimizerStep:
     event: LoopEvent
     backward: list[LoopEvent]
     gathered: int
+    passes: int
     cleared: LoopEvent | None
     last_cleared: LoopEvent | None
     clips: list[tuple[LoopEvent, bool]]
@@ -60,6 +62,12 @@ class OptimizerStep:
     moved: int
     schedule: LoopEvent | None
 
+    @property
+    def kept(self) -> int:
+        """How many passes from before the last step add up too; below 0 where some of
+        its own are cleared away."""
+        return self.gathered - self.passes
+
 
 @dataclass(slots=True)
 class _Loop:
@@ -67,6 +75,7 @@ class _Loop:
 
     backward: list[LoopEvent] = field(default_factory=list)
     passes: int = 0
+    stepped_at: dict[str, int] = field(default_factory=dict)
     cleared_at: dict[str, int] = field(default_factory=dict)
     cleared_by: dict[str, LoopEvent] = field(default_factory=dict)
     cleared_late: dict[str, LoopEvent] = field(default_factory=dict)
@@ -91,6 +100,7 @@ class _Loop:
             event=event,
             backward=self.backward,
             gathered=self.passes - cleared_at,
+            passes=self.passes - self.stepped_at.get(event.of, 0),
             cleared=_of_optimizer(self.cleared_late, event.of),
             last_cleared=_of_optimizer(self.cleared_by, event.of),
             clips=self.clips,
@@ -99,6 +109,7 @@ class _Loop:
             moved=self.moved,
             schedule=self.schedule,
         )
+        self.stepped_at[event.of] = self.passes
         self.backward = []
         self.cleared_late = {}
         self.clips = []
@@ -404,9 +415,9 @@ def _backward_passes(
 
 
 def _clearing(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
-    if twin.gathered == step.gathered or len(twin.backward) != len(step.backward):
+    if twin.kept == step.kept or len(twin.backward) != len(step.backward):
         return
-    if step.gathered > twin.gathered:
+    if step.kept > twin.kept:
         evidence = _not_cleared(twin, step)
     else:
         cleared = step.cleared or step.last_cleared

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.left_out_updates import UNSCALING
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.ops import written_input
@@ -34,13 +35,16 @@ def unnamed_state(rows: Rows) -> list[RecordedRow]:
 def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow]:
     """Return the last write of an optimizer to each value that has no name, by its record.
 
-    The record is that of the value as the step read it, before any write to it.
+    The record is that of the value as the step read it, before any write to it. What a
+    loss scaler writes are gradients and its own flags.
     """
     parameters = {}
     for record, source in sources.items():
         before = rows.get(source)
         write = rows[record]
         if before is None or before.name or write.name:  # named later in the step
+            continue
+        if write.base_operator in UNSCALING:
             continue
         if before.phase == "forward" and write.phase == "optimizer":
             parameters[source] = write

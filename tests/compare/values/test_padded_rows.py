@@ -129,7 +129,7 @@ def text(line):
 
 
 @pytest.mark.parametrize(
-    "ours, theirs",
+    ("ours", "theirs"),
     [
         (padded, packed),
         (packed, padded),

@@ -53,7 +53,9 @@ def kept_sketches(flow: Flow, masks: Sequence[Tensor]) -> Iterator[tuple[int, Sk
         if value.row.phase != _FORWARD or value.says_nothing:
             continue
         tensor = flow.tensor(value.key)
-        for mask in masks if tensor is not None else ():
+        if tensor is None:
+            continue
+        for mask in masks:
             rows = kept_rows(tensor, mask)
             sketch = None if rows is None else sketch_of_tensor(rows)
             if sketch is not None and sketch.numel >= FEWEST and not sketch.constant:

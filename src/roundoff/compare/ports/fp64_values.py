@@ -86,7 +86,9 @@ def in_fp64(sides: Sides) -> Sides | None:
     reference, candidate = (
         flow_of(step, flow.trained) for step, flow in zip(steps, flows, strict=True)
     )
-    return Sides(reference, candidate, limit, made_up=sides.made_up)
+    return Sides(
+        reference, candidate, limit, made_up=sides.made_up, padding=sides.padding
+    )
 
 
 def _widened(sides: Sides) -> frozenset[str]:
@@ -148,7 +150,7 @@ def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
         step = _wide_step(flow, tensors, widened, _WITH_BACKWARD)
         flows.append(flow_of(step, flow.trained))
     reference, candidate = flows
-    return Sides(reference, candidate, limit)
+    return Sides(reference, candidate, limit, padding=sides.padding)
 
 
 def _coarsest(sides: Sides) -> float:

@@ -85,6 +85,7 @@ from roundoff.compare.repairs.repair_trials import (
 )
 from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
 from roundoff.compare.rounding.findings import INHERITED, OWN
+from roundoff.compare.values.padded_rows import padding_masks
 from roundoff.compare.values.value_flow import Flow, Value, flow_of
 from roundoff.compare.values.value_regions import (
     Part,
@@ -252,7 +253,12 @@ def values_compared(steps: RecordedSides) -> ValuesCompared:
 def _values_of(steps: RecordedSides) -> Sides:
     reference = flow_of(steps.reference)
     candidate = flow_of(steps.candidate)
-    sides = Sides(reference, candidate, limit_of(reference, candidate))
+    sides = Sides(
+        reference,
+        candidate,
+        limit_of(reference, candidate),
+        padding=padding_masks(reference, candidate),
+    )
     sides.match()
     return sides
 

@@ -11,7 +11,7 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from roundoff.compare.records.value_sketch import Sketch, SketchIndex
 from roundoff.compare.rounding.rounding_bound import unit, working_formats
 from roundoff.compare.values.inner_values import open_calls
 from roundoff.compare.values.loop_turns import joined_turns, stack_of_turn
+from roundoff.compare.values.padded_rows import kept_sketches
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.ops import operators_that
 
@@ -59,6 +60,7 @@ class Sides:
         stored: the limit by the formats of what is there before the step.
         learnt: for two shapes how values of them that agree stand in each other: see
             ``learnt_layouts``.
+        padding: masks of places that count for something: see ``padded_rows``.
     """
 
     reference: Flow
@@ -71,6 +73,7 @@ class Sides:
     learnt: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tensor]] = field(
         default_factory=dict
     )
+    padding: tuple[Tensor, ...] = ()
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
     stored: float = field(init=False)
@@ -124,6 +127,26 @@ class Sides:
         for key, twin in others.items():
             self.agreeing[key] = (twin, 0.0)
             self.twins.setdefault(twin, (key, 0.0))
+        self._match_without_padding()
+
+    def _match_without_padding(self) -> None:
+        """Let values agree that do where a batch is not filled up."""
+        if not self.padding:
+            return
+        ours = list(kept_sketches(self.reference, self.padding))
+        theirs = list(kept_sketches(self.candidate, self.padding))
+        twins = _first_near(
+            [*_sketches(self.candidate), *theirs], SketchIndex(ours), self.limit
+        )
+        twins = _first_near(theirs, self._index, self.limit) | twins
+        for key in twins.keys() - self.twins.keys():
+            self.twins[key] = twins[key]
+            self.several[key] = twins[key][0]
+        others = _first_near(
+            [*_sketches(self.reference), *ours], SketchIndex(theirs), self.limit
+        )
+        others = _first_near(ours, _index(self.candidate), self.limit) | others
+        self.agreeing = others | self.agreeing
 
     def _join_parts(self, of: Flow, agreeing: dict[int, tuple[int, float]]) -> None:
         """Let a complex value agree where both its parts do, apart from each other."""
@@ -145,11 +168,25 @@ class Sides:
 
 
 def _index(flow: Flow) -> SketchIndex:
-    return SketchIndex(
-        (value.key, value.sketch)
-        for value in flow.values.values()
-        if value.sketch is not None
-    )
+    return SketchIndex(_sketches(flow))
+
+
+def _first_near(
+    sketches: Iterable[tuple[int, Sketch]], index: SketchIndex, limit: float
+) -> dict[int, tuple[int, float]]:
+    """Return the nearest in ``index`` of each key of which a sketch is near to one."""
+    first: dict[int, tuple[int, float]] = {}
+    for key, sketch in sketches:
+        near = index.near(sketch, limit)
+        if near:
+            first.setdefault(key, (near[0][1], near[0][0]))
+    return first
+
+
+def _sketches(flow: Flow) -> Iterator[tuple[int, Sketch]]:
+    for value in flow.values.values():
+        if value.sketch is not None:
+            yield value.key, value.sketch
 
 
 def limit_of(reference: Flow, candidate: Flow) -> float:

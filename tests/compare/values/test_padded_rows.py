@@ -1,0 +1,182 @@
+"""Sequences of several lengths: what stands in padding, or is left out there, is no fault."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import roundoff
+from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.compare.values.padded_rows import (
+    kept_rows,
+    kept_sketches,
+    padding_masks,
+)
+from roundoff.compare.values.value_flow import flow_of
+from roundoff.record import StepTensors
+
+
+def drawn(*shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+LEAVES = {
+    "a": drawn(8, 6, seed=1, scale=0.5),
+    "q": drawn(8, 8, seed=2, scale=0.6),
+    "b": drawn(5, 8, seed=3, scale=0.5),
+}
+LENGTHS = torch.tensor([7, 4, 5])
+MASK = torch.arange(7) < LENGTHS[:, None]
+X = drawn(3, 7, 6, seed=4)
+Y = drawn(3, 7, 5, seed=5)
+
+
+def scores(m, h):
+    return (h @ m.q) @ h.transpose(1, 2) / 8**0.5
+
+
+def padded(m, x, y, mask):
+    """Attention in each sequence; the mean of the errors in its places."""
+    h = torch.tanh(F.linear(x, m.a))
+    s = scores(m, h).masked_fill(~mask[:, None, :], -1e9)
+    h = h + s.softmax(-1) @ h
+    error = (F.linear(h, m.b) - y).square().mean(-1)
+    return (error * mask).sum() / mask.sum()
+
+
+def packed(m, x, y, mask):
+    """All sequences behind each other; the same numbers in the places that there are."""
+    x, y = x[mask], y[mask]
+    sequence = mask.nonzero()[:, 0]
+    h = 2 * torch.sigmoid(2 * torch.einsum("ni,oi->no", x, m.a)) - 1
+    s = torch.einsum("ni,ij,mj->nm", h, m.q, h) / 8**0.5
+    s = torch.where(sequence[:, None] == sequence, s, -1e9)
+    h = torch.einsum("nm,mj->nj", torch.exp(s - s.logsumexp(1, keepdim=True)), h) + h
+    return ((torch.einsum("ni,oi->no", h, m.b) - y) ** 2).mean()
+
+
+def of_other_padding(m, x, y, mask):
+    """What stands in the padding is a number of its own after each layer."""
+    h = 2 * torch.sigmoid(2 * torch.einsum("bti,oi->bto", x, m.a)) - 1
+    h = torch.where(mask[..., None], h, 0.3)
+    s = torch.einsum("bti,ij,bsj->bts", h, m.q, h) / 8**0.5
+    s = torch.where(mask[:, None, :], s, -1e9)
+    weights = torch.exp(s - s.logsumexp(-1, keepdim=True))
+    h = torch.einsum("bts,bsj->btj", weights, h) + h
+    h = torch.where(mask[..., None], h, -0.7)
+    error = ((torch.einsum("bti,oi->bto", h, m.b) - y) ** 2).sum(-1) / 5
+    return torch.where(mask, error, 0.0).sum() / mask.sum()
+
+
+def packed_and_wrong(m, x, y, mask):
+    """``packed`` with scores of another scale."""
+    x, y = x[mask], y[mask]
+    sequence = mask.nonzero()[:, 0]
+    h = 2 * torch.sigmoid(2 * torch.einsum("ni,oi->no", x, m.a)) - 1
+    s = torch.einsum("ni,ij,mj->nm", h, m.q, h) / 6**0.5
+    s = torch.where(sequence[:, None] == sequence, s, -1e9)
+    h = torch.einsum("nm,mj->nj", torch.exp(s - s.logsumexp(1, keepdim=True)), h) + h
+    return ((torch.einsum("ni,oi->no", h, m.b) - y) ** 2).mean()
+
+
+def attends_to_padding(m, x, y, mask):
+    """``of_other_padding`` without the mask of the scores."""
+    h = 2 * torch.sigmoid(2 * torch.einsum("bti,oi->bto", x, m.a)) - 1
+    h = torch.where(mask[..., None], h, 0.3)
+    s = torch.einsum("bti,ij,bsj->bts", h, m.q, h) / 8**0.5
+    weights = torch.exp(s - s.logsumexp(-1, keepdim=True))
+    h = torch.einsum("bts,bsj->btj", weights, h) + h
+    error = ((torch.einsum("bti,oi->bto", h, m.b) - y) ** 2).sum(-1) / 5
+    return torch.where(mask, error, 0.0).sum() / mask.sum()
+
+
+@pytest.fixture
+def recorded(program, tmp_path):
+    """``recorded(function)``: the folder of a recorded step with its backward pass."""
+    numbers = itertools.count()
+
+    def record(function):
+        net = program(function, **LEAVES)
+        folder = tmp_path / str(next(numbers))
+        with roundoff.capture(folder, net, keep="tensors") as run:
+            net(X, Y, MASK).backward()
+            run.step()
+        return folder
+
+    return record
+
+
+@pytest.fixture
+def flow(recorded):
+    """``flow(function)``: the values of a recorded step."""
+
+    def values(function):
+        run = roundoff.load(recorded(function))
+        step = RecordedStep(rows_of(run, 0, 0), StepTensors(run, 0, 0))
+        return flow_of(step)
+
+    return values
+
+
+def text(line):
+    return linecache.getline(__file__, int(line.rpartition(":")[2])).strip()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (padded, packed),
+        (packed, padded),
+        (padded, of_other_padding),
+    ],
+)
+@pytest.mark.parametrize("tensors", [True, False])
+def test_padding_is_no_difference(recorded, ours, theirs, tensors):
+    comparison = roundoff.compare(
+        reference=recorded(ours), candidate=recorded(theirs), tensors=tensors
+    )
+    assert comparison.agrees
+
+
+def test_a_fault_among_packed_places_is_named(recorded):
+    comparison = roundoff.compare(
+        reference=recorded(padded), candidate=recorded(packed_and_wrong)
+    )
+    assert not comparison.agrees
+    assert "/ 6**0.5" in text(comparison.culprits()[0].line)
+
+
+def test_places_that_a_gradient_reaches_count(flow):
+    ours = flow(padded)
+    [mask] = padding_masks(ours, flow(packed))
+    assert torch.equal(mask, MASK)
+    assert padding_masks(ours, flow(attends_to_padding)) == ()
+
+
+def test_padding_that_is_read_is_a_difference(recorded):
+    comparison = roundoff.compare(
+        reference=recorded(padded), candidate=recorded(attends_to_padding)
+    )
+    assert not comparison.agrees
+
+
+def test_kept_values_are_those_of_a_program_without_padding(flow):
+    ours, theirs = flow(padded), flow(packed)
+    hidden = torch.tanh(X @ LEAVES["a"].T)[MASK]
+    wanted = hidden.flatten().sort().values.double().numpy()
+    sketches = [s for _, s in kept_sketches(ours, padding_masks(ours, theirs))]
+    near = [s for s in sketches if s.numel == hidden.numel() and s.exact]
+    assert min(abs(s.values - wanted).max() for s in near) < 1e-6
+
+
+def test_a_mask_keeps_places_of_its_own_axes():
+    rows = torch.arange(21.0)[:, None]
+    assert torch.equal(kept_rows(rows, MASK), rows[MASK.flatten()])
+    assert kept_rows(torch.zeros(7, 3, 2), MASK) is None
+    assert kept_rows(torch.zeros(21), MASK) is None

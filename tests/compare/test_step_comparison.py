@@ -98,6 +98,24 @@ def test_a_term_that_is_added_with_the_other_sign(compared):
     assert found.culprits(1)[0].evidence == "other: -0.1, here 0.1"
 
 
+@pytest.mark.parametrize("activation", [torch.relu, torch.tanh, torch.sigmoid])
+def test_a_detach_after_an_activation_is_named_itself(compared, activation):
+    # the activation keeps a detached result too, which hands on to the written one
+    x = torch.linspace(-1, 2, 64)
+
+    def loss(cut):
+        weight = x.clone().requires_grad_()
+        hidden = activation(weight * x)
+        ((cut(hidden) * x).sin() + hidden.cos()).sum().backward()
+
+    through, cut = lambda: loss(lambda h: h), lambda: loss(torch.Tensor.detach)
+    for one, other in ((through, cut), (cut, through)):
+        first = compared(one, other).culprits(1)[0]
+        line = first.line if other is cut else first.reference_line
+        assert first.looks_like == "gradient cut"
+        assert line.endswith(f":{loss.__code__.co_firstlineno + 3}")
+
+
 def test_gradients_accumulated_in_another_order(compared):
     """Three uses of one weight; autograd adds their gradients as they come."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from roundoff.compare.judging.divergence import Divergence
 from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_detached
 from roundoff.compare.rounding.findings import Finding
 from roundoff.record import StepTensors
 
@@ -191,11 +191,11 @@ def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None
         return None
     for candidate in divergence.candidate.values():
         if candidate.record not in divergence.exact and _is_forward_detach(candidate):
-            return candidate
+            return last_detached(divergence.candidate, candidate.record)
     paired = set(divergence.counterpart.values())
     for reference in divergence.reference.values():
         if reference.record not in paired and _is_forward_detach(reference):
-            return reference
+            return last_detached(divergence.reference, reference.record)
     return None
 
 

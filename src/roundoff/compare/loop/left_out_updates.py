@@ -11,7 +11,7 @@ from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_detached
 from roundoff.compare.rounding.findings import OWN
 from roundoff.ops import operators_that
 from roundoff.record import FROZEN, LoopEvent
@@ -336,7 +336,7 @@ def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow
         if not is_detach or row.status == MATCHED or (row.call or 0) < 0:
             continue
         if row.record is not None and row.status != REFERENCE_ONLY:
-            return candidate.get(row.record)
+            return last_detached(candidate, row.record)
     return None
 
 

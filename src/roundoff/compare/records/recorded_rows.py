@@ -167,6 +167,19 @@ def shape_read_first(rows: Rows, row: RecordedRow) -> Sequence[int] | None:
     return read[0].shape if read else None
 
 
+def last_detached(rows: Rows, record: int) -> RecordedRow | None:
+    """Return the last detach in the forward pass of a value that is detached.
+
+    An activation keeps a detached result of its own; a detach that was written comes
+    after it.
+    """
+    for row in rows.values():
+        again = row.operator == "detach" and row.phase == "forward"
+        if again and record in row.inputs:
+            record = row.record
+    return rows.get(record)
+
+
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
     """Return the last row of each parameter, buffer and gradient by its name."""
     return {row.name: row for row in rows.values() if row.name}

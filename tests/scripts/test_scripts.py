@@ -12,7 +12,16 @@ import pytest
 
 import roundoff
 
-from . import KINDS, NAMES, ScriptFault, faults_of, rank_of, record_script, text_of
+from . import (
+    KINDS,
+    NAMES,
+    ScriptFault,
+    faults_of,
+    rank_of,
+    record_script,
+    rewrites_of,
+    text_of,
+)
 
 _CHOSEN = {
     ("vqvae", "channels of the encoder"),
@@ -43,6 +52,14 @@ def test_every_fault_is_a_script_of_its_own(script):
     for fault in faults_of(script):
         compile(fault.text, fault.name, "exec")
         assert all(fault.true_lines())
+
+
+def test_every_rewrite_is_a_script_of_its_own():
+    rewrites = [rewrite for script in NAMES for rewrite in rewrites_of(script)]
+    assert len(rewrites) >= 18
+    for rewrite in rewrites:
+        compile(rewrite.text, rewrite.name, "exec")
+        assert rewrite.text != text_of(rewrite.script)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
     in_other_portions,
+    is_another_batch,
     share_of_work,
     without_tensors,
 )
@@ -387,11 +388,12 @@ class _RankComparison:
     def _shows_portions(self, sides: Sides, portions: DataPortions | None) -> bool:
         """Return True where tensors say if a step does the same work in other portions.
 
-        Computed ones do where all of the step could be, and the data are the same.
+        Computed ones do where all of the step could be, and the data are the same. As
+        many calls of each module on other data are another batch.
         """
-        if self._tensors:
-            return True
-        return portions is not None and is_whole(sides.candidate)
+        if portions is None and self._tensors:
+            return not is_another_batch(sides.reference, sides.candidate)
+        return self._tensors or (portions is not None and is_whole(sides.candidate))
 
     def _is_all_work_done(self, sides: Sides, step: int) -> bool:
         """Return False where the work follows the number of backward passes.

@@ -209,3 +209,27 @@ def test_a_draw_after_more_of_them_says_so(tmp_path):
     wrong = record(tmp_path / "wrong", "tensors", drawing_after(2))
     found = roundoff.compare(reference=right, candidate=wrong)
     assert "after 2 draws in this step where the reference has 1" in found.answer
+
+
+def guessing(wanted):
+    """A step in which a model guesses the noise, or what is made of it."""
+
+    def run(model):
+        draw = torch.Generator().manual_seed(1)
+        picture = torch.randn(5, 6, generator=draw)
+        noise = torch.randn(5, 6, generator=draw)
+        values = {"noise": noise, "velocity": 0.6 * noise - 0.8 * picture}
+        guess = model(0.8 * picture + 0.6 * noise)
+        torch.nn.functional.l1_loss(guess, values[wanted][:, :3]).backward()
+
+    return run
+
+
+@KEEP
+def test_a_value_in_another_ones_place_is_told_by_what_reads_it(keep, tmp_path):
+    right = record(tmp_path / "right", keep, guessing("velocity"))
+    wrong = record(tmp_path / "wrong", keep, guessing("noise"))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    line = guessing("noise").__code__.co_firstlineno + 6
+    assert first.line.endswith(f"test_fed_data.py:{line}")
+    assert "where the reference reads" in first.evidence

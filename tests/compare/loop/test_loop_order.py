@@ -209,3 +209,17 @@ def test_the_parts_of_a_loss_may_go_backward_one_by_one():
     left = [(s, e) for s, e in two_optimizers(3) if e.call != 1]
     found = loop_causes(two_optimizers(3), left, rank=0)
     assert [(c.name, c.step) for c in found] == [("zero_grad", 1)]
+
+
+def test_a_clip_before_the_backward_pass_clips_nothing():
+    early = ("zero_grad", "clip_grad_norm_", "backward", "optimizer.step")
+    late = ("zero_grad", "backward", "clip_grad_norm_", "optimizer.step")
+    found = loop_causes(loop(*late), loop(*early), rank=0)
+    assert [cause.name for cause in found] == ["clip of the gradients"]
+    assert "clip_grad_norm_ (train.py:2)) before the backward pass" in found[0].evidence
+    assert "the reference clips them after it" in found[0].evidence
+    found = loop_causes(loop(*early), loop(*late), rank=0)
+    assert "the reference clips before it" in found[0].evidence
+    # a clip after each of two passes is one after the last
+    often = ("zero_grad", *2 * late[1:3], "optimizer.step")
+    assert loop_causes(loop(*often), loop(*often), rank=0) == []

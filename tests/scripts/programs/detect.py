@@ -9,7 +9,7 @@ from torch import nn
 
 SIZE, KINDS, ACCUMULATE = 32, 3, 2
 STRIDES, SHAPES = (4, 8), ((1.0, 1.0), (1.4, 0.7))
-NEAR, FAR = 0.4, 0.25
+NEAR, FAR = 0.6, 0.35
 
 
 def anchors():

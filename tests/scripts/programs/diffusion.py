@@ -118,7 +118,7 @@ class DiffusionModule(nn.Module):
     def on_after_backward(self):
         for value in self.net.parameters():
             value.grad.nan_to_num_(0.0)
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.02)
 
     @torch.no_grad()
     def on_train_batch_end(self):

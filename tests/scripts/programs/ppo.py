@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributions import Categorical
 
 WORLDS, HORIZON, SEEN, ACTIONS = 4, 12, 6, 3
-GAMMA, LAMBDA, CLIP, EPOCHS, MINIBATCHES = 0.95, 0.9, 0.2, 2, 2
+GAMMA, LAMBDA, CLIP, EPOCHS, MINIBATCHES = 0.95, 0.9, 0.02, 2, 2
 VALUE_WEIGHT, ENTROPY_WEIGHT = 0.5, 0.01
 
 

@@ -8,7 +8,7 @@ random is not fed: the operator that draws is named.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ class _FedPair:
     row: RecordedRow
     words: str
     error: float | None
+    #: What reads it in the place of another value; None for a value of its own.
+    reader: RecordedRow | None = None
 
 
 def data_records(rows: Rows) -> set[int]:
@@ -203,12 +205,45 @@ def data_causes(
     whole = _without_portions(sides, read)
     pairs = [_differing(sides, twin, row) for twin, row in whole]
     differing = [pair for pair in pairs if pair is not None]
-    fed = [pair for pair in differing if pair.row.record not in of_draws]
+    fed = [
+        _by_its_reader(pair, theirs, compared, data)
+        for pair in differing
+        if pair.row.record not in of_draws
+    ]
     if fed:
         return [_cause(fed, data - changing - of_draws, compared, rank, step)]
     if differing:
         return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
     return []
+
+
+def _by_its_reader(
+    pair: _FedPair, rows: Rows, compared: Sequence[ComparedRow], data: set[int]
+) -> _FedPair:
+    """Say of a value that is right, but stands where another one should, who reads it."""
+    is_right = any(
+        row.record == pair.row.record
+        and row.reference_record not in (None, pair.twin.record)
+        and not row.error
+        and row.cause is None
+        for row in compared
+    )
+    reader = _first_reader(rows, pair.row.record, data)
+    if not is_right or reader is None or not pair.words.startswith(OTHER_VALUES):
+        return pair
+    words = (
+        f"is read by {with_line(reader.site, reader.line)} where the reference reads "
+        f"{with_line(pair.twin.site, pair.twin.line)}"
+    )
+    return replace(pair, words=words, reader=reader)
+
+
+def _first_reader(rows: Rows, record: int, data: set[int]) -> RecordedRow | None:
+    """Return the first call of the model or the loss that reads a value of the data."""
+    for row in rows.values():
+        if record in row.values_read() and row.record not in data:
+            return row
+    return None
 
 
 def _without_portions(
@@ -306,12 +341,18 @@ def _cause(
         name=first.row.site,
         row=first.row,
         twin=first.twin,
-        line=None if maker is None else maker.blamed_line,
+        line=_line_of(first, maker),
         reference_line=None if maker is None else maker.blamed_reference_line,
         error=max((pair.error or 0.0 for pair in pairs), default=None),
         shown_by=tuple(sorted(data)),
         decides=True,
     )
+
+
+def _line_of(first: _FedPair, maker: ComparedRow | None) -> str | None:
+    if first.reader is not None:
+        return first.reader.line
+    return None if maker is None else maker.blamed_line
 
 
 def _made_by(rows: Sequence[ComparedRow], data: set[int]) -> ComparedRow | None:

@@ -11,6 +11,7 @@ from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.fed_data import data_causes
+from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
 from roundoff.compare.loop.left_out_operators import operator_causes
 from roundoff.compare.loop.left_out_updates import update_causes
 from roundoff.compare.loop.loaded_values import loaded_causes, values_before
@@ -85,9 +86,28 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
         compared.sides, compared.events, compared.rows, rename, **at
     )
     causes += unnamed_update_causes(compared.sides, compared.rows, **at)
+    causes = _with_writes_by_hand(causes, compared, rename, at)
     if not causes:
         causes += operator_causes(compared.sides, compared.rows, **at)
     return causes
+
+
+def _with_writes_by_hand(
+    causes: Sequence[Cause],
+    compared: ComparedStep,
+    rename: Callable[[str], str],
+    at: Mapping[str, Any],
+) -> list[Cause]:
+    """Add what one script alone writes by hand, or writes in another order.
+
+    Where the order differs, what the same values hold before and after follows from it.
+    """
+    moved = hand_order_causes(compared.sides, rename, **at) if compared.differs else []
+    moved_names = {name for cause in moved for name in cause.names}
+    kept = [c for c in causes if not c.names or not moved_names.issuperset(c.names)]
+    told = moved_names.union(*(cause.names for cause in kept))
+    alone = hand_write_causes(compared.sides, rename, **at)
+    return [*moved, *kept, *(c for c in alone if not told.intersection(c.names))]
 
 
 def _may_be_made_by(data: Sequence[Cause], loaded: Sequence[Cause], rows: Rows) -> bool:

@@ -11,7 +11,7 @@ from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY
-from roundoff.compare.records.kept_results import cuts_a_gradient
+from roundoff.compare.records.kept_results import cutting_detach
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN
 from roundoff.ops import operators_that
@@ -335,9 +335,11 @@ def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow
     for row in compared:
         if row.operator != "detach" or row.status in (MATCHED, REFERENCE_ONLY):
             continue
-        detach = None if row.record is None else candidate.get(row.record)
-        if detach is not None and cuts_a_gradient(detach, candidate):
-            return detach
+        written = None
+        if row.record is not None and row.phase == "forward":
+            written = cutting_detach(candidate, row.record)
+        if written is not None:
+            return written
     return None
 
 

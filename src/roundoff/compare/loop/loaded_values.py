@@ -437,12 +437,12 @@ def _makers(rows: Rows, group: Sequence[NamedPair]) -> str:
     if not twin.is_call or twin.base_operator == row.base_operator:
         return ""
     ours = with_line(twin.operator, twin.line)
+    it = "it" if len(group) == 1 else "them"
     if not row.is_call:
-        return f"; the reference writes it by {ours}, the candidate does not"
+        return f"; the reference writes {it} by {ours}, the candidate does not"
     if row.values_read():
         return ""  # made of other values: it was loaded from them
     theirs = with_line(row.operator, row.line)
-    it = "it" if len(group) == 1 else "them"
     return (
         f"; the reference writes {it} by {ours}, the candidate leaves what {theirs} "
         "made: not loaded"

@@ -43,6 +43,7 @@ class OptimizerStep:
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
         clips: the clippings, each with True where gradients were unscaled before it.
+        after_clip: how many of the backward passes come after the last of them.
         unscaled: the ``unscale_`` call.
         scaled: how many losses were scaled.
         moved: how often a schedule had moved.
@@ -57,6 +58,7 @@ class OptimizerStep:
     cleared: LoopEvent | None
     last_cleared: LoopEvent | None
     clips: list[tuple[LoopEvent, bool]]
+    after_clip: int
     unscaled: LoopEvent | None
     scaled: list[LoopEvent]
     moved: int
@@ -80,6 +82,7 @@ class _Loop:
     cleared_by: dict[str, LoopEvent] = field(default_factory=dict)
     cleared_late: dict[str, LoopEvent] = field(default_factory=dict)
     clips: list[tuple[LoopEvent, bool]] = field(default_factory=list)
+    clipped_at: int = 0
     unscaled: LoopEvent | None = None
     scaled: list[LoopEvent] = field(default_factory=list)
     moved: int = 0
@@ -104,6 +107,7 @@ class _Loop:
             cleared=_of_optimizer(self.cleared_late, event.of),
             last_cleared=_of_optimizer(self.cleared_by, event.of),
             clips=self.clips,
+            after_clip=self.passes - self.clipped_at if self.clips else 0,
             unscaled=self.unscaled,
             scaled=self.scaled,
             moved=self.moved,
@@ -150,6 +154,7 @@ def _go_on(loop: _Loop, event: LoopEvent) -> None:
         loop.passes += 1
     elif event.what in _CLIPS:
         loop.clips.append((event, loop.unscaled is not None))
+        loop.clipped_at = loop.passes
     elif event.what == "scaler.unscale_":
         loop.unscaled = event
     elif event.what == "scaler.scale":
@@ -522,7 +527,25 @@ def _clip_difference(twin: OptimizerStep, step: OptimizerStep) -> str | None:
             f"the gradients are clipped ({_called(clip)}, {_limits(clip)}); the "
             "reference does not clip them before this step"
         )
+    if bool(twin.after_clip) != bool(step.after_clip):
+        return _clipped_too_early(twin, step)
     return _other_clip(twin.clips[0], step.clips[0], twin)
+
+
+def _clipped_too_early(twin: OptimizerStep, step: OptimizerStep) -> str:
+    """Say which of the runs goes backward between a clip and the step."""
+    here = _called(step.clips[0][0])
+    there = _called(twin.clips[0][0])
+    if step.after_clip:
+        return (
+            f"clipped ({here}) before the backward pass: the gradients that "
+            f"{step.event.of} steps with are not clipped; the reference clips them "
+            f"after it ({there})"
+        )
+    return (
+        f"clipped after the backward pass ({here}); the reference clips before it "
+        f"({there}): gradients that {twin.event.of} does not step with"
+    )
 
 
 def _other_clip(

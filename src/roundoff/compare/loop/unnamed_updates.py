@@ -26,7 +26,7 @@ COPIES = "slow copies of the weights"
 
 def unnamed_state(rows: Rows) -> list[RecordedRow]:
     """Return the parameters without a name, and the slow copies of any parameters."""
-    sources = _sources(rows)
+    sources = written_sources(rows)
     parameters = _parameters(rows, sources)
     copies = _moved_copies(rows, sources, parameters)
     return [rows[record] for record in {**parameters, **copies}]
@@ -51,7 +51,7 @@ def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow
     return parameters
 
 
-def _sources(rows: Rows) -> dict[int, int]:
+def written_sources(rows: Rows) -> dict[int, int]:
     """Return the value that each write in place began with, before the first of them.
 
     Of a write through a view that is the value that it shows.
@@ -135,7 +135,7 @@ class _Side:
     @classmethod
     def of(cls, rows: Rows) -> _Side:
         """Return what the rows of a step tell."""
-        sources = _sources(rows)
+        sources = written_sources(rows)
         parameters = _parameters(rows, sources)
         copies = _moved_copies(rows, sources, parameters)
         return cls(rows, sources, parameters, copies)

@@ -83,6 +83,37 @@ def _from_outside(step: RecordedStep) -> list[RecordedRow]:
     ]
 
 
+def is_another_batch(reference: RecordedStep, candidate: RecordedStep) -> bool:
+    """Return True where all modules are called as often as in the reference, on other data.
+
+    Nothing of what the first of them makes stands in what it makes in the other run.
+    """
+    ours = _results_by_module(reference)
+    theirs = _results_by_module(candidate)
+    common = [name for name in ours if name in theirs]
+    if not common or any(len(ours[name]) != len(theirs[name]) for name in common):
+        return False
+    first = zip(ours[common[0]], theirs[common[0]], strict=True)
+    return not any(_stand_in_each_other(reference, candidate, *pair) for pair in first)
+
+
+def _stand_in_each_other(
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    ours: RecordedRow,
+    theirs: RecordedRow,
+) -> bool:
+    """Return True where one value is part of the other, or nothing is known of them."""
+    one = reference.tensor(ours.record)
+    other = candidate.tensor(theirs.record)
+    if one is None or other is None or one.ndim != other.ndim:
+        return True
+    rounding = min(REGION * unit(ours.dtype), REGION_LIMIT)
+    return any(
+        locate(*pair, rounding) is not None for pair in ((one, other), (other, one))
+    )
+
+
 def share_of_work(reference: RecordedStep, candidate: RecordedStep) -> float:
     """Return how many elements the modules with parameters make, for one of the reference.
 

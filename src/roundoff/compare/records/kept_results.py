@@ -24,3 +24,16 @@ def cuts_a_gradient(row: RecordedRow, rows: Rows) -> bool:
     if source is None or source.base_operator not in _KEEPING:
         return True
     return row.call != source.call + 1
+
+
+def cutting_detach(rows: Rows, record: int) -> RecordedRow | None:
+    """Return the detach that somebody wrote of a value that is detached in the forward pass.
+
+    It is the last of several, each of the one before it; None where autograd made all.
+    """
+    for row in rows.values():
+        again = row.operator == "detach" and row.phase == "forward"
+        if again and record in row.inputs:
+            record = row.record
+    last = rows.get(record)
+    return last if last is not None and cuts_a_gradient(last, rows) else None

@@ -1,0 +1,104 @@
+"""What a script writes to its weights, and to slow copies of them, beside the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff
+
+KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
+
+
+@torch.no_grad()
+def lerp(slow, fast):
+    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+        old.lerp_(new, 0.1)
+
+
+@torch.no_grad()
+def summed(slow, fast):
+    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+        old.mul_(0.9).add_(new, alpha=0.1)
+
+
+@torch.no_grad()
+def copied(slow, fast):
+    for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
+        old.copy_(0.9 * old + 0.1 * new)
+
+
+@torch.no_grad()
+def clamped(_, fast):
+    for value in fast.parameters():
+        value.clamp_(-0.1, 0.1)
+
+
+def nothing(slow, fast):
+    pass
+
+
+def trained(folder: Path, keep: str, write, *, early=False) -> Path:
+    """Record three steps of a model that a slow copy teaches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    both = nn.ModuleDict({"fast": model, "slow": copy.deepcopy(model)})
+    both["slow"].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with roundoff.capture(folder, both, keep=keep) as run:
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 30).view(5, 6)
+            loss = (both["fast"](x) - 2 * both["slow"](x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if early:
+                write(both["slow"], both["fast"])
+            optimizer.step()
+            if not early:
+                write(both["slow"], both["fast"])
+            run.step()
+    return folder
+
+
+@KEEP
+@pytest.mark.parametrize(
+    ("write", "operator", "name"),
+    [(lerp, "lerp_", "slow."), (clamped, "clamp_", "fast.")],
+)
+def test_a_write_that_one_run_lacks(write, operator, name, keep, tmp_path):
+    right = trained(tmp_path / "right", keep, write)
+    wrong = trained(tmp_path / "wrong", keep, nothing)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "missing update"
+    assert f"{name}0.weight" in first.evidence
+    assert f"the reference changes them by {operator}" in first.evidence
+    back = roundoff.compare(reference=wrong, candidate=right).culprits()[0]
+    assert back.looks_like == "extra update"
+    assert f"by {operator}" in back.evidence
+
+
+@KEEP
+def test_a_slow_copy_that_moves_before_the_step(keep, tmp_path):
+    right = trained(tmp_path / "right", keep, lerp)
+    wrong = trained(tmp_path / "wrong", keep, lerp, early=True)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other loop"
+    assert "before the optimizer steps, in the reference after it" in first.evidence
+    back = roundoff.compare(reference=wrong, candidate=right).culprits()[0]
+    assert "after the optimizer steps, in the reference before it" in back.evidence
+
+
+@KEEP
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(lerp, summed), (summed, lerp), (lerp, copied), (copied, summed)],
+)
+def test_the_same_values_written_otherwise_are_no_fault(ours, theirs, keep, tmp_path):
+    right = trained(tmp_path / "right", keep, ours)
+    other = trained(tmp_path / "other", keep, theirs)
+    found = roundoff.compare(reference=right, candidate=other)
+    assert not found.culprits()

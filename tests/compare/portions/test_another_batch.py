@@ -1,0 +1,82 @@
+"""A batch of another length is other data, and not the reference's work in other portions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.words(ids)))
+
+
+class Sounds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 8, 3, padding=1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, sound):
+        return self.head(torch.relu(self.conv(sound)).transpose(1, 2))
+
+
+def ids(length, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(40, (4, length), generator=draw)
+
+
+def sound(length, seed):
+    return torch.randn(4, 2, length, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(folder, make, batches, keep):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with roundoff.capture(folder, model, keep=keep) as run:
+        for batch in batches:
+            model(batch).square().mean().backward()
+        optimizer.step()
+        run.step()
+    return folder
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+@pytest.mark.parametrize(("make", "data"), [(Words, ids), (Sounds, sound)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_other_samples_of_another_length_are_other_data(
+    make, data, count, keep, tmp_path
+):
+    ours = [data(9, seed) for seed in range(count)]
+    theirs = [data(11, 10 + seed) for seed in range(count)]
+    right = trained(tmp_path / "right", make, ours, keep)
+    wrong = trained(tmp_path / "wrong", make, theirs, keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+    assert "has the shape" in first.evidence
+
+
+@pytest.mark.parametrize(("make", "data"), [(Words, ids), (Sounds, sound)])
+def test_the_same_samples_one_by_one_are_no_other_batch(make, data, tmp_path):
+    whole = data(9, 0)
+    right = trained(tmp_path / "right", make, [whole], "tensors")
+    parts = list(whole.split(2))
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with roundoff.capture(tmp_path / "parts", model, keep="tensors") as run:
+        for part in parts:
+            (model(part).square().mean() / 2).backward()
+        optimizer.step()
+        run.step()
+    found = roundoff.compare(reference=right, candidate=tmp_path / "parts")
+    assert not any(c.looks_like == "other data" for c in found.culprits())

@@ -41,9 +41,10 @@ class OptimizerStep:
         gathered: those since the gradients were last cleared.
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
-        clips: the clippings, each with True where gradients were unscaled before it.
+        clips: the clippings, each with True where gradients carry no loss scale.
         unscaled: the ``unscale_`` call.
-        scaled: how many losses were scaled.
+        scaled: the losses that were scaled.
+        by_scaler: the scaler made the step, and so divides its scale out.
         moved: how often a schedule had moved.
         schedule: its last move.
     """
@@ -57,6 +58,7 @@ class OptimizerStep:
     clips: list[tuple[LoopEvent, bool]]
     unscaled: LoopEvent | None
     scaled: list[LoopEvent]
+    by_scaler: bool
     moved: int
     schedule: LoopEvent | None
 
@@ -73,6 +75,7 @@ class _Loop:
     clips: list[tuple[LoopEvent, bool]] = field(default_factory=list)
     unscaled: LoopEvent | None = None
     scaled: list[LoopEvent] = field(default_factory=list)
+    by_scaler: bool = False
     moved: int = 0
     schedule: LoopEvent | None = None
 
@@ -96,6 +99,7 @@ class _Loop:
             clips=self.clips,
             unscaled=self.unscaled,
             scaled=self.scaled,
+            by_scaler=self.by_scaler,
             moved=self.moved,
             schedule=self.schedule,
         )
@@ -104,6 +108,7 @@ class _Loop:
         self.clips = []
         self.unscaled = None
         self.scaled = []
+        self.by_scaler = False
         return taken
 
 
@@ -138,11 +143,14 @@ def _go_on(loop: _Loop, event: LoopEvent) -> None:
         loop.backward.append(event)
         loop.passes += 1
     elif event.what in _CLIPS:
-        loop.clips.append((event, loop.unscaled is not None))
+        is_unscaled = loop.unscaled is not None or not loop.scaled
+        loop.clips.append((event, is_unscaled))
     elif event.what == "scaler.unscale_":
         loop.unscaled = event
     elif event.what == "scaler.scale":
         loop.scaled.append(event)
+    elif event.what == "scaler.step":
+        loop.by_scaler = True
     elif event.what == "scheduler.step":
         loop.moved += 1
         loop.schedule = event
@@ -443,10 +451,16 @@ def _called(event: LoopEvent) -> str:
     return with_line(event.what, event.line)
 
 
+def _has_one_a_scaler(twin: OptimizerStep, step: OptimizerStep) -> bool:
+    """Return True where one loop works without a scale, and the other's is divided out."""
+    with_scale, without = (twin, step) if twin.scaled else (step, twin)
+    return with_scale.by_scaler and not without.scaled and not without.by_scaler
+
+
 def _scaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
     ours = len(twin.scaled)
     theirs = len(step.scaled)
-    if ours == theirs:
+    if ours == theirs or _has_one_a_scaler(twin, step):
         return
     if len(twin.backward) != len(step.backward) and ours and theirs:
         return
@@ -528,13 +542,18 @@ def _other_clip(
     if was_unscaled:
         return (
             f"clipped ({_called(other)}) before the gradients are unscaled: the limit "
-            "meets gradients times the loss scale; the reference calls unscale_ before "
-            f"the clip ({twin.unscaled.line if twin.unscaled else ''})"
+            f"meets gradients times the loss scale; the reference {_unscaled_by(twin)}"
         )
     return (
         f"clipped ({_called(other)}) after unscale_; the reference clips gradients "
         "that still carry the loss scale"
     )
+
+
+def _unscaled_by(twin: OptimizerStep) -> str:
+    if twin.unscaled is None:
+        return "has no loss scale"
+    return f"calls unscale_ before the clip ({twin.unscaled.line})"
 
 
 def _limits(event: LoopEvent) -> str:
@@ -543,6 +562,8 @@ def _limits(event: LoopEvent) -> str:
 
 def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
     if (twin.unscaled is None) == (step.unscaled is None):
+        return
+    if _has_one_a_scaler(twin, step):
         return
     if twin.clips and step.clips:
         return  # told with the clip

@@ -73,19 +73,37 @@ def laid_out_otherwise(
     ]
 
 
-def compared_in_other_layouts(
+def is_mispaired(rows: Sequence[ComparedRow]) -> bool:
+    """Return True where the first fault is a call with a counterpart of another shape.
+
+    In a layer by another hand one operator does two things: a mask is filled here, and
+    scores are there. Names say nothing then.
+    """
+    first = next((row for row in rows if row.cause == OWN), None)
+    if first is None or first.status != MATCHED or (first.call or 0) < 0:
+        return False
+    if first.phase != _FORWARD or first.shape is None or first.reference_shape is None:
+        return False
+    return _long_axes(first.shape) != _long_axes(first.reference_shape)
+
+
+def _long_axes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def compared_as_another_layer(
     sides: Sides, rows: Sequence[ComparedRow], leaves: Sequence[int]
 ) -> list[ComparedRow] | None:
-    """Return the rows of a step by its values, where parameters are laid out otherwise.
+    """Return the rows of a step by its values, where a layer is of another hand.
 
-    By its name such a parameter is wrong; a layer that is written for it is right. None
-    where values cannot tell what is wrong, and where tensors are missing. The rows have
-    no cause where the values agree.
+    By its name a parameter in another layout is wrong; a layer that is written for it is
+    right. None where values cannot tell what is wrong. The rows have no cause where the
+    values agree.
 
     Args:
         sides: a step of both programs.
         rows: of it, by name.
-        leaves: these parameters of the candidate.
+        leaves: the parameters of the candidate that are laid out otherwise.
     """
     compared = values_compared(sides)
     if compared.differences:
@@ -108,8 +126,6 @@ def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:
 
 def _is_laid_out_otherwise(sides: Sides, row: ComparedRow) -> bool:
     """Return True for a parameter with the reference's elements in other places."""
-    if sides.reference.tensors is None or sides.candidate.tensors is None:
-        return False
     ours = sides.reference.tensor(row.reference_record or 0)
     theirs = sides.candidate.tensor(row.record or 0)
     if ours is None or theirs is None or ours.numel() != theirs.numel():

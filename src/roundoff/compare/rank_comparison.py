@@ -365,12 +365,12 @@ class _RankComparison:
         """Return the rows by values, where a layer is by another hand and they tell more."""
         if sides.reference.tensors is None or sides.candidate.tensors is None:
             return None
-        leaves = laid_out_otherwise(sides, rows, self._laid_out)
-        if not leaves and not is_mispaired(rows):
+        laid_out = laid_out_otherwise(sides, rows, self._laid_out)
+        if not laid_out and not is_mispaired(rows):
             return None
-        by_values = compared_as_another_layer(sides, rows, leaves)
+        by_values = compared_as_another_layer(sides, rows, laid_out)
         if by_values is not None:
-            self._laid_out |= {sides.candidate.rows[leaf].name for leaf in leaves}
+            self._laid_out |= {row.name for row in laid_out}
         return by_values
 
     def _believed(self, by_values: list[ComparedRow], step: int) -> list[ComparedRow]:

@@ -61,13 +61,13 @@ def compared_by_values(
 
 def laid_out_otherwise(
     sides: Sides, rows: Sequence[ComparedRow], names: Collection[str | None] = ()
-) -> list[int]:
-    """Return the candidate's parameters that differ, with the same elements in other places.
+) -> list[ComparedRow]:
+    """Return the rows of parameters that differ, with the same elements in other places.
 
     Those of ``names`` did so before: what an update has added may be rounded otherwise.
     """
     return [
-        row.record or 0
+        row
         for row in _of_leaves(rows)
         if row.name in names or _is_laid_out_otherwise(sides, row)
     ]
@@ -92,7 +92,7 @@ def _long_axes(shape: Sequence[int]) -> list[int]:
 
 
 def compared_as_another_layer(
-    sides: Sides, rows: Sequence[ComparedRow], leaves: Sequence[int]
+    sides: Sides, rows: Sequence[ComparedRow], laid_out: Sequence[ComparedRow]
 ) -> list[ComparedRow] | None:
     """Return the rows of a step by its values, where a layer is of another hand.
 
@@ -103,14 +103,16 @@ def compared_as_another_layer(
     Args:
         sides: a step of both programs.
         rows: of it, by name.
-        leaves: the parameters of the candidate that are laid out otherwise.
+        laid_out: those of parameters that are laid out otherwise.
     """
     compared = values_compared(sides)
+    leaves = [row.record or 0 for row in laid_out]
+    if compared.differences and compared.is_sure:
+        return None if compared.blames(leaves) else compared.rows()
     if compared.differences:
-        if compared.is_sure:
-            return None if compared.blames(leaves) else compared.rows()
         rightly = compared.read_rightly(leaves)
-        return compared.rows() if rightly and all(rightly) else None
+        is_meant = all(_is_read_otherwise(sides, row) for row in laid_out)
+        return compared.rows() if rightly and all(rightly) and is_meant else None
     differing = {row.record for row in rows if row.cause is not None}
     results = {row.record for row in _results(sides.candidate.rows)}
     return compared.rows() if compared.agree(results & differing) else None
@@ -135,6 +137,20 @@ def _is_laid_out_otherwise(sides: Sides, row: ComparedRow) -> bool:
     if ours.shape == theirs.shape and ours.equal(theirs):
         return False
     return _in_order(ours).equal(_in_order(theirs))
+
+
+def _is_read_otherwise(sides: Sides, row: ComparedRow) -> bool:
+    """Return True where a parameter is read by other operators than the reference's."""
+    ours = _readers(sides.reference.rows, row.reference_record)
+    return ours != _readers(sides.candidate.rows, row.record)
+
+
+def _readers(rows: Rows, record: int | None) -> set[str]:
+    return {
+        row.base_operator
+        for row in rows.values()
+        if record in row.inputs and row.phase == _FORWARD
+    }
 
 
 def _in_order(tensor: Tensor) -> Tensor:

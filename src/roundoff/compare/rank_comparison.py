@@ -36,8 +36,9 @@ from roundoff.compare.portions.comparison import (
 from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.port_comparison import by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
+    compared_as_another_layer,
     compared_by_values,
-    compared_in_other_layouts,
+    is_mispaired,
     laid_out_otherwise,
 )
 from roundoff.compare.records.data_portions import DataPortions
@@ -349,7 +350,7 @@ class _RankComparison:
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         if is_first and not by_hands:
-            by_values = self._in_other_layouts(sides, rows)
+            by_values = self._as_another_layer(sides, rows)
             if by_values is not None:
                 self._memory = before
                 return self._believed(by_values, step)
@@ -359,14 +360,18 @@ class _RankComparison:
         by_values = compared_by_values(sides, rows)
         return rows if by_values is None else self._believed(by_values, step)
 
-    def _in_other_layouts(
+    def _as_another_layer(
         self, sides: Sides, rows: Sequence[ComparedRow]
     ) -> list[ComparedRow] | None:
-        """Return the rows by values, where parameters are laid out for another layer."""
-        leaves = laid_out_otherwise(sides, rows, self._laid_out)
-        by_values = compared_in_other_layouts(sides, rows, leaves) if leaves else None
+        """Return the rows by values, where a layer is by another hand and they tell more."""
+        if sides.reference.tensors is None or sides.candidate.tensors is None:
+            return None
+        laid_out = laid_out_otherwise(sides, rows, self._laid_out)
+        if not laid_out and not is_mispaired(rows):
+            return None
+        by_values = compared_as_another_layer(sides, rows, laid_out)
         if by_values is not None:
-            self._laid_out |= {sides.candidate.rows[leaf].name for leaf in leaves}
+            self._laid_out |= {row.name for row in laid_out}
         return by_values
 
     def _believed(self, by_values: list[ComparedRow], step: int) -> list[ComparedRow]:

@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from roundoff.compare.judging.divergence import Divergence, is_partly_written
+from roundoff.compare.judging.divergence import (
+    NORMS,
+    Divergence,
+    is_partly_written,
+)
 from roundoff.compare.judging.explain import (
     EarlierSteps,
     RecordedStep,
@@ -314,6 +318,8 @@ class _Measures:
             return CallReplay(reason="no tensors were kept")
         if row.record in self._rescaling:
             return CallReplay(reason="it multiplies by the scale of the loss")
+        if self._hides_a_scale(row):
+            return CallReplay(reason="it reads gradients times the scale of the loss")
         aligned = row.record in self.exact and twin.is_call
         result = None
         if same_inputs and twin.shape == row.shape:
@@ -333,6 +339,14 @@ class _Measures:
             self._working_format(twin, row),
             reference,
             self._results,
+        )
+
+    def _hides_a_scale(self, row: RecordedRow) -> bool:
+        """Return True for a norm of gradients that still carry the scale of the loss."""
+        if row.phase != "optimizer" or row.base_operator not in NORMS:
+            return False
+        return row.record not in self._scales and any(
+            record in self._scales for record in row.inputs
         )
 
     def is_another_formula(

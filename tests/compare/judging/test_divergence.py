@@ -496,3 +496,22 @@ def test_the_same_by_another_formula_heals_in_the_forward_pass_too(
         cross={(3, 1): Distance(0.7)},
     )
     assert (causes(found).get(4) is None) == healed
+
+
+#: Run again on its own inputs; of the reference's call nothing is known.
+ALONE = CallReplay(semantic=None, kernel=1e-7, excess=0.1)
+
+
+@pytest.mark.parametrize(("gain", "is_fault"), [(200.0, False), (20.0, True)])
+def test_a_moment_that_nearly_vanishes_has_its_inputs_error_many_times(gain, is_fault):
+    """0.9 m + 0.1 g is 1 / 200 of its terms: an error of 1e-4 in g may be 2e-2 there."""
+    graph = {0: (LEAF, []), 1: ("mm", [0]), 2: ("lerp", [0, 1])}
+    errors = {1: 1e-4, 2: 1e-2}
+    bounds = {2: Bound(TOLERANCE, gain=gain)}
+    found = run(
+        graph,
+        errors,
+        replays={1: HONEST, 2: ALONE},
+        bound=lambda twin, row: bounds.get(row.record, Bound(TOLERANCE)),
+    )
+    assert (found[2].cause == OWN) == is_fault

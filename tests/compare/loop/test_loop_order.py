@@ -47,6 +47,27 @@ def test_loops_that_do_the_same_are_equal(ours, theirs):
     assert loop_causes(loop(*ours), loop(*theirs), rank=0) == []
 
 
+CLIPPED = ("zero_grad", "backward", "clip_grad_norm_", "optimizer.step")
+BY_SCALER = ("scaler.step", "optimizer.step", "scaler.update")
+
+
+def test_a_scaler_that_divides_its_scale_out_does_the_same_as_none():
+    assert loop_causes(loop(*CLIPPED), loop(*AMP, *BY_SCALER), rank=0) == []
+    assert loop_causes(loop(*AMP, *BY_SCALER), loop(*CLIPPED), rank=0) == []
+
+
+def test_a_clip_of_scaled_gradients_is_named_beside_a_loop_without_a_scale():
+    early = (*AMP[:3], "clip_grad_norm_", *BY_SCALER)
+    [cause] = loop_causes(loop(*CLIPPED), loop(*early), rank=0)
+    assert "the reference has no loss scale" in cause.evidence
+
+
+def test_a_scale_that_no_scaler_divides_out_is_named():
+    left = (*AMP[:3], "optimizer.step")
+    [cause] = loop_causes(loop(*USUAL), loop(*left), rank=0)
+    assert cause.name == "loss scale"
+
+
 def test_how_an_optimizer_computes_is_no_setting():
     other = [
         (step, event(e.what, e.call, e.of, **{**e.numbers, "foreach": 1.0}))

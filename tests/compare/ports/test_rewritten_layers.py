@@ -349,3 +349,83 @@ def test_a_transposed_weight_in_the_same_layer_is_named(tmp_path):
         reference=tmp_path / "reference", candidate=tmp_path / "candidate"
     )
     assert found.culprits(1)[0].name == "square.weight"
+
+
+# -- one operator that does another thing in the layer by another hand ------------------
+
+
+class Weighted(nn.Module):
+    """Softmax attention over rows; the mask is a bias that is filled, and weights are normed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.q = nn.Linear(8, 8)
+        self.k = nn.Linear(8, 8)
+
+    def forward(self, x, hidden):
+        bias = torch.zeros(2, 1, 5).masked_fill(hidden[:, None], -1e9)
+        scores = self.q(x) @ self.k(x).mT + bias
+        each = (scores - scores.amax(-1, keepdim=True)).exp()
+        weights = each / each.sum(-1, keepdim=True)
+        return weights @ x
+
+
+class NormedLater(Weighted):
+    """The scores are filled, and the sums of values are normed."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x, hidden):
+        scores = self.q(x) @ self.k(x).mT
+        seen = hidden.flip(1) if self.fault == "mask" else hidden
+        scores = scores.masked_fill(seen[:, None], -1e9)
+        each = (scores - scores.amax(-1, keepdim=True)).exp()
+        return (each @ x) / each.sum(-1).unsqueeze(-1)
+
+
+class Hidden(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(6)
+        self.enter = nn.Linear(8, 8)
+        self.layer = layer
+        self.leave = nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.arange(5) >= torch.tensor([[5], [3]])
+        return self.leave(torch.tanh(self.layer(self.enter(x), hidden)))
+
+
+@pytest.fixture
+def masked_compared(tmp_path):
+    def compare(fault, keep):
+        for side in ("reference", "candidate"):
+            model = Hidden(Weighted() if side == "reference" else NormedLater(fault))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with roundoff.capture(tmp_path / side, model, keep=keep) as run:
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(X).square().mean().backward()
+                    optimizer.step()
+                    run.step()
+        return roundoff.compare(
+            reference=tmp_path / "reference", candidate=tmp_path / "candidate"
+        )
+
+    return compare
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_one_operator_may_do_two_things(keep, masked_compared):
+    found = masked_compared("", keep)
+    assert found.agrees, found.answer
+
+
+def test_a_fault_beside_it_is_named(masked_compared):
+    found = masked_compared("mask", "tensors")
+    lines, start = inspect.getsourcelines(NormedLater)
+    [number] = [start + n for n, line in enumerate(lines) if "hidden.flip(1)" in line]
+    assert found.culprits(1)[0].line.endswith(f":{number}"), found.answer

@@ -10,6 +10,8 @@ import torch
 import roundoff
 from roundoff.site import matches
 
+from .layer_scripts import LAYER_SCRIPTS
+from .layers import LAYERS
 from .layouts import LAYOUTS, launch, one_process
 from .pairs import pairs
 from .schedules import SCHEDULES
@@ -120,6 +122,35 @@ def test_a_bug_in_a_script_in_portions_is_named_first(name, compared_scripts):
     (case,) = (case for case in OF_PORTIONS if case.name == name)
     comparison = compared_scripts(case, "tensors")
     assert case.is_named(comparison.culprits(1)[0]), comparison.answer
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "own_multihead_attention",
+        "dilated_groups_as_loop, bug 1",
+        "own_encoder_layer, bug 2",
+    ],
+)
+def test_a_layer_by_another_hand(name, tmp_path):
+    (case,) = (case for case in LAYERS if case.name == name)
+    comparison = compared(
+        case.record(tmp_path / "reference", candidate=False),
+        case.record(tmp_path / "candidate", candidate=True),
+    )
+    assert comparison.agrees == (not case.sites), comparison.answer
+    if case.sites:
+        assert case.is_named(comparison.culprits(1)[0]), comparison.answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["", ", bug 1"])
+def test_what_a_last_number_is_made_of_is_looked_at(bug, compared_scripts):
+    pytest.importorskip("transformers")
+    name = f"bert_one_sentence_at_a_time{bug}"
+    (case,) = (case for case in LAYER_SCRIPTS if case.name == name)
+    comparison = compared_scripts(case, "tensors")
+    assert comparison.agrees == (not bug), comparison.answer
 
 
 @pytest.mark.slow

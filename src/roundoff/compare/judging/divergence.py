@@ -487,7 +487,8 @@ class Divergence:
         if row.is_leaf:
             alone = error > CARRIED * finding.inputs + finding.tolerance
         else:
-            alone = self._inputs_agree(finding)
+            agree = self._inputs_agree(finding)
+            alone = agree and not _is_amplified(finding, error)
         return (
             alone
             or self._exceeds_inputs(finding, error)
@@ -769,6 +770,18 @@ def _is_cleared(replay: CallReplay, finding: Finding) -> bool:
     if replay.region_excess is not None:
         return True
     return replay.semantic is not None and not finding.region
+
+
+def _is_amplified(finding: Finding, error: float) -> bool:
+    """Return True where a sum that cancels makes an error of what its inputs bring.
+
+    The call is right, run again on what it read: a moment that nearly vanishes has the
+    error of a gradient many times its size.
+    """
+    replay = finding.replayed
+    if replay is None or replay.reason is not None:
+        return False
+    return error <= finding.gain * finding.inputs + finding.tolerance
 
 
 def _part_made_here(error: float, inputs: float) -> float:

@@ -6,6 +6,7 @@ may be turned, reordered, scaled, partly zero, or hold another's values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -415,7 +416,7 @@ def _sentence(words: str, group: Sequence[NamedPair]) -> str:
     if len(group) == 1:
         return f"{names} {words}"
     plural = words.replace("is the", "are the", 1).replace("has the", "have the", 1)
-    plural = plural.replace("differs", "differ", 1).replace("is ", "are ", 1)
+    plural = re.sub(r"\bis\b", "are", plural.replace("differs", "differ", 1), count=1)
     return f"{names} {plural}"
 
 

@@ -42,10 +42,11 @@ class OptimizerStep:
         passes: those since the last step of this optimizer.
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
-        clips: the clippings, each with True where gradients were unscaled before it.
+        clips: the clippings, each with True where gradients carry no loss scale.
         after_clip: how many of the backward passes come after the last of them.
         unscaled: the ``unscale_`` call.
-        scaled: how many losses were scaled.
+        scaled: the losses that were scaled.
+        by_scaler: the scaler made the step, and so divides its scale out.
         moved: how often a schedule had moved.
         schedule: its last move.
     """
@@ -61,6 +62,7 @@ class OptimizerStep:
     after_clip: int
     unscaled: LoopEvent | None
     scaled: list[LoopEvent]
+    by_scaler: bool
     moved: int
     schedule: LoopEvent | None
 
@@ -85,6 +87,7 @@ class _Loop:
     clipped_at: int = 0
     unscaled: LoopEvent | None = None
     scaled: list[LoopEvent] = field(default_factory=list)
+    by_scaler: bool = False
     moved: int = 0
     schedule: LoopEvent | None = None
 
@@ -110,6 +113,7 @@ class _Loop:
             after_clip=self.passes - self.clipped_at if self.clips else 0,
             unscaled=self.unscaled,
             scaled=self.scaled,
+            by_scaler=self.by_scaler,
             moved=self.moved,
             schedule=self.schedule,
         )
@@ -119,6 +123,7 @@ class _Loop:
         self.clips = []
         self.unscaled = None
         self.scaled = []
+        self.by_scaler = False
         return taken
 
 
@@ -153,12 +158,15 @@ def _go_on(loop: _Loop, event: LoopEvent) -> None:
         loop.backward.append(event)
         loop.passes += 1
     elif event.what in _CLIPS:
-        loop.clips.append((event, loop.unscaled is not None))
+        is_unscaled = loop.unscaled is not None or not loop.scaled
+        loop.clips.append((event, is_unscaled))
         loop.clipped_at = loop.passes
     elif event.what == "scaler.unscale_":
         loop.unscaled = event
     elif event.what == "scaler.scale":
         loop.scaled.append(event)
+    elif event.what == "scaler.step":
+        loop.by_scaler = True
     elif event.what == "scheduler.step":
         loop.moved += 1
         loop.schedule = event
@@ -459,10 +467,16 @@ def _called(event: LoopEvent) -> str:
     return with_line(event.what, event.line)
 
 
+def _has_one_a_scaler(twin: OptimizerStep, step: OptimizerStep) -> bool:
+    """Return True where one loop works without a scale, and the other's is divided out."""
+    with_scale, without = (twin, step) if twin.scaled else (step, twin)
+    return with_scale.by_scaler and not without.scaled and not without.by_scaler
+
+
 def _scaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
     ours = len(twin.scaled)
     theirs = len(step.scaled)
-    if ours == theirs:
+    if ours == theirs or _has_one_a_scaler(twin, step):
         return
     if len(twin.backward) != len(step.backward) and ours and theirs:
         return
@@ -562,13 +576,18 @@ def _other_clip(
     if was_unscaled:
         return (
             f"clipped ({_called(other)}) before the gradients are unscaled: the limit "
-            "meets gradients times the loss scale; the reference calls unscale_ before "
-            f"the clip ({twin.unscaled.line if twin.unscaled else ''})"
+            f"meets gradients times the loss scale; the reference {_unscaled_by(twin)}"
         )
     return (
         f"clipped ({_called(other)}) after unscale_; the reference clips gradients "
         "that still carry the loss scale"
     )
+
+
+def _unscaled_by(twin: OptimizerStep) -> str:
+    if twin.unscaled is None:
+        return "has no loss scale"
+    return f"calls unscale_ before the clip ({twin.unscaled.line})"
 
 
 def _limits(event: LoopEvent) -> str:
@@ -577,6 +596,8 @@ def _limits(event: LoopEvent) -> str:
 
 def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
     if (twin.unscaled is None) == (step.unscaled is None):
+        return
+    if _has_one_a_scaler(twin, step):
         return
     if twin.clips and step.clips:
         return  # told with the clip

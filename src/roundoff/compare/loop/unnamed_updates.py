@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.left_out_updates import UNSCALING
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
-from roundoff.ops import written_input
+from roundoff.ops import operators_that, written_input
 
+#: A scaler of the loss notes in memory of its own whether gradients are finite.
+_OF_SCALERS = operators_that("unscale gradients") | {"_amp_update_scale"}
 #: The names of the causes.
 PARAMETERS = "weights without a module"
 COPIES = "slow copies of the weights"
@@ -44,7 +45,7 @@ def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow
         write = rows[record]
         if before is None or before.name or write.name:  # named later in the step
             continue
-        if write.base_operator in UNSCALING:
+        if write.base_operator in _OF_SCALERS:
             continue
         if before.phase == "forward" and write.phase == "optimizer":
             parameters[source] = write

@@ -209,6 +209,26 @@ def _wrong_results(step: StepPieces) -> Iterable[Place]:
                 continue
             if (row.module, row.base_operator) in unread or _is_in(row.module, unread):
                 yield piece.place
+        for row in _unread(candidate.rows):
+            if (row.module, row.base_operator) in unread and row.phase == "forward":
+                yield from _wrong_before_a_number(step, rank, row)
+
+
+def _wrong_before_a_number(
+    step: StepPieces, rank: int, number: RecordedRow
+) -> Iterable[Place]:
+    """Yield the values that stand nowhere of which a result is one number.
+
+    It may cancel, or stand somewhere by chance: many values say more than their sum.
+    """
+    if number.numel != 1:
+        return
+    for record in number.inputs:
+        piece = step.pieces.get((rank, record))
+        if piece is None or piece.stands or piece.noise or not unit(piece.row.dtype):
+            continue
+        if (piece.row.numel or 0) > 1 and piece.term_of is None:
+            yield piece.place
 
 
 def _is_in(module: str, unread: Iterable[tuple[str, str]]) -> bool:

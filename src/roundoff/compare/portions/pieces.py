@@ -34,6 +34,10 @@ NOISE = 0.1
 Place = tuple[int, int]
 
 
+#: A factor this near another one is that one.
+_NEAR = 1e-3
+
+
 @dataclass(slots=True)
 class Piece:
     """A value of the candidate, and what it is of the reference.
@@ -335,11 +339,17 @@ class StepPieces:
             if whole is None or whole.shape != total.shape or not _is_number(whole):
                 continue
             factor = multiple(whole, total, self.allowed(twin))
-            if factor is not None:
+            if factor is not None and _says_something(whole, factor, len(group)):
                 for piece in group:
                     piece.twin = twin
                     piece.term_of = factor
                 return
+
+
+def _says_something(whole: Tensor, factor: float, terms: int) -> bool:
+    """Return False for a number that is any multiple of a sum, but that or a mean of it."""
+    usual = (1.0, float(terms), 1.0 / terms)
+    return whole.numel() > 1 or any(abs(factor / f - 1) <= _NEAR for f in usual)
 
 
 def is_value(step: RecordedStep, row: RecordedRow) -> bool:

@@ -71,38 +71,58 @@ def _is_told(row: ComparedRow) -> bool:
 
 def laid_out_otherwise(
     sides: Sides, rows: Sequence[ComparedRow], names: Collection[str | None] = ()
-) -> list[int]:
-    """Return the candidate's parameters that differ, with the same elements in other places.
+) -> list[ComparedRow]:
+    """Return the rows of parameters that differ, with the same elements in other places.
 
     Those of ``names`` did so before: what an update has added may be rounded otherwise.
     """
     return [
-        row.record or 0
+        row
         for row in _of_leaves(rows)
         if row.name in names or _is_laid_out_otherwise(sides, row)
     ]
 
 
-def compared_in_other_layouts(
-    sides: Sides, rows: Sequence[ComparedRow], leaves: Sequence[int]
-) -> list[ComparedRow] | None:
-    """Return the rows of a step by its values, where parameters are laid out otherwise.
+def is_mispaired(rows: Sequence[ComparedRow]) -> bool:
+    """Return True where the first fault is a call with a counterpart of another shape.
 
-    By its name such a parameter is wrong; a layer that is written for it is right. None
-    where values cannot tell what is wrong, and where tensors are missing. The rows have
-    no cause where the values agree.
+    In a layer by another hand one operator does two things: a mask is filled here, and
+    scores are there. Names say nothing then.
+    """
+    first = next((row for row in rows if row.cause == OWN), None)
+    if first is None or first.status != MATCHED or (first.call or 0) < 0:
+        return False
+    if first.phase != _FORWARD or first.shape is None or first.reference_shape is None:
+        return False
+    return _long_axes(first.shape) != _long_axes(first.reference_shape)
+
+
+def _long_axes(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def compared_as_another_layer(
+    sides: Sides, rows: Sequence[ComparedRow], laid_out: Sequence[ComparedRow]
+) -> list[ComparedRow] | None:
+    """Return the rows of a step by its values, where a layer is of another hand.
+
+    By its name a parameter in another layout is wrong; a layer that is written for it is
+    right. None where values cannot tell what is wrong. The rows have no cause where the
+    values agree.
 
     Args:
         sides: a step of both programs.
         rows: of it, by name.
-        leaves: these parameters of the candidate.
+        laid_out: those of parameters that are laid out otherwise.
     """
     compared = values_compared(sides)
+    leaves = [row.record or 0 for row in laid_out]
+    if compared.differences and compared.is_sure:
+        return None if compared.blames(leaves) else compared.rows()
     if compared.differences:
-        if compared.is_sure:
-            return None if compared.blames(leaves) else compared.rows()
         rightly = compared.read_rightly(leaves)
-        return compared.rows() if rightly and all(rightly) else None
+        is_meant = all(_is_read_otherwise(sides, row) for row in laid_out)
+        return compared.rows() if rightly and all(rightly) and is_meant else None
     differing = {row.record for row in rows if row.cause is not None}
     results = {row.record for row in _results(sides.candidate.rows)}
     return compared.rows() if compared.agree(results & differing) else None
@@ -118,8 +138,6 @@ def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:
 
 def _is_laid_out_otherwise(sides: Sides, row: ComparedRow) -> bool:
     """Return True for a parameter with the reference's elements in other places."""
-    if sides.reference.tensors is None or sides.candidate.tensors is None:
-        return False
     ours = sides.reference.tensor(row.reference_record or 0)
     theirs = sides.candidate.tensor(row.record or 0)
     if ours is None or theirs is None or ours.numel() != theirs.numel():
@@ -129,6 +147,20 @@ def _is_laid_out_otherwise(sides: Sides, row: ComparedRow) -> bool:
     if ours.shape == theirs.shape and ours.equal(theirs):
         return False
     return _in_order(ours).equal(_in_order(theirs))
+
+
+def _is_read_otherwise(sides: Sides, row: ComparedRow) -> bool:
+    """Return True where a parameter is read by other operators than the reference's."""
+    ours = _readers(sides.reference.rows, row.reference_record)
+    return ours != _readers(sides.candidate.rows, row.record)
+
+
+def _readers(rows: Rows, record: int | None) -> set[str]:
+    return {
+        row.base_operator
+        for row in rows.values()
+        if record in row.inputs and row.phase == _FORWARD
+    }
 
 
 def _in_order(tensor: Tensor) -> Tensor:

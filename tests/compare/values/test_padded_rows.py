@@ -177,6 +177,23 @@ def test_kept_values_are_those_of_a_program_without_padding(flow):
 
 def test_a_mask_keeps_places_of_its_own_axes():
     rows = torch.arange(21.0)[:, None]
-    assert torch.equal(kept_rows(rows, MASK), rows[MASK.flatten()])
-    assert kept_rows(torch.zeros(7, 3, 2), MASK) is None
-    assert kept_rows(torch.zeros(21), MASK) is None
+    [kept] = kept_rows(rows, MASK)
+    assert torch.equal(kept, rows[MASK.flatten()])
+    assert not list(kept_rows(torch.zeros(21), MASK))
+    assert not list(kept_rows(torch.zeros(5, 3, 7), MASK))
+
+
+def test_places_stand_behind_heads():
+    heads = drawn(3, 2, 7, 4, seed=6)
+    [kept] = kept_rows(heads, MASK)
+    assert torch.equal(kept, heads.transpose(1, 2)[MASK])
+    scores = drawn(3, 2, 7, 7, seed=7)
+    queries, keys = kept_rows(scores, MASK)
+    assert torch.equal(queries, scores.permute(0, 2, 1, 3)[MASK])
+    assert torch.equal(keys, scores.permute(0, 3, 1, 2)[MASK])
+
+
+def test_a_table_of_places_is_the_same_in_all_sequences():
+    table = drawn(7, 4, seed=8)
+    [kept] = kept_rows(table, MASK)
+    assert torch.equal(kept, torch.cat([table[:n] for n in LENGTHS.tolist()]))

@@ -56,30 +56,39 @@ def kept_sketches(flow: Flow, masks: Sequence[Tensor]) -> Iterator[tuple[int, Sk
         if tensor is None:
             continue
         for mask in masks:
-            rows = kept_rows(tensor, mask)
-            sketch = None if rows is None else sketch_of_tensor(rows)
-            if sketch is not None and sketch.numel >= FEWEST and not sketch.constant:
-                yield value.key, sketch
+            sketches = [sketch_of_tensor(rows) for rows in kept_rows(tensor, mask)]
+            for sketch in filter(None, sketches):
+                if sketch.numel >= FEWEST and not sketch.constant:
+                    yield value.key, sketch
 
 
-def kept_rows(tensor: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the places of a tensor that a mask keeps; None where it has no such places.
+def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
+    """Yield the places of a tensor that a mask of sequences and places keeps.
 
-    The axes of the mask are the tensor's first ones, apart or as one.
+    The axes of the mask are the tensor's first ones as one, or the sequences are the first
+    axis and the places any other; what has places alone is the same in all sequences.
 
-    >>> mask = torch.tensor([[True, False], [True, True]])
-    >>> kept_rows(torch.arange(4).view(2, 2), mask).tolist()
-    [0, 2, 3]
-    >>> kept_rows(torch.arange(8).view(4, 2), mask).tolist()
-    [[0, 1], [4, 5], [6, 7]]
-    >>> kept_rows(torch.arange(6), mask) is None
-    True
+    >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(2, 3), mask)]
+    [[0, 2, 3, 4]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(6, 1), mask)]
+    [[[0], [2], [3], [4]]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(2, 1, 3), mask)]
+    [[[0], [2], [3], [4]]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(3).view(3, 1), mask)]
+    [[[0], [2], [0], [1]]]
     """
-    if tensor.shape[: mask.dim()] == mask.shape:
-        return tensor[mask]
-    if tensor.dim() > 1 and len(tensor) == mask.numel():
-        return tensor[mask.flatten()]
-    return None
+    sequences, places = mask.shape
+    if tensor.dim() < 2:
+        return
+    if len(tensor) == mask.numel():
+        yield tensor[mask.flatten()]
+    elif len(tensor) == sequences:
+        for axis in range(1, tensor.dim()):
+            if tensor.shape[axis] == places:
+                yield tensor.movedim(axis, 1)[mask]
+    elif len(tensor) == places:
+        yield tensor.expand(sequences, *tensor.shape)[mask]
 
 
 def _masks(flow: Flow) -> Iterator[Tensor]:

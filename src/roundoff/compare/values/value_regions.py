@@ -332,7 +332,9 @@ def first_over_turns(
     """Return a value that is wrong, or that of ``heads`` before it in later turns of its loop.
 
     In the first turn of a loop a wrong call may give what is right: of zeros, or of a place
-    times zero. Then a call that is made of that one is the first that is wrong.
+    times zero. Then a call that is made of that one is the first that is wrong. Not where
+    it gives in the later turn what it gave before, and that was used: then it was right, by
+    another formula.
     """
     place = stack_of_turn(first)
     earlier = (v for v in flow.values.values() if v.order < first.order)
@@ -341,8 +343,19 @@ def first_over_turns(
     of_line = {stack_of_turn(head): head for head in reversed(heads)}
     made_of = upstream(flow, [first.key], lambda value: value.key not in region)
     values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
-    turns = [of_line.get(stack_of_turn(value)) for value in values if value.is_call]
-    return next((head for head in turns if head is not None), first)
+    for value in values:
+        head = of_line.get(stack_of_turn(value)) if value.is_call else None
+        if head is not None and not _was_right(flow, value, head):
+            return head
+    return first
+
+
+def _was_right(flow: Flow, before: Value, head: Value) -> bool:
+    """Return True for what an earlier turn has too, and computes numbers with."""
+    if not _apart(before, head) <= AS_NEAR:
+        return False
+    readers = [flow.values[key] for key in flow.readers.get(before.key, ())]
+    return any(r.row.phase == "forward" and not r.says_nothing for r in readers)
 
 
 def _reaches(flow: Flow, key: int, region: set[int]) -> bool:

@@ -255,7 +255,9 @@ def parted(
         sides.match()
     ours = upstream(sides.reference, reference, _parted_in(sides.agreeing, phase))
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
-    wanted = _with_siblings(sides, first_of(sides.reference, ours))
+    used = _used_rightly(sides, ours)
+    firsts = first_of(sides.reference, ours - used) or first_of(sides.reference, ours)
+    wanted = _with_siblings(sides, firsts)
     heads = first_of(sides.candidate, theirs)
     if not heads:
         # what they hand on agrees by itself: an update is small beside its parameter
@@ -265,6 +267,37 @@ def parted(
         return None
     part = _part(sides, theirs, wanted, heads, phase)
     return replace(part, region=frozenset(theirs), expected=frozenset(ours))
+
+
+def _used_rightly(sides: Sides, region: set[int]) -> set[int]:
+    """Return what the reference also makes values of that the candidate has.
+
+    Such as the table of a rotation that the candidate has in another form: the layers
+    before the one at fault use it too.
+    """
+    flow = sides.reference
+    used: set[int] = set()
+    for key in sorted(region, key=lambda k: flow.values[k].order, reverse=True):
+        readers = flow.readers.get(key, ())
+        if not used.isdisjoint(readers) or _leads_to_agreeing(sides, key, region):
+            used.add(key)
+    return used
+
+
+def _leads_to_agreeing(sides: Sides, start: int, region: set[int]) -> bool:
+    """Return True where a value that agrees is made of one outside of the region."""
+    waiting = [start]
+    seen = {start}
+    while waiting:
+        for key in sides.reference.readers.get(waiting.pop(), ()):
+            reader = sides.reference.values[key]
+            if key in region or key in seen or reader.row.phase != "forward":
+                continue
+            if reader.computes and key in sides.agreeing and not reader.says_nothing:
+                return True
+            seen.add(key)
+            waiting.append(key)
+    return False
 
 
 def _with_siblings(sides: Sides, wanted: list[Value]) -> list[Value]:

@@ -71,3 +71,28 @@ def test_a_mask_that_differs_is_a_table(program, sides_of):
 def test_places_and_the_opposite_of_a_mask_are_none(program, sides_of):
     """Places to look up and what a mask allows stand in no table of the reference."""
     assert blamed(program, sides_of, "scale") is None
+
+
+def scaled_by_a_tensor(m, x):
+    mean, std = torch.tensor(-1.3), torch.tensor(0.7)
+    centers = torch.linspace(0, 3, 6)
+    near = torch.exp(-0.5 / 0.36 * (F.linear(x, m.query) - centers) ** 2)
+    return near @ m.last.t() * std + mean
+
+
+def with_a_width_of_centers(m, x):
+    """Its one tensor of a single element is right; its last number is not."""
+    centers = torch.arange(6) * 0.6
+    width = centers[1] - centers[0]
+    distance = (torch.einsum("nc,dc->nd", x, m.query) - centers) / width
+    return torch.exp(-0.5 * distance.square()) @ m.last.t() * 0.9 - 1.3
+
+
+def test_single_numbers_are_no_tables(program, sides_of):
+    leaves = {name: LEAVES[name] for name in ("query", "last")}
+    ours = program(scaled_by_a_tensor, **leaves)
+    sides = sides_of(ours, program(with_a_width_of_centers, **leaves), X)
+    keys, others, phase = outputs(sides)
+    part = parted(sides, keys, others, phase)
+    assert part is not None
+    assert blamed_table(sides, part) is None

@@ -177,6 +177,71 @@ def test_kept_values_are_those_of_a_program_without_padding(flow):
 
 def test_a_mask_keeps_places_of_its_own_axes():
     rows = torch.arange(21.0)[:, None]
-    assert torch.equal(kept_rows(rows, MASK), rows[MASK.flatten()])
-    assert kept_rows(torch.zeros(7, 3, 2), MASK) is None
-    assert kept_rows(torch.zeros(21), MASK) is None
+    [kept] = kept_rows(rows, MASK)
+    assert torch.equal(kept, rows[MASK.flatten()])
+    assert not list(kept_rows(torch.zeros(21), MASK))
+    assert not list(kept_rows(torch.zeros(5, 3, 7), MASK))
+
+
+def test_places_stand_behind_heads():
+    heads = drawn(3, 2, 7, 4, seed=6)
+    [kept] = kept_rows(heads, MASK)
+    assert torch.equal(kept, heads.transpose(1, 2)[MASK])
+    scores = drawn(3, 2, 7, 7, seed=7)
+    queries, keys = kept_rows(scores, MASK)
+    assert torch.equal(queries, scores.permute(0, 2, 1, 3)[MASK])
+    assert torch.equal(keys, scores.permute(0, 3, 1, 2)[MASK])
+
+
+def test_a_table_of_places_is_the_same_in_all_sequences():
+    table = drawn(7, 4, seed=8)
+    [kept] = kept_rows(table, MASK)
+    assert torch.equal(kept, torch.cat([table[:n] for n in LENGTHS.tolist()]))
+
+
+def test_a_mask_of_pairs_keeps_those_of_the_first_axes():
+    pairs = drawn(3, 7, 7, 2, seed=9)
+    near = drawn(3, 7, 7, seed=10) > 0.5
+    [kept] = kept_rows(pairs, near)
+    assert torch.equal(kept, pairs[near])
+    assert not list(kept_rows(pairs[:, :, :, 0].transpose(0, 1), near))
+
+
+NODES = drawn(6, 3, seed=11)
+NEAR = (torch.cdist(NODES, NODES) < 2) & ~torch.eye(6, dtype=torch.bool)
+
+
+def by_edges(m, x, y, mask):
+    """Messages of the edges, which stand in a list, are summed for each node."""
+    to, source = NEAR.nonzero().T
+    far = (NODES[to] - NODES[source]).norm(dim=1, keepdim=True)
+    sent = torch.tanh(F.linear(x.view(21, 6)[source], m.a)) * torch.exp(-far)
+    h = torch.zeros(6, 8).index_add(0, to, sent)
+    return F.mse_loss(F.linear(h, m.b), y.view(21, 5)[:6])
+
+
+def by_all_pairs(m, x, y, mask, of_scale=1.0):
+    """All pairs have a message, and those without an edge weigh nothing."""
+    apart = ((NODES[:, None] - NODES[None]) ** 2).sum(-1).clamp(min=1e-4).sqrt()
+    weight = torch.where(NEAR, torch.exp(-apart * of_scale), 0.0)
+    sent = torch.einsum("ni,oi->no", x.view(21, 6)[:6], m.a)
+    sent = (2 * torch.sigmoid(2 * sent) - 1)[None] * weight[..., None]
+    y = y.view(21, 5)[:6]
+    return ((torch.einsum("ijo,po->ip", sent, m.b) - y) ** 2).mean()
+
+
+def test_pairs_without_an_edge_are_no_difference(recorded):
+    comparison = roundoff.compare(
+        reference=recorded(by_edges), candidate=recorded(by_all_pairs)
+    )
+    assert comparison.agrees
+
+
+def test_a_fault_of_all_pairs_is_named(recorded):
+    def wrong(m, x, y, mask):
+        return by_all_pairs(m, x, y, mask, of_scale=0.8)
+
+    comparison = roundoff.compare(
+        reference=recorded(by_edges), candidate=recorded(wrong)
+    )
+    assert "of_scale" in text(comparison.culprits()[0].line)

@@ -156,6 +156,48 @@ def test_the_call_that_is_wrong_in_later_turns_is_named(program, sides_of):
     assert "speeds.sqrt()" in Path(__file__).read_text().splitlines()[line - 1]
 
 
+def test_what_later_turns_compute_again_is_not_named(program, sides_of):
+    """A factor in two parts, of which the reference has none, is right in the first turn."""
+
+    def ours(m, x, t):
+        for weight in (m.a, m.b):
+            x = torch.tanh(F.linear(x, weight) * torch.exp(-t))
+        return x
+
+    def layer(x, weight, t):
+        half = torch.exp(-0.5 * t)
+        return torch.erf(x @ weight.t() * half * half)
+
+    def theirs(m, x, t):
+        return layer(layer(x, m.a, t), m.b, t)
+
+    leaves = {"a": WEIGHT, "b": drawn(6, 6, seed=4)}
+    t = torch.linspace(0.1, 1, 5)[:, None]
+    part = part_of(sides_of(program(ours, **leaves), program(theirs, **leaves), X, t))
+    assert part.candidate.operator == "erf"
+    assert {head.operator for head in part.heads} == {"erf", "mul"}
+
+
+def test_what_layers_before_use_is_not_what_the_candidate_lacks(program, sides_of):
+    """Its table in another form was right in the first layer; the second one is wrong."""
+
+    def ours(m, x, t):
+        table = torch.exp(-t)
+        for weight in (m.a, m.b):
+            x = torch.tanh(F.linear(x, weight) * table)
+        return x
+
+    def theirs(m, x, t):
+        half = torch.exp(-0.5 * t)
+        x = torch.tanh(x @ m.a.t() * half * half)
+        return torch.erf((x @ m.b.t() + 0.1) * half * half)
+
+    leaves = {"a": WEIGHT, "b": drawn(6, 6, seed=4)}
+    t = torch.linspace(0.1, 1, 5)[:, None]
+    part = part_of(sides_of(program(ours, **leaves), program(theirs, **leaves), X, t))
+    assert {value.operator for value in part.wanted} == {"mul"}
+
+
 def test_nothing_is_named_without_results(program, sides_of):
     net = program(lambda m, x: x.exp())
     assert parted(sides_of(net, net, X), [], [], "forward") is None

@@ -47,7 +47,7 @@ FAULTS = [
         'both = [sd[prefix + "up_proj.weight"], sd[prefix + "gate_proj.weight"]]',
         parameter="blocks.0.ffn.w13|blocks.1.ffn.w13|blocks.2.ffn.w13"
         "|blocks.1.ffn.shared.w13|blocks.2.ffn.shared.w13",
-        at="gate, up = F.linear(",
+        at="gate, up = F.linear(|F.linear(F.silu(gate) * up",
     ),
     Change(
         "packed",

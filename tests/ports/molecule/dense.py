@@ -108,6 +108,7 @@ def padded(values, sizes):
     return nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
+@torch.enable_grad()
 def forward(net, batch):
     sizes = batch["batch"].bincount().tolist()
     atoms = padded(batch["z"], sizes)

@@ -169,5 +169,6 @@ FAULTS = [
         "energy weighs as much as forces",
         "return energy / 20 + force",
         "return energy + force",
+        at="energy = F.mse_loss(",
     ),
 ]

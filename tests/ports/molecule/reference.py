@@ -89,6 +89,7 @@ class SchNet(nn.Module):
         out = h.new_zeros(int(batch.max()) + 1, 1)
         return out.index_add(0, batch, h).squeeze(-1)
 
+    @torch.enable_grad()
     def forward(self, z, pos, batch, edge_index):
         pos = pos.requires_grad_()
         energy = self.energy(z, pos, batch, edge_index)

@@ -90,7 +90,7 @@ FAULTS = [
         "dilations of the second convolutions too",
         'Conv1D(sd, f"{prefix}.convs2.{i}") for i in range(2)',
         'Conv1D(sd, f"{prefix}.convs2.{i}", d) for i, d in enumerate((1, 3))',
-        at="x = F.pad(x, (0, 0, reach|y = y + x[:, start",
+        at="x = F.pad(x, (0, 0, reach|y = y + x[:, start|y = second(",
     ),
     Change(
         "keras_like",
@@ -119,7 +119,7 @@ FAULTS = [
         "taps of transposed kernels in reverse",
         "y[:, tap : tap + (t - 1) * self.rate + 1 : self.rate] += pieces[:, :, tap]",
         "y[:, tap : tap + (t - 1) * self.rate + 1 : self.rate] += pieces[:, :, -1 - tap]",
-        at="return y[:, cut",
+        at="return y[:, cut|pieces = torch.einsum(",
     ),
     Change(
         "keras_like",
@@ -144,9 +144,9 @@ FAULTS = [
     Change(
         "keras_like",
         "waves are columns one after another",
-        "x = wave.reshape(n, -1, self.period).transpose(1, 2).reshape(",
-        "x = wave.reshape(n, self.period, -1).reshape(",
-        at="x = F.pad(x, (0, 0, half",
+        "wave.reshape(n, -1, self.period)\n            .transpose(1, 2)\n",
+        "wave.reshape(n, self.period, -1)\n",
+        at="x = F.pad(x, (0, 0, half|.reshape(n * self.period, -1, 1)",
     ),
     Change(
         "keras_like",

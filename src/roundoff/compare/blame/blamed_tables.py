@@ -79,13 +79,22 @@ def _lost_tables(
             if source not in constant or source in agreeing:  # type: ignore[operator]
                 continue
             value = flow.behind(source)
-            if value.says_nothing or value.key in agreeing:  # type: ignore[operator]
+            if not _is_table(value) or value.key in agreeing:  # type: ignore[operator]
                 continue
             read = flow.values[source]
             if _is_mask(read) and any(_is_opposite(read, mask) for mask in masks):
                 continue
             lost[value.key] = value, _use(read, flow.values[key])
     return sorted(lost.values(), key=lambda table: table[0].order)
+
+
+def _is_table(value: Value) -> bool:
+    """Return True for several numbers that say something.
+
+    One number alone has the size of any other: a program may have it as a tensor, and the
+    other one as a number in a call.
+    """
+    return (value.row.numel or 0) > 1 and not value.says_nothing
 
 
 def _use(table: Value, reader: Value) -> str:

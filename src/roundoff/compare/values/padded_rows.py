@@ -1,9 +1,9 @@
 """Places of a batch that are filled up, and count for nothing.
 
-Sequences of several lengths stand in one tensor behind padding, and a mask says where. What
-a program computes there is anybody's guess, and another program may leave these places out.
-They count for nothing where no gradient reaches them: then values agree that agree in the
-places that the mask keeps.
+Sequences of several lengths stand in one tensor behind padding, and a mask says where; or
+all pairs of nodes, of which few have an edge. What a program computes there is anybody's
+guess, and another program may leave these places out. They count for nothing where no
+gradient goes on from them: then values agree that agree in the places that the mask keeps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def padding_masks(reference: Flow, candidate: Flow) -> tuple[Tensor, ...]:
     flows = (reference, candidate)
     masks = _different(mask for flow in flows for mask in _masks(flow))
     reaching = {
-        mask: [_gradients_reaching(flow, mask) for flow in flows]
+        mask: [_reach(flow, mask) for flow in flows]
         for mask in islice(masks, MOST_MASKS)
     }
     return tuple(
-        mask for mask, counts in reaching.items() if 0 in counts and not any(counts)
+        mask for mask, sides in reaching.items() if False in sides and not any(sides)
     )
 
 
@@ -56,43 +56,65 @@ def kept_sketches(flow: Flow, masks: Sequence[Tensor]) -> Iterator[tuple[int, Sk
         if tensor is None:
             continue
         for mask in masks:
-            rows = kept_rows(tensor, mask)
-            sketch = None if rows is None else sketch_of_tensor(rows)
-            if sketch is not None and sketch.numel >= FEWEST and not sketch.constant:
-                yield value.key, sketch
+            sketches = [sketch_of_tensor(rows) for rows in kept_rows(tensor, mask)]
+            for sketch in filter(None, sketches):
+                if sketch.numel >= FEWEST and not sketch.constant:
+                    yield value.key, sketch
 
 
-def kept_rows(tensor: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the places of a tensor that a mask keeps; None where it has no such places.
+def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
+    """Yield the places of a tensor that a mask of sequences and places keeps.
 
-    The axes of the mask are the tensor's first ones, apart or as one.
+    The axes of the mask are the tensor's first ones as one, or the sequences are the first
+    axis and the places any other; what has places alone is the same in all sequences. A mask
+    of more axes, of pairs, keeps those of a tensor's first ones.
 
-    >>> mask = torch.tensor([[True, False], [True, True]])
-    >>> kept_rows(torch.arange(4).view(2, 2), mask).tolist()
-    [0, 2, 3]
-    >>> kept_rows(torch.arange(8).view(4, 2), mask).tolist()
-    [[0, 1], [4, 5], [6, 7]]
-    >>> kept_rows(torch.arange(6), mask) is None
-    True
+    >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(2, 3), mask)]
+    [[0, 2, 3, 4]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(6, 1), mask)]
+    [[[0], [2], [3], [4]]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(2, 1, 3), mask)]
+    [[[0], [2], [3], [4]]]
+    >>> [rows.tolist() for rows in kept_rows(torch.arange(3).view(3, 1), mask)]
+    [[[0], [2], [0], [1]]]
     """
-    if tensor.shape[: mask.dim()] == mask.shape:
-        return tensor[mask]
-    if tensor.dim() > 1 and len(tensor) == mask.numel():
-        return tensor[mask.flatten()]
-    return None
+    if tensor.dim() < 2:
+        return
+    if len(tensor) == mask.numel():
+        yield tensor[mask.flatten()]
+    elif mask.dim() > 2:
+        if _has_places(tensor, mask):
+            yield tensor[mask]
+    else:
+        yield from _rows_of_sequences(tensor, mask)
+
+
+def _rows_of_sequences(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
+    sequences, places = mask.shape
+    if len(tensor) == sequences:
+        for axis in range(1, tensor.dim()):
+            if tensor.shape[axis] == places:
+                yield tensor.movedim(axis, 1)[mask]
+    elif len(tensor) == places:
+        yield tensor.expand(sequences, *tensor.shape)[mask]
 
 
 def _masks(flow: Flow) -> Iterator[Tensor]:
-    """Yield the tables of zeros and ones that a forward pass reads or makes."""
+    """Yield the tables of zeros and ones that a forward pass reads or makes.
+
+    Axes of one element are for broadcasting, and no axes of places.
+    """
     for value in flow.in_order():
         row = value.row
-        if row.phase != _FORWARD or row.name or len(row.shape or ()) != 2:
+        axes = [size for size in row.shape or () if size > 1]
+        if row.phase != _FORWARD or row.name or len(axes) < 2:
             continue
         if value.is_number and (row.min, row.max) != (0.0, 1.0):
             continue
         tensor = flow.tensor(value.key)
         if tensor is not None and bool(((tensor == 0) | (tensor == 1)).all()):
-            yield tensor.to(torch.bool)
+            yield tensor.reshape(axes).to(torch.bool)
 
 
 def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -105,20 +127,34 @@ def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
             yield mask
 
 
-def _gradients_reaching(flow: Flow, mask: Tensor) -> int | None:
-    """Return how many gradients are not zero outside a mask; None where too few have it."""
+def _reach(flow: Flow, mask: Tensor) -> bool | None:
+    """Return True where a gradient outside a mask goes on to anything else.
+
+    What is multiplied with zeros afterwards does not. None where too few gradients have the
+    places of the mask.
+    """
     read = 0
-    reaching = 0
     for key in _gradients(flow):
-        # that of a sum is the same everywhere, before a mask is multiplied with it
-        if flow.values[key].says_nothing:
-            continue
         tensor = flow.tensor(key)
-        if tensor is None or tensor.shape[: mask.dim()] != mask.shape:
+        if tensor is None or not _has_places(tensor, mask):
             continue
         read += 1
-        reaching += bool(tensor[~mask].any())
-    return reaching if read >= LEAST_GRADIENTS else None
+        if tensor[~mask].any() and _is_handed_on(flow, key, mask):
+            return True
+    return False if read >= LEAST_GRADIENTS else None
+
+
+def _is_handed_on(flow: Flow, key: int, mask: Tensor) -> bool:
+    """Return True where a gradient is read by what has other places, or is left."""
+    value = flow.values[key]
+    readers = [flow.values[k] for k in flow.readers.get(key, ())]
+    held = [flow.tensor(reader.key) for reader in readers]
+    is_left = bool(value.row.name)
+    return is_left or any(t is not None and not _has_places(t, mask) for t in held)
+
+
+def _has_places(tensor: Tensor, mask: Tensor) -> bool:
+    return tensor.shape[: mask.dim()] == mask.shape
 
 
 def _gradients(flow: Flow) -> set[int]:

@@ -255,7 +255,9 @@ def parted(
         sides.match()
     ours = upstream(sides.reference, reference, _parted_in(sides.agreeing, phase))
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
-    wanted = _with_siblings(sides, first_of(sides.reference, ours))
+    used = _used_rightly(sides, ours)
+    firsts = first_of(sides.reference, ours - used) or first_of(sides.reference, ours)
+    wanted = _with_siblings(sides, firsts)
     heads = first_of(sides.candidate, theirs)
     if not heads:
         # what they hand on agrees by itself: an update is small beside its parameter
@@ -265,6 +267,37 @@ def parted(
         return None
     part = _part(sides, theirs, wanted, heads, phase)
     return replace(part, region=frozenset(theirs), expected=frozenset(ours))
+
+
+def _used_rightly(sides: Sides, region: set[int]) -> set[int]:
+    """Return what the reference also makes values of that the candidate has.
+
+    Such as the table of a rotation that the candidate has in another form: the layers
+    before the one at fault use it too.
+    """
+    flow = sides.reference
+    used: set[int] = set()
+    for key in sorted(region, key=lambda k: flow.values[k].order, reverse=True):
+        readers = flow.readers.get(key, ())
+        if not used.isdisjoint(readers) or _leads_to_agreeing(sides, key, region):
+            used.add(key)
+    return used
+
+
+def _leads_to_agreeing(sides: Sides, start: int, region: set[int]) -> bool:
+    """Return True where a value that agrees is made of one outside of the region."""
+    waiting = [start]
+    seen = {start}
+    while waiting:
+        for key in sides.reference.readers.get(waiting.pop(), ()):
+            reader = sides.reference.values[key]
+            if key in region or key in seen or reader.row.phase != "forward":
+                continue
+            if reader.computes and key in sides.agreeing and not reader.says_nothing:
+                return True
+            seen.add(key)
+            waiting.append(key)
+    return False
 
 
 def _with_siblings(sides: Sides, wanted: list[Value]) -> list[Value]:
@@ -332,7 +365,9 @@ def first_over_turns(
     """Return a value that is wrong, or that of ``heads`` before it in later turns of its loop.
 
     In the first turn of a loop a wrong call may give what is right: of zeros, or of a place
-    times zero. Then a call that is made of that one is the first that is wrong.
+    times zero. Then a call that is made of that one is the first that is wrong. Not where
+    it gives in the later turn what it gave before, and that was used: then it was right, by
+    another formula.
     """
     place = stack_of_turn(first)
     earlier = (v for v in flow.values.values() if v.order < first.order)
@@ -341,8 +376,19 @@ def first_over_turns(
     of_line = {stack_of_turn(head): head for head in reversed(heads)}
     made_of = upstream(flow, [first.key], lambda value: value.key not in region)
     values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
-    turns = [of_line.get(stack_of_turn(value)) for value in values if value.is_call]
-    return next((head for head in turns if head is not None), first)
+    for value in values:
+        head = of_line.get(stack_of_turn(value)) if value.is_call else None
+        if head is not None and not _was_right(flow, value, head):
+            return head
+    return first
+
+
+def _was_right(flow: Flow, before: Value, head: Value) -> bool:
+    """Return True for what an earlier turn has too, and computes numbers with."""
+    if not _apart(before, head) <= AS_NEAR:
+        return False
+    readers = [flow.values[key] for key in flow.readers.get(before.key, ())]
+    return any(r.row.phase == "forward" and not r.says_nothing for r in readers)
 
 
 def _reaches(flow: Flow, key: int, region: set[int]) -> bool:

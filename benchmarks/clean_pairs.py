@@ -34,7 +34,7 @@ from tests.faults.equivalent.script_pairs import PAIRS
 from tests.faults.equivalent.script_portions import LAYOUTS as SCRIPTS_OF_RANKS
 from tests.faults.equivalent.script_portions import SCHEDULES as SCRIPTS_OF_PORTIONS
 from tests.faults.equivalent.scripts import ScriptCase
-from tests.scripts import NAMES, rewrites_of
+from tests.scripts import NAMES, Rewrite, rewrites_of
 
 #: The share of the planted bugs that must be named first.
 BAR = 0.9
@@ -151,7 +151,7 @@ def of_layers(chosen: _Chosen, keep: str) -> None:
 
 
 def _of_texts(
-    title: str, cases: Sequence[ScriptCase], chosen: _Chosen, keep: str
+    title: str, cases: Sequence[ScriptCase | Rewrite], chosen: _Chosen, keep: str
 ) -> None:
     recorded = [
         (

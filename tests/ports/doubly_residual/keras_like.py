@@ -59,13 +59,14 @@ class Block(nn.Module):
         self.theta_f = nn.Parameter(theta[split:].t().contiguous())
         self.register_buffer("backward_basis", backward, persistent=False)
         self.register_buffer("forward_basis", forward, persistent=False)
+        self.has_basis = forward is not None
 
     def forward(self, inputs):
         hidden = inputs
         for dense, norm in zip(self.dense, self.norm):
             hidden = norm(torch.maximum(dense(hidden), torch.tensor(0.0)))
         back, ahead = hidden @ self.theta_b, hidden @ self.theta_f
-        if self.forward_basis is None:
+        if not self.has_basis:
             return back, ahead
         return back @ self.backward_basis, ahead @ self.forward_basis
 

@@ -86,7 +86,7 @@ class Params(nn.Module):
 
     def __init__(self, tree):
         super().__init__()
-        self.tree = {}
+        self.tree: dict[str, object] = {}
         for name, value in tree.items():
             if isinstance(value, dict):
                 below = Params(value)

@@ -140,7 +140,7 @@ class HifiGan(nn.Module):
 
 
 def feature_loss(fmap_r, fmap_g):
-    loss = 0
+    loss: torch.Tensor | int = 0
     for dr, dg in zip(fmap_r, fmap_g):
         for rl, gl in zip(dr, dg):
             loss += torch.mean(torch.abs(rl - gl))

@@ -117,12 +117,15 @@ def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
         return None
     tensor = in_reals(tensor.detach())
     flat = tensor.reshape(-1)
-    if flat.is_floating_point() and flat.element_size() == 1:
+    if not flat.is_floating_point():
+        flat = flat.to(torch.float64)
+    elif flat.element_size() < 4:
         flat = flat.to(torch.float32)
-    flat = flat.to(torch.float64)
     masked = ~(flat.abs() < MASK)
     count = int(masked.sum())
-    values = torch.where(masked, 0.0, flat).sort().values.numpy()
+    # NumPy sorts without the places, which torch always adds: many times as fast
+    rising_values = np.sort(flat.masked_fill(masked, 0.0).numpy())
+    values = rising_values.astype(np.float64)
     constant = bool(values[0] == values[-1])
     size = float(np.linalg.norm(values))
     values = _stretches(values)

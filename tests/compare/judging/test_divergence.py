@@ -515,3 +515,37 @@ def test_a_moment_that_nearly_vanishes_has_its_inputs_error_many_times(gain, is_
         bound=lambda twin, row: bounds.get(row.record, Bound(TOLERANCE)),
     )
     assert (found[2].cause == OWN) == is_fault
+
+
+@pytest.mark.parametrize(("end", "healed"), [(0.0, True), (0.5, False)])
+def test_a_memory_that_is_written_in_part_does_not_heal_in_the_other_part(end, healed):
+    """The first half of a memory is wrong; the second is written after it, and agrees, as does its view.
+
+    What reads the whole then decides.
+    """
+    graph = {
+        0: (LEAF, []),
+        1: ("zeros", []),
+        3: ("mm", [0]),
+        4: ("slice", [1]),
+        5: ("copy_", [4, 3]),
+        6: (LEAF, [5]),
+        7: ("slice", [6]),
+        8: ("copy_", [7, 0]),
+        9: (LEAF, [8]),
+        10: ("relu", [9]),
+    }
+    columns = {
+        "inplace": {5: True, 8: True},
+        "view_of": {4: 1, 7: 6},
+        "numel": dict.fromkeys((0, 3, 4, 5, 7, 8), 4) | dict.fromkeys((1, 6, 9, 10), 8),
+    }
+    found = run(
+        graph,
+        {3: 0.5, 5: 0.5, 6: 0.5, 9: end, 10: end},
+        guessed=(3,),
+        replays=dict.fromkeys(graph, NOT_RUN),
+        columns=columns,
+        carried=lambda row: (0.0, False),
+    )
+    assert (causes(found).get(3) is None) == healed

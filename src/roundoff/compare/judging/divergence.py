@@ -626,19 +626,26 @@ class Divergence:
         And no norm shows the difference before.
         """
         tainted = {record}
+        agreeing: set[int] = set()
         agrees_again = False
         waiting = sorted(readers.get(record, ()))
         while waiting:
             reader = waiting.pop(0)
-            if reader <= record or reader in tainted:
+            if reader <= record or reader in tainted or reader in agreeing:
                 continue
-            if self._agrees_despite(reader, tainted):
-                agrees_again = True
-                continue
-            if self._is_norm(reader):
+            further = readers.get(reader, ())
+            agrees = self._agrees_despite(reader, tainted)
+            if self._is_written_in_part(reader):
+                tainted.add(reader)  # what it leaves of the memory may differ
+            elif agrees:
+                agreeing.add(reader)
+                further = [r for r in further if self._reads_memory_of(r, reader)]
+                agrees_again |= not further
+            elif self._is_norm(reader):
                 return False
-            tainted.add(reader)
-            waiting = sorted({*waiting, *readers.get(reader, ())})
+            else:
+                tainted.add(reader)
+            waiting = sorted({*waiting, *further})
         if any(self._is_gradient_left(record) for record in tainted):
             return False
         return all(
@@ -646,6 +653,21 @@ class Divergence:
             or (agrees_again and reader != record and self._is_left_in_both(reader))
             for reader in tainted
         )
+
+    def _is_written_in_part(self, record: int) -> bool:
+        """Return True for a write to a part of a memory: who reads the memory after it
+        reads the rest of it too."""
+        row = self.candidate[record]
+        if not row.inplace or not row.inputs:
+            return False
+        memory = self._before_views(row.inputs[0])
+        return memory is not None and memory.numel != row.numel
+
+    def _reads_memory_of(self, record: int, view: int) -> bool:
+        """Return True for what is written to a view, or is a view of it."""
+        row = self.candidate[record]
+        written = row.inplace and row.inputs[0] == view
+        return bool(written) or row.view_of is not None
 
     def _is_left_in_both(self, record: int) -> bool:
         """Return True for a value that nothing reads, and the reference has in other

@@ -92,8 +92,10 @@ def main() -> None:
     outcomes: list[Outcome] = []
     for entry in entries:
         began = time.process_time()
-        outcomes += outcomes_of(entry, not args.statistics, bare=args.bare)
-        progress(f"{entry.title} ({time.process_time() - began:.1f} s)")
+        found = list(outcomes_of(entry, not args.statistics, bare=args.bare))
+        outcomes += found
+        answers = ", ".join(answer(outcome) for outcome in found)
+        progress(f"{entry.title}: {answers} ({time.process_time() - began:.1f} s)")
     show(outcomes)
 
 
@@ -144,6 +146,16 @@ def show(outcomes: Sequence[Outcome]) -> None:
             print(f"{kept}: {len(alarms)} of {len(right)} right ports are called wrong")
         if wrong:
             summary(wrong, kept, bar)
+
+
+def answer(outcome: Outcome) -> str:
+    """Say what became of one port, in a word."""
+    if outcome.failure:
+        return f"failed: {outcome.failure}"
+    if outcome.agrees:
+        return "agrees"
+    is_first = outcome.port.change is not None and outcome.rank == 1
+    return "1" if is_first else f"{outcome.rank} < {said(outcome)}"
 
 
 def said(outcome: Outcome) -> tuple[Any, ...]:

@@ -549,3 +549,18 @@ def test_a_memory_that_is_written_in_part_does_not_heal_in_the_other_part(end, h
         carried=lambda row: (0.0, False),
     )
     assert (causes(found).get(3) is None) == healed
+
+
+@pytest.mark.parametrize(("end", "healed"), [(0.04, False), (1e-5, True)])
+def test_a_sum_of_many_wrong_values_may_agree_by_chance(end, healed):
+    """The sum of 400 values that are 0.4 off is 0.02 off where their errors are independent."""
+    graph = {0: (LEAF, []), 1: ("mm", [0]), 2: ("mul", [1]), 3: ("sum", [2])}
+    found = run(
+        graph,
+        {1: 0.4, 2: 0.4, 3: end},
+        guessed=(1,),
+        replays=dict.fromkeys(graph, NOT_RUN),
+        columns={"numel": {0: 400, 1: 400, 2: 400, 3: 1}},
+        bound=lambda twin, row: Bound(0.2 if row.record == 3 else TOLERANCE),
+    )
+    assert (causes(found).get(1) is None) == healed

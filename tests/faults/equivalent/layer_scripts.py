@@ -66,12 +66,12 @@ C|    at = (real.cumsum(1) - 1).clamp(min=0)
 2|    at = (real.cumsum(1) - 1).clamp(min=0)
 C|    logits = model(ids, attention_mask=real, position_ids=at, use_cache=False).logits
 1|    logits = model(ids, attention_mask=real, position_ids=at, use_cache=False).logits
-2|    logits = model(ids, position_ids=at, use_cache=False).logits
+2|    logits = model(ids, attention_mask=torch.ones_like(real), position_ids=at, use_cache=False).logits
 B|    print(logits[0].sum(), logits[1, 3:].sum())
 """,
     bug1=["at = torch.arange(9)[None]", "transformer.wpe"],
     bug2=[
-        "logits = model(ids, position_ids=at",
+        "attention_mask=torch.ones_like(real)",
         "h.0.attn",
         "scaled_dot_product_attention",
     ],

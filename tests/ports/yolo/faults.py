@@ -19,7 +19,7 @@ FAULTS = [
         "darknet",
         "pooling window",
         "F.max_pool2d(x, 9, stride=1, padding=4)",
-        "F.max_pool2d(x, 7, stride=1, padding=3)",
+        "F.max_pool2d(x, 5, stride=1, padding=2)",
     ),
     Change(
         "darknet", "the other half goes on", "rest = x[:, half:]", "rest = x[:, :half]"

@@ -721,8 +721,24 @@ class Divergence:
             for source, error in finding.sources
             if source not in tainted and self.findings[source].cause is None
         ]
-        allowed = EQUAL_INPUTS * finding.tolerance
-        return finding.error <= max(2 * max(sound, default=0.0), allowed)
+        allowed = max(2 * max(sound, default=0.0), EQUAL_INPUTS * finding.tolerance)
+        by_chance = self._left_by_a_sum(finding, tainted)
+        is_sure = allowed < by_chance or NEARER * finding.error <= by_chance
+        return finding.error <= allowed and is_sure
+
+    def _left_by_a_sum(self, finding: Finding, tainted: set[int]) -> float:
+        """Return the error that is left of the tainted inputs' in a value of fewer elements.
+
+        Of n terms with independent errors the sum is off by 1/sqrt(n) of theirs: it may
+        agree although they are wrong. Infinite where no terms are summed.
+        """
+        numel = self.candidate[finding.record].numel or 0
+        left = [
+            error / math.sqrt((self.candidate[source].numel or 0) / numel)
+            for source, error in finding.sources
+            if source in tainted and 0 < numel < (self.candidate[source].numel or 0)
+        ]
+        return min(left, default=math.inf)
 
 
 def is_workspace(row: RecordedRow) -> bool:

@@ -303,11 +303,18 @@ def _differences(sides: Sides) -> list[Difference]:
         forward = _first_difference(exact, (outputs,))
     if forward or recorded:
         return forward
-    return (
-        _first_difference(sides, (buffers,))
-        or _backward_difference(sides, exact)
-        or _first_difference(sides, (prepared_gradients, updates))
-    )
+    in_buffers = _first_difference(sides, (buffers,))
+    if in_buffers:
+        return in_buffers
+    backward = _backward_difference(sides, exact)
+    if exact is not None and any(map(_hardly_differs, backward)):
+        # of an epsilon a gradient may just show what the outputs just do not
+        return _seen_closer(exact) or backward
+    return backward or _first_difference(sides, (prepared_gradients, updates))
+
+
+def _hardly_differs(difference: Difference) -> bool:
+    return difference.part.distance <= HARDLY * difference.limit
 
 
 def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
@@ -378,16 +385,19 @@ def _exact_sides(sides: Sides) -> Sides | None:
 
 def _closer_difference(sides: Sides) -> list[Difference]:
     """Return what differs in the outputs looked at more closely, if gradients differ."""
-    usual = sides.limit
     ours, theirs, _ = gradients(sides)
-    differences: list[Difference] = []
-    if ours and theirs:
-        for closer in CLOSER:
-            sides.limit = usual / closer
-            sides.match()
-            differences = _first_difference(sides, (outputs,))
-            if differences:
-                return differences
+    return _seen_closer(sides) if ours and theirs else []
+
+
+def _seen_closer(sides: Sides) -> list[Difference]:
+    """Return what differs in the outputs by less than the limit, if anything does."""
+    usual = sides.limit
+    for closer in CLOSER:
+        sides.limit = usual / closer
+        sides.match()
+        differences = _first_difference(sides, (outputs,))
+        if differences:
+            return differences
     sides.limit = usual
     sides.match()
     return []

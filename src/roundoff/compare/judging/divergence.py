@@ -296,8 +296,7 @@ class Divergence:
         Rows without counterpart in between are looked through; they are the second
         of the result.
         """
-        aligned = row.record in self.exact and row.is_call
-        operands = self.measures.operands(twin, row) if aligned else ()
+        operands = self.measures.operands(twin, row) if self._is_alike(row) else ()
         read = [pair for pair in operands if pair[1] in self.counterpart]
         waiting = [theirs for _, theirs in operands if theirs not in self.counterpart]
         if not operands:
@@ -315,6 +314,16 @@ class Divergence:
                 region.add(record)
                 waiting += self.candidate[record].inputs
         return read, sorted(region)
+
+    def _is_alike(self, row: RecordedRow) -> bool:
+        """Return True for a call that reads in each place what its counterpart reads there."""
+        if not row.is_call:
+            return False
+        is_same_move = row.base_operator in EXACT and (
+            row.overload,
+            len(row.inputs),
+        ) == (self.twin(row.record).overload, len(self.twin(row.record).inputs))
+        return row.record in self.exact or is_same_move
 
     def _written_parts(self, row: RecordedRow) -> list[int]:
         """Return the records that were written, part by part, to the memory of a value.

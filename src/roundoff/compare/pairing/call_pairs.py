@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ TRANSPARENT = operators_that("change no value")
 ALIKE = 0.03
 #: Statistics this near speak for it even more: two roundings of fp16, 2**-10.
 SAME = 1e-3
-#: Above this many pairs of calls, a module's sequences are matched by their longest
-#: common blocks instead.
+#: Above this many pairs of calls, a module's sequences are parted at values that both
+#: have once, and where there are none matched by their longest common blocks.
 LARGEST = 250_000
 #: Why a call of a checkpoint stands beside one of the forward pass.
 RECOMPUTED = "computed again in the backward pass"
@@ -269,10 +270,75 @@ def _same_program(
 def _middle(
     reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
 ) -> Places:
+    in_order = _in_order(reference, candidate)
     if len(reference) * len(candidate) > LARGEST:
-        return _common_blocks(reference, candidate)
-    in_order = _needleman_wunsch(reference, candidate)
+        return in_order
     return _by_value(reference, candidate, in_order)
+
+
+def _in_order(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    """Return places of two sequences that keep their order: the best, or good ones of long ones.
+
+    Long ones are parted at values that both have, and each has once.
+    """
+    if len(reference) * len(candidate) <= LARGEST:
+        return _needleman_wunsch(reference, candidate)
+    anchors = _anchors(reference, candidate)
+    if not anchors:
+        return _common_blocks(reference, candidate)
+    places: Places = []
+    i = j = 0
+    for next_i, next_j in [*anchors, (len(reference), len(candidate))]:
+        between = _in_order(reference[i:next_i], candidate[j:next_j])
+        places += [(i + k, j + m) for k, m in between]
+        places += [(next_i, next_j)] if next_i < len(reference) else []
+        i, j = next_i + 1, next_j + 1
+    return places
+
+
+def _anchors(
+    reference: Sequence[RecordedCall], candidate: Sequence[RecordedCall]
+) -> Places:
+    """Return the most places of values that each sequence has once, and in one order.
+
+    As in a patience diff: the longest rising sequence (Fredman 1975).
+    """
+    theirs = _sole_values(candidate)
+    ends: list[int] = []  # the last place of a rising sequence of each length
+    links: list[tuple[int, int, int]] = []  # its places, and the link before
+    tops: list[int] = []
+    for value, i in _sole_values(reference).items():
+        if value not in theirs:
+            continue
+        j = theirs[value]
+        length = bisect_left(ends, j)
+        before = tops[length - 1] if length else -1
+        ends[length : length + 1] = [j]
+        tops[length : length + 1] = [len(links)]
+        links.append((i, j, before))
+    places: Places = []
+    link = tops[-1] if tops else -1
+    while link >= 0:
+        i, j, link = links[link]
+        places.append((i, j))
+    return places[::-1]
+
+
+def _sole_values(calls: Sequence[RecordedCall]) -> dict[Any, int]:
+    """Return the places of results that no other call has, by operator and statistics.
+
+    Constants say nothing.
+    """
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, call in enumerate(calls):
+        shown = call.shown
+        if shown.min != shown.max and shown.l2 is not None:
+            statistics = (shown.min, shown.max, shown.l2)
+            key = (call.operator, call.shapes, call.names, call.writes, *statistics)
+            places[key].append(place)
+    return {key: found[0] for key, found in places.items() if len(found) == 1}
 
 
 def _twins(one: RecordedCall, other: RecordedCall) -> bool:
@@ -490,11 +556,7 @@ def _moved(
     for phase in dict.fromkeys(call.phase for call in reference):
         ours = _computing(reference, phase)
         theirs = _computing(candidate, phase)
-        if len(ours) * len(theirs) <= LARGEST:
-            places = _needleman_wunsch(ours, theirs)
-        else:
-            places = _common_blocks(ours, theirs)
-        for i, j in places:
+        for i, j in _in_order(ours, theirs):
             our_call = ours[i]
             their_call = theirs[j]
             if our_call.shapes != their_call.shapes:

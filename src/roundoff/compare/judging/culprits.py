@@ -96,12 +96,23 @@ def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
     """
     by_key: dict[tuple[Any, ...], Culprit] = {}
     for row in sorted(rows, key=_execution_order):
-        key: tuple[Any, ...] = (row.blamed_phase, row.blamed, row.blamed_reference)
+        key = _key(row)
         if key not in by_key:
             key = _key_of_forward(row, by_key) or key
         culprit = by_key.get(key)
         by_key[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
     return sorted(by_key.values(), key=_likeliest_first)
+
+
+def _key(row: ComparedRow) -> tuple[Any, ...]:
+    """Return what rows of one culprit have in common: the turns of a loop have it too."""
+    if row.blamed_line is None:
+        return row.blamed_phase, row.blamed, row.blamed_reference
+    site, reference_site = (
+        (name or "").partition("#")[0] for name in (row.blamed, row.blamed_reference)
+    )
+    lines = row.blamed_line, row.blamed_reference_line
+    return row.blamed_phase, site, reference_site, *lines, row.name
 
 
 def _execution_order(row: ComparedRow) -> tuple[int, int]:

@@ -67,6 +67,7 @@ NETWORKS = (
     "vocoder",
     "molecule",
     "doubly_residual",
+    "efficientnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -81,6 +82,7 @@ KEPT_APART = (
     "vocoder",
     "molecule",
     "doubly_residual",
+    "efficientnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -67,6 +67,8 @@ NETWORKS = (
     "vocoder",
     "molecule",
     "doubly_residual",
+    "efficientnet",
+    "tagger",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -81,6 +83,8 @@ KEPT_APART = (
     "vocoder",
     "molecule",
     "doubly_residual",
+    "efficientnet",
+    "tagger",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -29,6 +29,7 @@ from roundoff.ops import operators_that
 SHARE = 0.5
 #: Work on two tensors, or on one and a number.
 _PAIRED = operators_that("pair elements")
+_COPIES = operators_that("change no value")
 
 
 @dataclass
@@ -203,8 +204,8 @@ def _readers(
 
 
 def _is_update(row: RecordedRow, parameter: RecordedRow) -> bool:
-    """Return True for what changes a parameter, rather than use it."""
-    is_elementwise = row.base_operator in _PAIRED
+    """Return True for what changes a parameter or a slow copy, rather than use it."""
+    is_elementwise = row.base_operator in _PAIRED | _COPIES
     return is_elementwise and tuple(row.shape or ()) == tuple(parameter.shape or ())
 
 

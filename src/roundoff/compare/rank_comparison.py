@@ -15,6 +15,7 @@ from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.step_causes import Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
+from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.found_causes import (
     ComparedStep,
     causes_of_step,
@@ -311,6 +312,8 @@ class _RankComparison:
 
     def _row_by_row(self, step: int) -> list[ComparedRow]:
         at = (self._rank, step)
+        if self._first_step is None:
+            self._first_step = step
         runs = (self._reference, self._candidate)
         recorded = [self.recorded(run, step) for run in runs]
         sides = without_loss_scales(Sides(*tensors_of_all(recorded)))
@@ -350,7 +353,7 @@ class _RankComparison:
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         if is_first and not by_hands:
-            by_values = self._as_another_layer(sides, rows)
+            by_values = self._as_another_layer(sides, rows, step)
             if by_values is not None:
                 self._memory = before
                 return self._believed(by_values, step)
@@ -361,7 +364,7 @@ class _RankComparison:
         return rows if by_values is None else self._believed(by_values, step)
 
     def _as_another_layer(
-        self, sides: Sides, rows: Sequence[ComparedRow]
+        self, sides: Sides, rows: Sequence[ComparedRow], step: int
     ) -> list[ComparedRow] | None:
         """Return the rows by values, where a layer is by another hand and they tell more."""
         if sides.reference.tensors is None or sides.candidate.tensors is None:
@@ -369,6 +372,8 @@ class _RankComparison:
         laid_out = laid_out_otherwise(sides, rows, self._laid_out)
         if not laid_out and not is_mispaired(rows):
             return None
+        if data_causes(sides, rows, rank=self._rank, step=step):
+            return None  # other data have other shapes too
         by_values = compared_as_another_layer(sides, rows, laid_out)
         if by_values is not None:
             self._laid_out |= {row.name for row in laid_out}
@@ -427,8 +432,6 @@ class _RankComparison:
         if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
             self._is_one_program = False
             return [*rows]
-        if self._first_step is None:
-            self._first_step = step
         compared = ComparedStep(
             sides=sides,
             rows=rows,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
+from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.recorded_rows import RecordedRow
-from roundoff.compare.values.fault_lines import shared, stack_of
 
 DIM = 8
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundoff.compare.blame.blamed_leaves import Blamed, parameters_of_the_same
-from roundoff.compare.values.fault_lines import shared, stack_of
+from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 

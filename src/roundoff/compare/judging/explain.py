@@ -12,6 +12,7 @@ from torch import Tensor
 from roundoff.compare.judging.divergence import Divergence
 from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
+from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import Finding
@@ -120,9 +121,10 @@ def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanati
     )
     replay = finding.replayed
     in_reference = missing or twin
+    handed_at = _handed_at(divergence, row, finding) if blamed is row else None
     return Explanation(
         blamed=blamed.site,
-        blamed_line=blamed.line,
+        blamed_line=handed_at or blamed.line,
         blamed_phase=(missing or blamed).phase,
         blamed_reference=in_reference.site,
         blamed_reference_line=in_reference.line,
@@ -231,3 +233,31 @@ def _without_nan(value: float | None) -> float | None:
     if value is None or math.isfinite(value):
         return value
     return math.inf
+
+
+def _handed_at(
+    divergence: Divergence, row: RecordedRow, finding: Finding
+) -> str | None:
+    """Return the line of the call that hands a function another value; None for no such.
+
+    Where the function reads the value rightly too, it is the function that mistakes it.
+    """
+    if finding.read is None or row.phase != "forward":
+        return None
+    _, read = finding.read
+    source = divergence.candidate[read]
+    stack = stack_of(row)
+    place = shared(stack, stack_of(source))
+    if not source.is_call or not source.line or place >= len(stack) - 1:
+        return None
+    proper = divergence.counterpart.get(read)
+    inside = (
+        other.record
+        for other in divergence.candidate.values()
+        if read in other.inputs
+        and stack_of(other)[: place + 1] == stack[: place + 1]
+        and other.record in divergence.counterpart
+    )
+    if any(proper in divergence.twin(record).inputs for record in inside):
+        return None
+    return stack[place]

@@ -35,6 +35,10 @@ CAUSE_ADVICE = {
     "extra update": (
         "compare what is given to the optimizer, and what is frozen in the reference"
     ),
+    "other state": (
+        "compare what the two programs do with the state_dict of the optimizer, and "
+        "where they make it"
+    ),
     "gradient cut": "look for detach(), no_grad() or .data in one of the two programs",
     "missing operator": (
         "the reference computes this; look for the line that the candidate lacks"

@@ -24,6 +24,7 @@ from roundoff.compare.judging.step_causes import DATA, Cause, with_line
 from roundoff.compare.judging.symptoms import other_number_of_draws
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.loaded_values import (
+    GRADIENT,
     is_reordered,
     statistics_factor,
     values_before,
@@ -76,14 +77,28 @@ def data_records(rows: Rows) -> set[int]:
     running = _first_read_of_a_name(rows)
     state = unnamed_state(rows)
     loaded = _behind(rows, [*values_before(rows).values(), *state])
+    held = {_value(row) for row in (*_named(rows), *state)}
     data: set[int] = set()
     for record, row in rows.items():
         if record in loaded or row.name or row.phase != "forward":
             continue
+        if _value(row) in held and row.min != row.max:
+            continue  # a deep copy of a parameter
         of_data = all(i in data for i in row.inputs)
         if of_data and _may_be_data(row, running):
             data.add(record)
     return data
+
+
+def _named(rows: Rows) -> list[RecordedRow]:
+    """Return each value of a parameter or buffer."""
+    named = (row for row in rows.values() if row.name)
+    return [row for row in named if not str(row.name).endswith(GRADIENT)]
+
+
+def _value(row: RecordedRow) -> tuple[object, ...]:
+    """Return what tells a value from others, whatever holds it."""
+    return tuple(row.shape or ()), row.dtype, row.hash, row.min, row.max, row.l2
 
 
 def _may_be_data(row: RecordedRow, running: int | None) -> bool:

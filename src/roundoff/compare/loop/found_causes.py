@@ -11,6 +11,7 @@ from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.fed_data import data_causes
+from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
 from roundoff.compare.loop.left_out_operators import operator_causes
 from roundoff.compare.loop.left_out_updates import update_causes
@@ -85,7 +86,10 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     causes += update_causes(
         compared.sides, compared.events, compared.rows, rename, **at
     )
-    causes += unnamed_update_causes(compared.sides, compared.rows, **at)
+    begins_anew = fresh_state_causes(compared.sides, **at) if compared.differs else []
+    causes += begins_anew
+    if not begins_anew:
+        causes += unnamed_update_causes(compared.sides, compared.rows, **at)
     causes = _with_writes_by_hand(causes, compared, rename, at)
     if not causes:
         causes += operator_causes(compared.sides, compared.rows, **at)

@@ -33,6 +33,11 @@ def unnamed_state(rows: Rows) -> list[RecordedRow]:
     return [rows[record] for record in {**parameters, **copies}]
 
 
+def written_before(rows: Rows) -> list[RecordedRow]:
+    """Return the last write of an optimizer to each value without a name from before it."""
+    return [*_parameters(rows, written_sources(rows)).values()]
+
+
 def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow]:
     """Return the last write of an optimizer to each value that has no name, by its record.
 

@@ -70,8 +70,14 @@ class DataPortions:
     def __init__(self, reference: Rows, candidate: Rows) -> None:
         self._reference = _outside_of_modules(reference)
         self._candidate = _outside_of_modules(candidate)
-        self._first_of_reference = _first_fed(reference, self._reference)
-        self._first_of_candidate = _first_fed(candidate, self._candidate)
+        ours = _first_fed(reference, self._reference)
+        theirs = _first_fed(candidate, self._candidate)
+        come_in = _from_outside(self._reference, ours)
+        other_come_in = _from_outside(self._candidate, theirs)
+        if come_in and other_come_in:
+            ours, theirs = come_in, other_come_in
+        self._first_of_reference = ours
+        self._first_of_candidate = theirs
 
     def are_same(self, twin: RecordedRow, row: RecordedRow) -> bool:
         """Return True where both read the same values in other portions or paddings.
@@ -128,6 +134,16 @@ def _first_fed(rows: Rows, data: Rows) -> list[RecordedRow]:
         if len(fed) >= _FIRST:
             break
     return [row for row in fed.values() if row.numel != 1]
+
+
+def _from_outside(data: Rows, fed: Sequence[RecordedRow]) -> list[RecordedRow]:
+    """Return those that inputs went into. Masks and positions are like those of any
+    batch of these lengths."""
+    come_in: set[int] = set()
+    for record, row in data.items():
+        if not row.is_call or come_in.intersection(row.inputs):
+            come_in.add(record)
+    return [row for row in fed if row.record in come_in and row.dtype != "bool"]
 
 
 def drop_ones(shape: Sequence[int] | None) -> list[int]:

@@ -29,6 +29,7 @@ from roundoff.compare.blame.blamed_leaves import (
     of_leaves_alone,
     tried_leaves,
 )
+from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.records.parameter_content import (
     FLIPPED,
     REORDERED,
@@ -56,7 +57,7 @@ from roundoff.compare.repairs.call_edits import (
     label_of,
     proposals,
 )
-from roundoff.compare.values.fault_lines import alike_inside, stack_of
+from roundoff.compare.values.fault_lines import alike_inside
 from roundoff.compare.values.traced_calls import (
     BEFORE,
     Edit,

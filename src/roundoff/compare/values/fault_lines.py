@@ -18,11 +18,10 @@ from itertools import takewhile
 
 import torch
 
-from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that
-from roundoff.record import CALLED_FROM
 
 #: Values that are looked at behind one of a function's, among which one has to agree
 #: where the function is right: twice the longest way to write out an operator (see
@@ -32,30 +31,6 @@ FAR = 34
 _MOVE = operators_that("move values")
 _PAIRS = operators_that("pair elements")
 _FORWARD = "forward"
-
-
-def stack_of(row: RecordedRow) -> tuple[str, ...]:
-    """Return the lines that led to a call; empty where nobody knows."""
-    callers = row.callers.split(CALLED_FROM) if row.callers else []
-    return (*reversed(callers), row.line) if row.line else ()
-
-
-def shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return at which place of two stacks the function stands that both run in.
-
-    Its lines may differ there; before it they are the same.
-
-    >>> shared(("a:9", "a:5", "a:2"), ("a:9", "a:5", "a:3"))
-    2
-    >>> shared(("a:9", "a:5", "a:2"), ("a:9", "a:6"))
-    1
-    """
-    place = 0
-    for first, second in zip(one[:-1], other[:-1], strict=False):
-        if first != second:
-            break
-        place += 1
-    return place
 
 
 def _are_beside(one: str | None, other: str | None) -> bool:

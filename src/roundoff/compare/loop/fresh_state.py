@@ -1,0 +1,107 @@
+"""The state of an optimizer that begins anew in one run alone, as after a checkpoint that lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import UPDATE, Cause, with_line
+from roundoff.compare.loop.unnamed_updates import written_before
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.ops import operators_that
+
+#: The name of the causes.
+STATE = "optimizer state"
+#: Make the values that an optimizer begins with: zeros, or a copy of the first gradient.
+_BEGIN = operators_that("create") | {"clone"}
+
+
+def fresh_state_causes(sides: Sides, *, rank: int, step: int) -> list[Cause]:
+    """Return the cause for moments that one run goes on with, and the other makes anew.
+
+    Both update the same parameters. What an optimizer writes that has no name and was
+    there before it is its state; what it makes in the step it begins with.
+
+    Args:
+        sides: the step.
+        rank: of the step.
+        step: its number.
+    """
+    ours = sides.reference.rows
+    theirs = sides.candidate.rows
+    if not _updated(ours) & _updated(theirs):
+        return []
+    lost = _goes_on_alone(ours, theirs)
+    kept = _goes_on_alone(theirs, ours)
+    first = _first_call(theirs)
+    if lost:
+        return [_cause(lost, _begun(theirs), rank, step, at=first, lost=True)]
+    if kept:
+        return [_cause(kept, _begun(ours), rank, step, at=first, lost=False)]
+    return []
+
+
+def _first_call(rows: Rows) -> int:
+    calls = (row.call for row in rows.values() if row.phase == "optimizer")
+    return min((call for call in calls if call >= 0), default=-1)
+
+
+def _updated(rows: Rows) -> set[str]:
+    """Return the names of the parameters that an optimizer writes."""
+    return {
+        row.name
+        for row in rows.values()
+        if row.name and row.inplace and row.phase == "optimizer"
+    }
+
+
+def _goes_on_alone(rows: Rows, others: Rows) -> list[RecordedRow]:
+    """Return the writes to the state that one run has and the other begins with."""
+    state = written_before(rows)
+    other_state = written_before(others)
+    begun = len(_begun(others)) - len(_begun(rows))
+    more = len(state) - len(other_state)
+    # of a moment and its step count, which is a number, the moment is made of a tensor
+    return state if 0 < more <= 2 * begun else []
+
+
+def _begun(rows: Rows) -> list[RecordedRow]:
+    return [
+        row
+        for row in rows.values()
+        if row.phase == "optimizer" and row.is_call and row.base_operator in _BEGIN
+    ]
+
+
+def _cause(
+    state: Sequence[RecordedRow],
+    begun: Sequence[RecordedRow],
+    rank: int,
+    step: int,
+    *,
+    at: int,
+    lost: bool,
+) -> Cause:
+    write = state[0]
+    made = begun[0]
+    begins = f"begins anew, with {with_line(made.operator, made.line)}"
+    goes_on = f"goes on with {len(state):,} values from before"
+    here, there = (begins, goes_on) if lost else (goes_on, begins)
+    why = "not loaded here, or made again" if lost else "loaded here alone, or kept"
+    evidence = (
+        f"the state of the optimizer, its moments and counts of steps, {here}, where the "
+        f"reference's {there}: it is {why}"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="other state",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase="optimizer",
+        name=STATE,
+        at=at,
+        row=made if lost else write,
+        twin=write if lost else made,
+        decides=True,
+    )

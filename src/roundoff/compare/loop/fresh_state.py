@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, with_line
@@ -33,12 +34,23 @@ def fresh_state_causes(sides: Sides, *, rank: int, step: int) -> list[Cause]:
         return []
     lost = _goes_on_alone(ours, theirs)
     kept = _goes_on_alone(theirs, ours)
-    first = _first_call(theirs)
     if lost:
-        return [_cause(lost, _begun(theirs), rank, step, at=first, lost=True)]
-    if kept:
-        return [_cause(kept, _begun(ours), rank, step, at=first, lost=False)]
-    return []
+        causes = [_cause(lost, _begun(theirs), rank, step, lost=True)]
+    elif kept:
+        causes = [_cause(kept, _begun(ours), rank, step, lost=False)]
+    else:
+        return []
+    shown_by = [row.record for row in _begins_with(theirs)]
+    at = _first_call(theirs)
+    return [replace(cause, at=at, shown_by=shown_by) for cause in causes]
+
+
+def _begins_with(rows: Rows) -> Iterator[RecordedRow]:
+    """Yield what an optimizer reads first that has no name, and what it makes anew."""
+    for row in rows.values():
+        is_made = row.is_call and row.base_operator in _BEGIN
+        if row.phase == "optimizer" and not row.name and (row.is_leaf or is_made):
+            yield row
 
 
 def _first_call(rows: Rows) -> int:
@@ -79,7 +91,6 @@ def _cause(
     rank: int,
     step: int,
     *,
-    at: int,
     lost: bool,
 ) -> Cause:
     write = state[0]
@@ -100,7 +111,6 @@ def _cause(
         rank=rank,
         phase="optimizer",
         name=STATE,
-        at=at,
         row=made if lost else write,
         twin=write if lost else made,
         decides=True,

@@ -35,7 +35,17 @@ def unnamed_state(rows: Rows) -> list[RecordedRow]:
 
 def written_before(rows: Rows) -> list[RecordedRow]:
     """Return the last write of an optimizer to each value without a name from before it."""
-    return [*_parameters(rows, written_sources(rows)).values()]
+    written = {}
+    for record, source in written_sources(rows).items():
+        before = rows.get(source)
+        write = rows[record]
+        if before is None or before.name or write.name:
+            continue
+        if write.base_operator in _OF_SCALERS or write.phase != "optimizer":
+            continue
+        if before.is_leaf or before.phase == "forward":
+            written[source] = write
+    return [*written.values()]
 
 
 def _parameters(rows: Rows, sources: Mapping[int, int]) -> dict[int, RecordedRow]:

@@ -230,12 +230,6 @@ def _of_ranks(
     return compare_portions(reference, candidates, rename, memory)
 
 
-def _portions_of_data(sides: Sides) -> DataPortions | None:
-    """Return the portions of the data; None where the data themselves differ."""
-    data = DataPortions(sides.reference.rows, sides.candidate.rows)
-    return data if data.first_are_same() else None
-
-
 class _RankComparison:
     """The steps of one rank, compared one after the other."""
 
@@ -328,8 +322,11 @@ class _RankComparison:
         in_portions = not by_hands and in_other_portions(
             sides.reference, sides.candidate
         )
-        portions = _portions_of_data(sides) if in_portions else None
-        if in_portions and self._shows_portions(sides, portions):
+        portions = None
+        if in_portions:
+            data = DataPortions(sides.reference.rows, sides.candidate.rows)
+            portions = data if data.first_are_same() else None
+        if in_portions and self._shows_portions(sides, data):
             parts = {self._rank: sides.candidate}
             rename = renaming(self._settings.modules)
             self._is_other_schedule |= self._is_all_work_done(sides, step)
@@ -395,15 +392,18 @@ class _RankComparison:
         causes = [cause for cause in self.causes if cause.step == step]
         return any(cause.label != "gradient cut" for cause in causes)
 
-    def _shows_portions(self, sides: Sides, portions: DataPortions | None) -> bool:
+    def _shows_portions(self, sides: Sides, data: DataPortions) -> bool:
         """Return True where tensors say if a step does the same work in other portions.
 
         Computed ones do where all of the step could be, and the data are the same. As
         many calls of each module on other data are another batch.
         """
-        if portions is None and self._tensors:
-            return not is_another_batch(sides.reference, sides.candidate)
-        return self._tensors or (portions is not None and is_whole(sides.candidate))
+        are_same = data.first_are_same()
+        if self._tensors and not are_same:
+            return not is_another_batch(
+                sides.reference, sides.candidate, fed_others=data.are_from_outside
+            )
+        return self._tensors or (are_same and is_whole(sides.candidate))
 
     def _is_all_work_done(self, sides: Sides, step: int) -> bool:
         """Return False where the work follows the number of backward passes.

@@ -1,5 +1,6 @@
 """What stands behind operators: parameters, data and updates, in plain words."""
 
+import inspect
 import json
 
 import pytest
@@ -270,7 +271,7 @@ def test_what_no_optimizer_holds_comes_before_the_scale_that_it_keeps(tmp_path):
     assert "2.bias is not changed here: its gradient is there" in first.evidence
 
 
-def followed(folder, *, before=False, follows=True):
+def followed(folder, *, before=False, follows=True, write="lerp_"):
     """Two steps in which a slow copy follows the model, before or after its update."""
     model = net()
     slow = net()
@@ -279,7 +280,7 @@ def followed(folder, *, before=False, follows=True):
     def follow():
         with torch.no_grad():
             for old, new in zip(slow.parameters(), model.parameters(), strict=True):
-                old.lerp_(new, 0.5)
+                getattr(old, write)(*((new, 0.5) if write == "lerp_" else (new,)))
 
     with roundoff.capture(folder, model, keep="tensors") as run:
         for step in range(STEPS):
@@ -304,13 +305,14 @@ def test_an_update_before_the_step_ends_is_told_in_one_sentence(tmp_path):
     assert "and not in the reference, before the step ends" in first.evidence
 
 
-def test_a_slow_copy_that_stays_is_no_work_in_other_portions(tmp_path):
-    right = followed(tmp_path / "right")
-    wrong = followed(tmp_path / "wrong", follows=False)
+@pytest.mark.parametrize("write", ["lerp_", "copy_"])
+def test_a_slow_copy_that_stays_is_no_work_in_other_portions(tmp_path, write):
+    right = followed(tmp_path / "right", write=write)
+    wrong = followed(tmp_path / "wrong", write=write, follows=False)
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert (first.kind, first.looks_like) == ("update", "missing update")
     assert "Sequential.2.bias" in first.evidence
-    assert "lerp_" in first.evidence
+    assert write in first.evidence
 
 
 def far_off(folder, *, masked):
@@ -331,3 +333,99 @@ def test_a_loss_that_differs_is_no_agreement_though_its_gradient_does_not(tmp_pa
     found = roundoff.compare(reference=right, candidate=wrong)
     assert not found.agrees
     assert found.culprits()
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(6, 8)
+        self.mix = nn.Linear(8, 8)
+        self.tags = nn.Linear(8, 3)
+
+    def forward(self, words):
+        x = self.words(words)
+        mask = (words == 0)[..., None]
+        return self.tags(torch.tanh(self.mix(x)).masked_fill(mask, 0) + x)
+
+
+def tagged(folder, *, seed, length):
+    """Batches of few words, padded with zeros at the end."""
+    torch.manual_seed(0)
+    model = Tagger()
+    words = torch.randint(
+        1, 6, (4, length), generator=torch.Generator().manual_seed(seed)
+    )
+    words[0, -1] = 0
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        model(torch.tensor(words.tolist())).square().mean().backward()
+        run.step()
+    return folder
+
+
+def test_other_sentences_of_another_length_are_other_data(tmp_path):
+    """Each row of their embedding stands in the reference's, and their mask is like its mask padded."""
+    right = tagged(tmp_path / "right", seed=1, length=7)
+    wrong = tagged(tmp_path / "wrong", seed=2, length=6)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.looks_like) == ("data", "other data")
+
+
+def apart(one, other):
+    one = one / one.norm()
+    return (one - other / other.norm()).square().sum()
+
+
+def twice(one, other):
+    return (one * one - other).sum()
+
+
+class Views(nn.Module):
+    def __init__(self, crossed=True, function=apart):
+        super().__init__()
+        self.low = nn.Linear(6, 4)
+        self.high = nn.Linear(4, 4)
+        self.crossed = crossed
+        self.function = function
+
+    def forward(self, x):
+        low = self.low(x)
+        high = self.high(low)
+        other = self.high(low.flip(0))
+        if self.crossed:
+            return self.function(low, high)
+        return self.function(low, other)
+
+
+def viewed(folder, model):
+    torch.manual_seed(0)
+    for value in model.parameters():
+        nn.init.normal_(value)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        model(batch(0)[:, :6]).backward()
+        run.step()
+    return folder
+
+
+def test_what_a_function_is_handed_is_told_where_it_is_handed(tmp_path):
+    right = viewed(tmp_path / "right", Views())
+    wrong = viewed(tmp_path / "wrong", Views(crossed=False))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    line = (
+        inspect.getsource(Views)
+        .splitlines()
+        .index("        return self.function(low, other)")
+    )
+    assert first.line.endswith(f":{inspect.getsourcelines(Views)[1] + line}")
+    assert first.looks_like == "other input"
+
+
+def mistaken(one, other):
+    return (one * other - other).sum()
+
+
+def test_a_function_that_mistakes_what_it_is_handed_is_told_itself(tmp_path):
+    """It reads a value in the place of another one, and rightly in its own place."""
+    right = viewed(tmp_path / "right", Views(function=twice))
+    wrong = viewed(tmp_path / "wrong", Views(function=mistaken))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.line.endswith(f":{inspect.getsourcelines(mistaken)[1] + 1}")

@@ -74,7 +74,9 @@ class DataPortions:
         theirs = _first_fed(candidate, self._candidate)
         come_in = _from_outside(self._reference, ours)
         other_come_in = _from_outside(self._candidate, theirs)
-        if come_in and other_come_in:
+        #: Both are fed something from outside.
+        self.are_from_outside = bool(come_in and other_come_in)
+        if self.are_from_outside:
             ours, theirs = come_in, other_come_in
         self._first_of_reference = ours
         self._first_of_candidate = theirs

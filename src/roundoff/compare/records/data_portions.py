@@ -74,9 +74,8 @@ class DataPortions:
         theirs = _first_fed(candidate, self._candidate)
         come_in = _from_outside(self._reference, ours)
         other_come_in = _from_outside(self._candidate, theirs)
-        #: Both are fed something from outside.
-        self.are_from_outside = bool(come_in and other_come_in)
-        if self.are_from_outside:
+        self._are_from_outside = bool(come_in and other_come_in)
+        if self._are_from_outside:
             ours, theirs = come_in, other_come_in
         self._first_of_reference = ours
         self._first_of_candidate = theirs
@@ -122,6 +121,17 @@ class DataPortions:
         """
         return any(
             twin.shape != row.shape and self.are_same(twin, row)
+            for twin in self._first_of_reference
+            for row in self._first_of_candidate
+        )
+
+    def first_are_others(self) -> bool:
+        """Return True where nothing is the same that comes from outside and is fed first.
+
+        In no portions, padding or order; False where nothing is known to come from there.
+        """
+        return self._are_from_outside and not any(
+            self.are_same(twin, row)
             for twin in self._first_of_reference
             for row in self._first_of_candidate
         )

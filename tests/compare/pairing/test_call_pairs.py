@@ -15,7 +15,7 @@ from roundoff.compare.pairing.alignment import (
     REFERENCE_ONLY,
     align,
 )
-from roundoff.compare.pairing.call_pairs import _numbers_read
+from roundoff.compare.pairing.call_pairs import LARGEST, _numbers_read
 from roundoff.compare.records.recorded_rows import RecordedRow
 
 
@@ -400,3 +400,30 @@ def test_what_memory_held_before_a_number_is_drawn_is_not_read(operator, reads):
         inplace=True,
     )
     assert _numbers_read(number, {0: memory, 1: number}) == ((memory,) if reads else ())
+
+
+def in_blocks(x, *, scaled):
+    """Turns of a loop, each on its block: more calls than are matched by all their pairs."""
+    results = []
+    for block in x.split(2):
+        y = torch.sin(block) * block
+        gate = torch.sigmoid(y * 1.7)
+        factor = y * gate * (1 + 1.7 * y * (1 - gate)) if scaled else y * gate
+        results += [factor, torch.exp(y * gate)]
+    return results
+
+
+def test_turns_of_a_long_loop_are_each_others_where_each_lacks_a_call(
+    recorded, step_rows
+):
+    x = torch.randn(110, 3, generator=torch.Generator().manual_seed(3))
+    whole = recorded(lambda net: in_blocks(net(x), scaled=True), nn.Identity())
+    lacking = recorded(lambda net: in_blocks(net(x), scaled=False), nn.Identity())
+    ours, theirs = step_rows(whole), step_rows(lacking)
+    assert len(ours) * len(theirs) > LARGEST
+    pairs = {pair.candidate: pair.reference for pair in align(ours, theirs)}
+    exponentials = [
+        [row.record for row in rows.values() if row.operator == "exp"]
+        for rows in (ours, theirs)
+    ]
+    assert [pairs[record] for record in exponentials[1]] == exponentials[0]

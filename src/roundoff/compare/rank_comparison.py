@@ -401,7 +401,7 @@ class _RankComparison:
         are_same = data.first_are_same()
         if self._tensors and not are_same:
             return not is_another_batch(
-                sides.reference, sides.candidate, fed_others=data.first_are_others()
+                sides.reference, sides.candidate, data.first_others()
             )
         return self._tensors or (are_same and is_whole(sides.candidate))
 

@@ -86,11 +86,14 @@ def _from_outside(step: RecordedStep) -> list[RecordedRow]:
 
 
 def is_another_batch(
-    reference: RecordedStep, candidate: RecordedStep, *, fed_others: bool
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    others: Sequence[tuple[RecordedRow, RecordedRow]],
 ) -> bool:
     """Return True where all modules are called as often as in the reference, on other data.
 
-    ``fed_others``: what comes from outside has other statistics, whatever its padding.
+    ``others``: pairs of what is fed from outside, where no statistics are those of one
+    in other portions.
 
     Nothing of what the first of them makes stands in what it makes in the other run. The
     rows of a table stand in any batch of the same words.
@@ -100,8 +103,8 @@ def is_another_batch(
     common = [name for name in ours if name in theirs]
     if not common or any(len(ours[name]) != len(theirs[name]) for name in common):
         return False
-    if fed_others:
-        return True
+    if others:
+        return not any(_stand_in_each_other(reference, candidate, *p) for p in others)
     results = [[*zip(ours[name], theirs[name], strict=True)] for name in common]
     computed = [[pair for pair in of if not _is_looked_up(pair[0])] for of in results]
     first = next((of for of in computed if of), results[0])

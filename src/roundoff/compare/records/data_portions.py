@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 
@@ -125,16 +125,16 @@ class DataPortions:
             for row in self._first_of_candidate
         )
 
-    def first_are_others(self) -> bool:
-        """Return True where nothing is the same that comes from outside and is fed first.
+    def first_others(self) -> list[tuple[RecordedRow, RecordedRow]]:
+        """Return what comes from outside and is fed first, reference and candidate, pair by pair.
 
-        In no portions, padding or order; False where nothing is known to come from there.
+        Empty where one of them is the same in portions, padding or order, and where
+        nothing is known to come from outside.
         """
-        return self._are_from_outside and not any(
-            self.are_same(twin, row)
-            for twin in self._first_of_reference
-            for row in self._first_of_candidate
-        )
+        if not self._are_from_outside:
+            return []
+        pairs = [*product(self._first_of_reference, self._first_of_candidate)]
+        return [] if any(self.are_same(*pair) for pair in pairs) else pairs
 
 
 def _first_fed(rows: Rows, data: Rows) -> list[RecordedRow]:

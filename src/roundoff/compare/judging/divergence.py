@@ -660,6 +660,7 @@ class Divergence:
         return all(
             self._is_read(reader, readers)
             or (agrees_again and reader != record and self._is_left_in_both(reader))
+            or self._is_same_number(reader)
             for reader in tainted
         )
 
@@ -687,6 +688,25 @@ class Divergence:
         if record in self.counterpart and self.twin(record).shape == row.shape:
             return False
         return self.measures.stands_in_reference(row)
+
+    def _is_same_number(self, record: int) -> bool:
+        """Return True for a number that nothing reads, as a loss, and that the reference has.
+
+        There it is made by another call than its counterpart, which is no number.
+        """
+        row = self.candidate[record]
+        if row.numel != 1 or row.phase != "forward" or record not in self.counterpart:
+            return False
+        if self.twin(record).numel == 1 or not self.measures.can_replay:
+            return False
+        tolerance = self.findings[record].tolerance
+        numbers = (r for r in self.reference.values() if r.numel == 1)
+        errors = (
+            self.measures.distance(number.record, record).error
+            for number in numbers
+            if number.phase == "forward" and number.dtype == row.dtype
+        )
+        return any(error is not None and error <= tolerance for error in errors)
 
     def _is_gradient_left(self, record: int) -> bool:
         """Return True for what a step leaves in the gradient of a parameter in both runs.

@@ -248,7 +248,7 @@ class Divergence:
         finding.own_error = _part_made_here(error, finding.inputs)
         if row.record in self.exact and row.is_call:
             finding.arguments = self.measures.changed_arguments(twin, row)
-        if row.is_leaf:
+        if _is_from_before(row):
             finding.inputs, finding.carried = self.measures.carried(row)
             finding.own_error = _part_made_here(error, finding.inputs)
         if finding.carried and error <= CARRIED * finding.inputs:
@@ -493,7 +493,7 @@ class Divergence:
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
     ) -> bool:
         """Return True where an error cannot have come in with the inputs."""
-        if row.is_leaf:
+        if _is_from_before(row):
             alone = error > CARRIED * finding.inputs + finding.tolerance
         else:
             agree = self._inputs_agree(finding)
@@ -771,9 +771,21 @@ class Divergence:
 
 
 def is_workspace(row: RecordedRow) -> bool:
-    """Return True for bytes that a kernel leaves for its backward kernel."""
+    """Return True for bytes: a kernel's for its backward kernel, or those of a storage.
+
+    A storage that is copied or loaded is set as bytes first, whatever numbers they are:
+    of numbers that differ by rounding they differ wholly.
+    """
+    if row.dtype != "uint8":
+        return False
     further_result = (row.place or 0) > 0
-    return row.dtype == "uint8" and further_result and row.operator in WORKSPACE
+    return (further_result and row.operator in WORKSPACE) or row.base_operator == "set"
+
+
+def _is_from_before(row: RecordedRow) -> bool:
+    """Return True for a value that no call of the step is seen to make: a leaf, or a
+    storage that was saved or copied whole."""
+    return row.is_leaf or row.base_operator == "set"
 
 
 def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:

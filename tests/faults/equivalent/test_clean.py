@@ -51,6 +51,7 @@ WRONG_SCRIPTS = (
     "sliding_windows, bug 1",
     "micro_batches, bug 2",
     "streaming_conv_state, bug 1",
+    "beam_of_one, bug 1",
 )
 
 

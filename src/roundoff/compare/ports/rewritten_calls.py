@@ -123,9 +123,13 @@ def compared_as_another_layer(
         rightly = compared.read_rightly(leaves)
         is_meant = all(_is_read_otherwise(sides, row) for row in laid_out)
         return compared.rows() if rightly and all(rightly) and is_meant else None
-    differing = {row.record for row in rows if row.cause is not None}
+    in_doubt = {
+        row.record
+        for row in rows
+        if row.cause is not None or row.status == CANDIDATE_ONLY
+    }
     results = {row.record for row in _results(sides.candidate.rows)}
-    return compared.rows() if compared.agree(results & differing) else None
+    return compared.rows() if compared.agree(results & in_doubt) else None
 
 
 def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:

@@ -123,12 +123,11 @@ def compared_as_another_layer(
         rightly = compared.read_rightly(leaves)
         is_meant = all(_is_read_otherwise(sides, row) for row in laid_out)
         return compared.rows() if rightly and all(rightly) and is_meant else None
-    in_doubt = {
-        row.record
-        for row in rows
-        if row.cause is not None or row.status == CANDIDATE_ONLY
-    }
     results = {row.record for row in _results(sides.candidate.rows)}
+    alone = {row.record for row in rows if row.status == CANDIDATE_ONLY}
+    last_of_both = max(results - alone, default=-1)
+    differing = {row.record for row in rows if row.cause is not None}
+    in_doubt = differing | {record for record in alone if (record or 0) > last_of_both}
     return compared.rows() if compared.agree(results & in_doubt) else None
 
 

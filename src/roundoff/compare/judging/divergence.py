@@ -319,11 +319,9 @@ class Divergence:
         """Return True for a call that reads in each place what its counterpart reads there."""
         if not row.is_call:
             return False
-        is_same_move = row.base_operator in EXACT and (
-            row.overload,
-            len(row.inputs),
-        ) == (self.twin(row.record).overload, len(self.twin(row.record).inputs))
-        return row.record in self.exact or is_same_move
+        twin = self.twin(row.record)
+        is_same = row.overload == twin.overload and len(row.inputs) == len(twin.inputs)
+        return row.record in self.exact or (row.base_operator in EXACT and is_same)
 
     def _written_parts(self, row: RecordedRow) -> list[int]:
         """Return the records that were written, part by part, to the memory of a value.

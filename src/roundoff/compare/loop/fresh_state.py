@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from roundoff.compare.judging.explain import Sides
@@ -40,17 +40,11 @@ def fresh_state_causes(sides: Sides, *, rank: int, step: int) -> list[Cause]:
         causes = [_cause(kept, _begun(ours), rank, step, lost=False)]
     else:
         return []
-    shown_by = [row.record for row in _begins_with(theirs)]
+    leaves = (r for r in theirs.values() if r.phase == "optimizer" and r.is_leaf)
+    read = [row.record for row in leaves if not row.name]
+    shown_by = [*read, *(row.record for row in _begun(theirs))]
     at = _first_call(theirs)
     return [replace(cause, at=at, shown_by=shown_by) for cause in causes]
-
-
-def _begins_with(rows: Rows) -> Iterator[RecordedRow]:
-    """Yield what an optimizer reads first that has no name, and what it makes anew."""
-    for row in rows.values():
-        is_made = row.is_call and row.base_operator in _BEGIN
-        if row.phase == "optimizer" and not row.name and (row.is_leaf or is_made):
-            yield row
 
 
 def _first_call(rows: Rows) -> int:

@@ -39,6 +39,7 @@ from roundoff.compare.ports.port_comparison import by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
     compared_as_another_layer,
     compared_by_values,
+    has_other_parameters,
     is_mispaired,
     laid_out_otherwise,
 )
@@ -367,7 +368,9 @@ class _RankComparison:
         if sides.reference.tensors is None or sides.candidate.tensors is None:
             return None
         laid_out = laid_out_otherwise(sides, rows, self._laid_out)
-        if not laid_out and not is_mispaired(rows):
+        rename = renaming(self._settings.modules)
+        is_another = is_mispaired(rows) or has_other_parameters(sides, rename)
+        if not laid_out and not is_another:
             return None
         if data_causes(sides, rows, rank=self._rank, step=step):
             return None  # other data have other shapes too

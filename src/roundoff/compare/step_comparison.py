@@ -20,6 +20,7 @@ from roundoff.compare.judging.explain import (
     explain_unwritten,
 )
 from roundoff.compare.judging.gradient_scale import rescaling
+from roundoff.compare.judging.step_results import clear_another_way
 from roundoff.compare.judging.table import ComparedRow, names_of_both
 from roundoff.compare.pairing.alignment import (
     EQUIVALENT,
@@ -99,12 +100,12 @@ _METRICS = tuple(
     if field.name not in ("equal", "numel", "reason")
 )
 
-#: Of a value in another layout, where all that is made of it agrees again.
+#: Of a value that is made in another way, where all that is made of it agrees again.
 _MADE_OTHERWISE = {
     "status": EQUIVALENT,
     "error": None,
     "equal": None,
-    "reason": "in another layout; what is made of it agrees",
+    "reason": "made in another way; what is made of it agrees",
 }
 
 
@@ -156,6 +157,7 @@ def compare_step(
         guessed=_guessed(pairs),
     )
     findings = divergence.run()
+    clear_another_way(divergence)
     read = {record: candidate[record].values_read() for record in findings}
     shares = contributions(findings, read)
     rows = []

@@ -17,7 +17,7 @@ from roundoff.compare.portions.accumulated_rounding import (
     explained,
 )
 from roundoff.compare.portions.location import Location, locate, multiple
-from roundoff.compare.records.recorded_rows import RecordedRow, last_named
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.rounding_bound import condition, unit
 from roundoff.ops import operators_that
 
@@ -361,7 +361,16 @@ def is_value(step: RecordedStep, row: RecordedRow) -> bool:
     is_view = row.view_of is not None and not row.inplace
     if is_view or (hands_on(row) and not row.name):
         return False
-    return row.base_operator not in UNWRITTEN and not is_workspace(row)
+    if row.base_operator in UNWRITTEN or is_workspace(row):
+        return False
+    return not _is_copied_storage(step.rows, row)
+
+
+def _is_copied_storage(rows: Rows, row: RecordedRow) -> bool:
+    """Return True for the bytes of a storage that was copied whole."""
+    read = row.values_read()
+    is_copy = row.base_operator == "copy" and bool(read)
+    return is_copy and all(is_workspace(rows[record]) for record in read)
 
 
 def hands_on(row: RecordedRow) -> bool:

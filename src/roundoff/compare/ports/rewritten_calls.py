@@ -8,18 +8,19 @@ that nothing is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
 from roundoff.compare.ports.port_comparison import (
     explained_by_values,
     values_compared,
 )
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import unit
 
@@ -95,6 +96,22 @@ def is_mispaired(rows: Sequence[ComparedRow]) -> bool:
     if first.phase != _FORWARD or first.shape is None or first.reference_shape is None:
         return False
     return _long_axes(first.shape) != _long_axes(first.reference_shape)
+
+
+def has_other_parameters(sides: Sides, rename: Callable[[str], str]) -> bool:
+    """Return True where each program has parameters by names that the other lacks.
+
+    A layer by another hand has its own; what they hold is compared, not what they are
+    called.
+    """
+    ours = {rename(name) for name in _parameters(sides.reference.rows)}
+    theirs = {rename(name) for name in _parameters(sides.candidate.rows)}
+    return bool(ours - theirs) and bool(theirs - ours)
+
+
+def _parameters(rows: Rows) -> set[str]:
+    """Return the names of the parameters and buffers of a step."""
+    return {name for name in last_named(rows) if not name.endswith(GRADIENT)}
 
 
 def _long_axes(shape: Sequence[int]) -> list[int]:

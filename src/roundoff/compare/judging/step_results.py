@@ -1,0 +1,166 @@
+"""What a step leaves, and what that says of the calls before.
+
+A loop that is written anew may sum its losses before one backward pass or after two, clamp
+one limit or both, compute all samples at once: calls that look like each other's counterparts
+hold other values, rightly so. Where all that the step leaves agrees (what the backward pass
+leaves in the gradients, the gradients that the optimizer steps with, parameters, buffers, its
+state, the sum of the losses, and each number that nothing reads) the two only get there in
+other ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from roundoff.compare.judging.divergence import NOISE, Divergence
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.rounding.findings import OWN, Finding
+from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
+from roundoff.compare.rounding.two_formulas import explained_by_a_region
+
+_BACKWARD = "backward"
+#: What a backward pass begins with; of the loss it reads the shape alone.
+_SEED = "ones_like"
+
+
+def clear_another_way(divergence: Divergence) -> None:
+    """Take the blame from the calls of a step that leaves what the reference's leaves.
+
+    A value that is a little off may be a fault of which the results show nothing more than
+    rounding: it stays, unless they are the same bit for bit. So do values from before the
+    step, and calls that are wrong for the inputs they had.
+    """
+    own = [f for f in divergence.findings.values() if f.cause == OWN]
+    if not own or not divergence.measures.can_replay:
+        return
+    if not all(_may_be_another_way(divergence, finding) for finding in own):
+        return
+    pairs = _left_by_both(divergence)
+    if pairs is None or not _agree(divergence, pairs):
+        return
+    if not _differ_wholly(divergence, own) and not _are_same(divergence, pairs):
+        return
+    for finding in divergence.findings.values():
+        if finding.cause is not None:
+            _clear(finding)
+
+
+def _may_be_another_way(divergence: Divergence, finding: Finding) -> bool:
+    row = divergence.candidate[finding.record]
+    return row.is_call and finding.faulty is None and not row.nonfinite
+
+
+def _differ_wholly(divergence: Divergence, own: Sequence[Finding]) -> bool:
+    """Return True where the programs evidently compute other values here, and none that
+    rounding brings about."""
+    errors = [finding.error or 0.0 for finding in own]
+    formats = [divergence.candidate[finding.record].dtype for finding in own]
+    is_rounding = any(map(explained_by_a_region, errors, formats))
+    return max(errors) >= NOISE and not is_rounding
+
+
+def _clear(finding: Finding) -> None:
+    """Make it a value that has no counterpart, of which a distance says nothing."""
+    finding.cause = None
+    finding.origin = None
+    finding.error = None
+    finding.own_error = 0.0
+
+
+def _left_by_both(
+    divergence: Divergence,
+) -> list[tuple[RecordedRow, RecordedRow]] | None:
+    """Return what is left under the same names, reference first; None where one side lacks any."""
+    pairs = []
+    for of_phase in (_in_backward_pass, dict):
+        ours = last_named(of_phase(divergence.reference))
+        theirs = last_named(of_phase(divergence.candidate))
+        if ours.keys() != theirs.keys():
+            return None
+        pairs += [(ours[name], theirs[name]) for name in ours]
+    return pairs
+
+
+def _in_backward_pass(rows: Rows) -> Rows:
+    return {record: row for record, row in rows.items() if row.phase == _BACKWARD}
+
+
+def _agree(
+    divergence: Divergence, pairs: list[tuple[RecordedRow, RecordedRow]]
+) -> bool:
+    """Return True where all that the step leaves agrees."""
+    if not any(row.name.endswith(".grad") for _, row in pairs if row.name):
+        return False  # a forward pass alone leaves nothing that all of it shows in
+    if not all(_is_rounding(divergence, ours, theirs) for ours, theirs in pairs):
+        return False
+    if not _have_same_losses(divergence):
+        return False
+    return all(
+        _has_counterpart(divergence, row) for row in _unread(divergence.candidate)
+    )
+
+
+def _is_rounding(
+    divergence: Divergence, ours: RecordedRow, theirs: RecordedRow
+) -> bool:
+    are_paired = divergence.counterpart.get(theirs.record) == ours.record
+    if are_paired and _is_without_cause(divergence.findings.get(theirs.record)):
+        return True
+    error = divergence.measures.distance(ours.record, theirs.record).error
+    bound = divergence.measures.bound(ours, theirs)
+    return error is not None and error <= bound.tolerance
+
+
+def _are_same(
+    divergence: Divergence, pairs: list[tuple[RecordedRow, RecordedRow]]
+) -> bool:
+    return all(
+        divergence.measures.distance(ours.record, theirs.record).equal
+        for ours, theirs in pairs
+    )
+
+
+def _have_same_losses(divergence: Divergence) -> bool:
+    ours = _losses(divergence.reference)
+    theirs = _losses(divergence.candidate)
+    rounding = max((unit(row.dtype) for row in (*ours, *theirs)), default=0.0)
+    return math.isclose(
+        _sum(ours), _sum(theirs), rel_tol=min(REGION * rounding, REGION_LIMIT)
+    )
+
+
+def _losses(rows: Rows) -> list[RecordedRow]:
+    """Return the numbers that the backward passes of a step begin at."""
+    read_backward = {
+        record for row in _in_backward_pass(rows).values() for record in row.inputs
+    }
+    seeds = (row for row in rows.values() if row.base_operator == _SEED)
+    begun = {r for row in seeds if row.record in read_backward for r in row.inputs}
+    return [rows[record] for record in sorted(begun) if rows[record].numel == 1]
+
+
+def _sum(numbers: Sequence[RecordedRow]) -> float:
+    return math.fsum(number.mean or 0.0 for number in numbers)
+
+
+def _unread(rows: Rows) -> Iterator[RecordedRow]:
+    """Yield the numbers that calls outside the backward pass leave, and nothing reads.
+
+    Those with a name are looked at by it; further results are for a backward pass.
+    """
+    read = {record for row in rows.values() for record in row.inputs}
+    for row in rows.values():
+        if row.record in read or row.name or row.phase == _BACKWARD:
+            continue
+        if row.is_call and not row.place and unit(row.dtype):
+            yield row
+
+
+def _has_counterpart(divergence: Divergence, row: RecordedRow) -> bool:
+    finding = divergence.findings.get(row.record)
+    return _is_without_cause(finding) or divergence.measures.stands_in_reference(row)
+
+
+def _is_without_cause(finding: Finding | None) -> bool:
+    return finding is not None and finding.cause is None and finding.error is not None

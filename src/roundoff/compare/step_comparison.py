@@ -20,8 +20,8 @@ from roundoff.compare.judging.explain import (
     explain_unwritten,
 )
 from roundoff.compare.judging.gradient_scale import rescaling
-from roundoff.compare.judging.step_results import clear_another_way
 from roundoff.compare.judging.table import ComparedRow, names_of_both
+from roundoff.compare.loop.step_results import clear_another_way
 from roundoff.compare.pairing.alignment import (
     EQUIVALENT,
     MATCHED,

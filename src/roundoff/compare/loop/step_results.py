@@ -14,12 +14,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from roundoff.compare.judging.divergence import NOISE, Divergence
+from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.rounding.two_formulas import explained_by_a_region
 
 _BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
 #: What a backward pass begins with; of the loss it reads the shape alone.
 _SEED = "ones_like"
 
@@ -72,33 +74,73 @@ def _left_by_both(
     divergence: Divergence,
 ) -> list[tuple[RecordedRow, RecordedRow]] | None:
     """Return what is left under the same names, reference first; None where one side lacks any."""
-    pairs = []
-    for of_phase in (_in_backward_pass, dict):
-        ours = last_named(of_phase(divergence.reference))
-        theirs = last_named(of_phase(divergence.candidate))
-        if ours.keys() != theirs.keys():
-            return None
-        pairs += [(ours[name], theirs[name]) for name in ours]
-    return pairs
+    ours = _left(divergence.reference)
+    theirs = _left(divergence.candidate)
+    if [named.keys() for named in ours] != [named.keys() for named in theirs]:
+        return None
+    return [
+        (named[name], others[name])
+        for named, others in zip(ours, theirs, strict=True)
+        for name in named
+    ]
 
 
-def _in_backward_pass(rows: Rows) -> Rows:
-    return {record: row for record, row in rows.items() if row.phase == _BACKWARD}
+def _left(rows: Rows) -> list[dict[str, RecordedRow]]:
+    """Return what backward passes have left before each optimizer steps, and at the end,
+    and all that has a name at the end, by name.
+
+    A clip, and an optimizer that divides by their size, hide a factor of gradients.
+    """
+    names = _names(rows)
+    before_optimizers = []
+    gradients: dict[str, RecordedRow] = {}
+    phase = None
+    for row in rows.values():
+        if row.phase == _OPTIMIZER != phase:
+            before_optimizers.append({**gradients})
+        phase = row.phase
+        if phase == _BACKWARD and row.record in names:
+            gradients[names[row.record]] = row
+    return [*before_optimizers, gradients, last_named(rows)]
+
+
+def _names(rows: Rows) -> dict[int, str]:
+    """Return the names of values, those included that are first written to by a name."""
+    names: dict[int, str] = {}
+    for row in rows.values():
+        if row.name and row.inplace and row.inputs:
+            names.setdefault(row.inputs[0], row.name)
+        if row.name:
+            names[row.record] = row.name
+    return names
 
 
 def _agree(
     divergence: Divergence, pairs: list[tuple[RecordedRow, RecordedRow]]
 ) -> bool:
     """Return True where all that the step leaves agrees."""
-    if not any(row.name.endswith(".grad") for _, row in pairs if row.name):
+    if not any((row.name or "").endswith(GRADIENT) for _, row in pairs):
         return False  # a forward pass alone leaves nothing that all of it shows in
     if not all(_is_rounding(divergence, ours, theirs) for ours, theirs in pairs):
         return False
     if not _have_same_losses(divergence):
         return False
-    return all(
-        _has_counterpart(divergence, row) for row in _unread(divergence.candidate)
-    )
+    candidate = divergence.candidate
+    if not all(_has_counterpart(divergence, row) for row in _unread(candidate)):
+        return False
+    without_name = map(divergence.findings.get, _gradients_without_name(candidate))
+    return all(map(_is_without_cause, without_name))
+
+
+def _gradients_without_name(rows: Rows) -> Iterator[int]:
+    """Yield what the backward pass hands to an optimizer for parameters without a name."""
+    names = _names(rows)
+    for row in rows.values():
+        if row.phase != _OPTIMIZER:
+            continue
+        for record in row.values_read():
+            if rows[record].phase == _BACKWARD and record not in names:
+                yield record
 
 
 def _is_rounding(
@@ -121,6 +163,10 @@ def _are_same(
     )
 
 
+def _in_backward_pass(rows: Rows) -> Iterator[RecordedRow]:
+    return (row for row in rows.values() if row.phase == _BACKWARD)
+
+
 def _have_same_losses(divergence: Divergence) -> bool:
     ours = _losses(divergence.reference)
     theirs = _losses(divergence.candidate)
@@ -132,9 +178,7 @@ def _have_same_losses(divergence: Divergence) -> bool:
 
 def _losses(rows: Rows) -> list[RecordedRow]:
     """Return the numbers that the backward passes of a step begin at."""
-    read_backward = {
-        record for row in _in_backward_pass(rows).values() for record in row.inputs
-    }
+    read_backward = {r for row in _in_backward_pass(rows) for r in row.inputs}
     seeds = (row for row in rows.values() if row.base_operator == _SEED)
     begun = {r for row in seeds if row.record in read_backward for r in row.inputs}
     return [rows[record] for record in sorted(begun) if rows[record].numel == 1]

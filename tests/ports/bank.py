@@ -69,6 +69,8 @@ NETWORKS = (
     "doubly_residual",
     "efficientnet",
     "tagger",
+    "mvit",
+    "deberta",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -85,6 +87,8 @@ KEPT_APART = (
     "doubly_residual",
     "efficientnet",
     "tagger",
+    "mvit",
+    "deberta",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -22,7 +22,15 @@ FOLDER = Path(__file__).parent / "programs"
 #: happen, the data, the order of the loop, a kernel of the user's, any other operator.
 KINDS = ("loaded", "missing", "data", "loop", "kernel", "operator")
 #: Their faults are looked at last, after all rules were written.
-KEPT_APART = ("gru_tagger", "graphnet", "translate", "byol", "pendulum")
+KEPT_APART = (
+    "gru_tagger",
+    "graphnet",
+    "translate",
+    "byol",
+    "pendulum",
+    "retrieval",
+    "caption",
+)
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 

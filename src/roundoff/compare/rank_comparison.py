@@ -338,7 +338,7 @@ class _RankComparison:
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
         )
-        is_first = not self._memory.parted
+        is_same_before = not self._memory.parted
         before = self._memory.copy()
         rows = compare_step(
             sides,
@@ -350,13 +350,13 @@ class _RankComparison:
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
-        if is_first and not by_hands:
+        if is_same_before and not by_hands:
             by_values = self._as_another_layer(sides, rows, step)
             if by_values is not None:
                 self._memory = before
                 return self._believed(by_values, step)
-        rows = self._with_causes(sides, rows, step)
-        if by_hands or not is_first or self._is_explained(step):
+        rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
+        if by_hands or not is_same_before or self._is_explained(step):
             return rows
         by_values = compared_by_values(sides, rows)
         return rows if by_values is None else self._believed(by_values, step)
@@ -424,7 +424,12 @@ class _RankComparison:
         return abs(work - 1) <= abs(work - theirs / ours)
 
     def _with_causes(
-        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+        self,
+        sides: Sides,
+        rows: Sequence[ComparedRow],
+        step: int,
+        *,
+        is_same_before: bool,
     ) -> list[ComparedRow]:
         """Find what stands behind the rows; leave operators that only show it unnamed.
 
@@ -441,6 +446,7 @@ class _RankComparison:
             rank=self._rank,
             step=step,
             is_first=step == self._first_step,
+            is_same_before=is_same_before,
             modules=self._settings.modules,
             events=self._events(step),
             unstable=self._settings.unstable,

@@ -965,12 +965,13 @@ def same_layout(ours: Tensor, theirs: Tensor) -> bool:
     for fine, coarse in ((ours, theirs), (theirs, ours)):
         for order in axis_orders(fine):
             other = fine.permute(order)
-            if _joins_to(other.shape, coarse.shape) and _close(other, coarse):
+            if _joins_to(other.shape, coarse.shape) and is_close(other, coarse):
                 return True
     return False
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Return True for tensors of the same elements in the same order, but for rounding."""
     a = in_reals(one).reshape(-1).to(torch.float64)
     b = in_reals(other).reshape(-1).to(torch.float64)
     return a.shape == b.shape and float((a - b).norm()) <= 1e-4 * float(a.norm())

@@ -166,7 +166,8 @@ def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
     """Return what a call of the forward pass reads in both runs, argument by argument.
 
     Nothing for what is no call of one operator in both, or reads more in one run, or
-    prints a number; and no memory that it overwrites.
+    prints a number; and no memory that it overwrites. What is copied into memory that
+    holds no data, as from a checkpoint, is kept there.
     """
     if row.record is None or row.reference_record is None or row.place:
         return []
@@ -176,7 +177,8 @@ def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
     reader = sides.candidate.rows[row.record]
     if not reader.is_call or twin.base_operator != reader.base_operator:
         return []
-    if reader.base_operator in FOR_PYTHON:
+    is_kept = reader.base_operator == "copy" and bool(reader.inplace)
+    if reader.base_operator in FOR_PYTHON or is_kept:
         return []
     ours = twin.values_read()
     theirs = reader.values_read()

@@ -46,6 +46,7 @@ class ComparedStep:
         rank: of the step.
         step: its number.
         is_first: none was compared before it.
+        is_same_before: no step before it differs.
         modules: module of the reference -> its name in the candidate.
         events: what the loops did, of the reference and of the candidate.
         unstable: what repeats show to change from run to run.
@@ -56,6 +57,7 @@ class ComparedStep:
     rank: int
     step: int
     is_first: bool
+    is_same_before: bool
     modules: Mapping[str, str]
     events: tuple[Sequence[LoopEvent], Sequence[LoopEvent]]
     unstable: Sequence[UnstableRow] = ()
@@ -64,6 +66,19 @@ class ComparedStep:
     def differs(self) -> bool:
         """True where a row has an error that rounding does not explain."""
         return any(row.cause is not None for row in self.rows)
+
+    @property
+    def begins_with_values(self) -> bool:
+        """True where the step shows what parameters begin with: the first one, and one in
+        which a model is made again, to go on from a checkpoint."""
+        if self.is_first:
+            return True
+        both = (self.sides.reference.rows, self.sides.candidate.rows)
+        return self.is_same_before and all(map(_makes_parameters, both))
+
+
+def _makes_parameters(rows: Rows) -> bool:
+    return any(row.is_call for row in values_before(rows).values())
 
 
 def causes_of_step(compared: ComparedStep) -> list[Cause]:
@@ -76,7 +91,7 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
         data = data_causes(
             compared.sides, compared.rows, unstable=compared.unstable, **at
         )
-    if compared.is_first:
+    if compared.begins_with_values:
         names = _names(compared.sides, rename)
         loaded = loaded_causes(
             compared.sides, compared.rows, names, unstable=compared.unstable, **at
@@ -133,7 +148,7 @@ def _names(sides: Sides, rename: Callable[[str], str]) -> dict[str, str]:
 
 def in_order(causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes of the steps and of the loop, each once, as they act."""
-    each = _once(causes)
+    each = _without_moved(_once(causes))
     of_loop = [cause for cause in each if cause.name in _OF_GRADIENTS]
 
     def place(cause: Cause) -> tuple[int, bool, int]:
@@ -141,6 +156,19 @@ def in_order(causes: Sequence[Cause]) -> list[Cause]:
         return cause.step, only_shows, cause.at
 
     return sorted(each, key=place)
+
+
+def _without_moved(causes: Sequence[Cause]) -> list[Cause]:
+    """Leave out updates of what both runs change, in one before the optimizer steps.
+
+    The step of which that is the last write to be seen may be the one before.
+    """
+    moved = {n for cause in causes if cause.kind == LOOP for n in cause.names}
+    return [
+        cause
+        for cause in causes
+        if cause.kind != UPDATE or not cause.names or not moved.issuperset(cause.names)
+    ]
 
 
 #: What the loop does otherwise so that updates, and operators of a pass, are there in

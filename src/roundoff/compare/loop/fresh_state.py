@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, with_line
-from roundoff.compare.loop.unnamed_updates import written_before
+from roundoff.compare.loop.unnamed_updates import (
+    written_before,
+    written_sources,
+)
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.ops import operators_that
 
@@ -35,16 +38,24 @@ def fresh_state_causes(sides: Sides, *, rank: int, step: int) -> list[Cause]:
     lost = _goes_on_alone(ours, theirs)
     kept = _goes_on_alone(theirs, ours)
     if lost:
-        causes = [_cause(lost, _begun(theirs), rank, step, lost=True)]
+        cause = _cause(lost, _begun(theirs), rank, step, lost=True)
+        cause = replace(cause, reference_line=_loaded_at(ours, lost))
     elif kept:
-        causes = [_cause(kept, _begun(ours), rank, step, lost=False)]
+        cause = _cause(kept, _begun(ours), rank, step, lost=False)
+        cause = replace(cause, line=_loaded_at(theirs, kept))
     else:
         return []
     leaves = (r for r in theirs.values() if r.phase == "optimizer" and r.is_leaf)
     read = [row.record for row in leaves if not row.name]
     shown_by = [*read, *(row.record for row in _begun(theirs))]
-    at = _first_call(theirs)
-    return [replace(cause, at=at, shown_by=shown_by) for cause in causes]
+    return [replace(cause, at=_first_call(theirs), shown_by=shown_by)]
+
+
+def _loaded_at(rows: Rows, state: Sequence[RecordedRow]) -> str | None:
+    """Return the line that made what an optimizer goes on with; None for a step before."""
+    sources = written_sources(rows)
+    before = (rows.get(sources[write.record]) for write in state)
+    return next((row.line for row in before if row is not None and row.is_call), None)
 
 
 def _first_call(rows: Rows) -> int:

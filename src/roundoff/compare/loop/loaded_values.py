@@ -90,7 +90,8 @@ def loaded_causes(
         return []
     holders = _contents(sides)
     shown_by = _made_before(sides.candidate.rows, pairs)
-    detail = _detail(compared, shown_by, pairs)
+    maker = _made_otherwise(compared, shown_by, pairs)
+    detail = "" if maker is None else _detail(maker)
     shown_by += _misread(sides.candidate.rows, compared, pairs)
     causes = []
     for words, group in _grouped(sides, pairs, holders).items():
@@ -108,6 +109,8 @@ def loaded_causes(
                 name=first.name,
                 row=first.row,
                 twin=first.twin,
+                line=None if maker is None else maker.blamed_line,
+                reference_line=None if maker is None else maker.blamed_reference_line,
                 error=first.error,
                 names=[pair.name for pair in group],
                 shown_by=shown_by,
@@ -480,20 +483,24 @@ def _misread(
     return tuple(misread)
 
 
-def _detail(
+def _made_otherwise(
     compared: Sequence[ComparedRow],
     made_of: Sequence[int],
     pairs: Sequence[NamedPair],
-) -> str:
-    """Say which operator made a value otherwise, where one did before it was loaded."""
+) -> ComparedRow | None:
+    """Return the operator that made a value otherwise, where one did before it was loaded."""
     values = {pair.row.record for pair in pairs}
     for row in _own(compared, made_of):
         if row.record in values and not row.evidence:
             continue
         if row.call is not None and row.call >= 0 and row.looks_like != "noise":
-            place = with_line(row.blamed or row.site or "an operator", row.blamed_line)
-            return f"; it comes from {place}: {row.looks_like}, {row.evidence}"
-    return ""
+            return row
+    return None
+
+
+def _detail(maker: ComparedRow) -> str:
+    place = with_line(maker.blamed or maker.site or "an operator", maker.blamed_line)
+    return f"; it comes from {place}: {maker.looks_like}, {maker.evidence}"
 
 
 def _own(rows: Sequence[ComparedRow], made_of: Sequence[int]) -> Iterator[ComparedRow]:

@@ -43,7 +43,7 @@ class OptimizerStep:
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
         clips: the clippings, each with True where gradients carry no loss scale.
-        after_clip: how many of the backward passes come after the last of them.
+        clipped_after: how many of the backward passes came before each of them.
         unscaled: the ``unscale_`` call.
         scaled: the losses that were scaled.
         by_scaler: the scaler made the step, and so divides its scale out.
@@ -59,7 +59,7 @@ class OptimizerStep:
     cleared: LoopEvent | None
     last_cleared: LoopEvent | None
     clips: list[tuple[LoopEvent, bool]]
-    after_clip: int
+    clipped_after: list[int]
     unscaled: LoopEvent | None
     scaled: list[LoopEvent]
     by_scaler: bool
@@ -71,6 +71,11 @@ class OptimizerStep:
         """How many passes from before the last step add up too; below 0 where some of
         its own are cleared away."""
         return self.gathered - self.passes
+
+    @property
+    def is_clipped_early(self) -> bool:
+        """True where a backward pass comes after the last clip."""
+        return bool(self.clips) and self.clipped_after[-1] < len(self.backward)
 
 
 @dataclass(slots=True)
@@ -84,7 +89,7 @@ class _Loop:
     cleared_by: dict[str, LoopEvent] = field(default_factory=dict)
     cleared_late: dict[str, LoopEvent] = field(default_factory=dict)
     clips: list[tuple[LoopEvent, bool]] = field(default_factory=list)
-    clipped_at: int = 0
+    clipped_after: list[int] = field(default_factory=list)
     unscaled: LoopEvent | None = None
     scaled: list[LoopEvent] = field(default_factory=list)
     by_scaler: bool = False
@@ -110,7 +115,7 @@ class _Loop:
             cleared=_of_optimizer(self.cleared_late, event.of),
             last_cleared=_of_optimizer(self.cleared_by, event.of),
             clips=self.clips,
-            after_clip=self.passes - self.clipped_at if self.clips else 0,
+            clipped_after=self.clipped_after,
             unscaled=self.unscaled,
             scaled=self.scaled,
             by_scaler=self.by_scaler,
@@ -121,6 +126,7 @@ class _Loop:
         self.backward = []
         self.cleared_late = {}
         self.clips = []
+        self.clipped_after = []
         self.unscaled = None
         self.scaled = []
         self.by_scaler = False
@@ -160,7 +166,7 @@ def _go_on(loop: _Loop, event: LoopEvent) -> None:
     elif event.what in _CLIPS:
         is_unscaled = loop.unscaled is not None or not loop.scaled
         loop.clips.append((event, is_unscaled))
-        loop.clipped_at = loop.passes
+        loop.clipped_after.append(len(loop.backward))
     elif event.what == "scaler.unscale_":
         loop.unscaled = event
     elif event.what == "scaler.scale":
@@ -541,8 +547,10 @@ def _clip_difference(twin: OptimizerStep, step: OptimizerStep) -> str | None:
             f"the gradients are clipped ({_called(clip)}, {_limits(clip)}); the "
             "reference does not clip them before this step"
         )
-    if bool(twin.after_clip) != bool(step.after_clip):
+    if twin.is_clipped_early != step.is_clipped_early:
         return _clipped_too_early(twin, step)
+    if _is_clipped_otherwise_often(twin, step):
+        return _clipped_otherwise_often(twin, step)
     return _other_clip(twin.clips[0], step.clips[0], twin)
 
 
@@ -550,7 +558,7 @@ def _clipped_too_early(twin: OptimizerStep, step: OptimizerStep) -> str:
     """Say which of the runs goes backward between a clip and the step."""
     here = _called(step.clips[0][0])
     there = _called(twin.clips[0][0])
-    if step.after_clip:
+    if step.is_clipped_early:
         return (
             f"clipped ({here}) before the backward pass: the gradients that "
             f"{step.event.of} steps with are not clipped; the reference clips them "
@@ -560,6 +568,28 @@ def _clipped_too_early(twin: OptimizerStep, step: OptimizerStep) -> str:
         f"clipped after the backward pass ({here}); the reference clips before it "
         f"({there}): gradients that {twin.event.of} does not step with"
     )
+
+
+def _is_clipped_otherwise_often(twin: OptimizerStep, step: OptimizerStep) -> bool:
+    """Return True where the gradients of as many backward passes are clipped between
+    others of them."""
+    is_same_work = len(twin.backward) == len(step.backward)
+    return is_same_work and {*twin.clipped_after} != {*step.clipped_after}
+
+
+def _clipped_otherwise_often(twin: OptimizerStep, step: OptimizerStep) -> str:
+    here = _called(step.clips[0][0])
+    there = _called(twin.clips[0][0])
+    return (
+        f"clipped ({here}) after {_passes(step)} of {len(step.backward)} before "
+        f"{step.event.of} steps; the reference clips ({there}) after {_passes(twin)}"
+    )
+
+
+def _passes(step: OptimizerStep) -> str:
+    numbers = sorted({*step.clipped_after})
+    noun = "backward pass" if len(numbers) == 1 else "backward passes"
+    return f"{noun} {listed([str(number) for number in numbers])}"
 
 
 def _other_clip(

@@ -120,12 +120,7 @@ def unnamed_update_causes(
     """
     ours = _Side.of(sides.reference.rows)
     theirs = _Side.of(sides.candidate.rows)
-    twins = {
-        ours.before(row.reference_record): theirs.before(row.record)
-        for row in compared
-        if row.record is not None and row.reference_record is not None
-        if sides.candidate.rows[row.record].view_of is None
-    }
+    twins = _values_before(ours, theirs, sides.candidate.rows, compared)
     backwards = {candidate: reference for reference, candidate in twins.items()}
     causes = [
         _of_parameters(ours, theirs, twins, rank, step, lost=True),
@@ -134,6 +129,29 @@ def unnamed_update_causes(
         _of_copies(theirs, ours, set(backwards), rank, step, lost=False),
     ]
     return [cause for cause in causes if cause is not None]
+
+
+def _values_before(
+    ours: _Side, theirs: _Side, rows: Rows, compared: Sequence[ComparedRow]
+) -> dict[int, int]:
+    """Return the candidate's value from before the step for each of the reference's.
+
+    Those that are counterparts themselves go before those of which later writes are: of
+    an optimizer that does more to a value these are of other calls.
+    """
+    twins: dict[int, int] = {}
+    by_writes: dict[int, int] = {}
+    for row in compared:
+        if row.record is None or row.reference_record is None:
+            continue
+        if rows[row.record].view_of is not None:
+            continue
+        before = ours.before(row.reference_record), theirs.before(row.record)
+        is_before = before == (row.reference_record, row.record)
+        (twins if is_before else by_writes)[before[0]] = before[1]
+    taken = {*twins.values()}
+    later = {our: their for our, their in by_writes.items() if their not in taken}
+    return later | twins
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from roundoff.compare.blame.blamed_leaves import (
     Blamed,
+    is_close,
     is_right_elsewhere,
     leaves_of,
     of_leaves_alone,
@@ -18,6 +19,13 @@ from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that
 
 _JOIN = operators_that("join")
+#: Give all elements of their input, in other places.
+_TURNS = (
+    operators_that("reshape")
+    | operators_that("permute axes")
+    | operators_that("reorder")
+)
+_PRODUCTS = operators_that("multiply two matrices")
 #: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
 #: the product.
 _LAYER = 4
@@ -44,7 +52,10 @@ def blamed_for(
             f"{value.row.site} takes them: {words}"
         )
         return Blamed(joined, wanted, words, line=value.row.line)
-    turned = _only_turned(sides, value) if repair.unlikely == LAYOUT else None
+    is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
+    turned = _only_turned(sides, value) if is_move else None
+    if is_move and turned is None:
+        turned = _turned_factor(sides, value)
     if turned is not None:
         words = (
             f"{turned.row.name} stands in another order than {value.row.site} "
@@ -68,6 +79,57 @@ def _only_turned(sides: Sides, value: Value) -> Value | None:
         return None
     [leaf] = leaves
     return None if is_right_elsewhere(sides, leaf) else leaf
+
+
+def _turned_factor(sides: Sides, moved: Value) -> Value | None:
+    """Return the parameter that a moved value is multiplied with, if it is the one of the
+    two whose elements do not stand in the reference's order.
+
+    Either makes the product right when it is moved. None where the value is out of order.
+    """
+    flow = sides.candidate
+    other = _factor_beside(flow, moved)
+    if other is None or not of_leaves_alone(flow, other):
+        return None
+    leaves = leaves_of(flow, [other.key])
+    is_value_in_order = _stands_in_order(sides, flow.behind(moved.key))
+    if len(leaves) != 1 or not is_value_in_order:
+        return None
+    return None if _stands_in_order(sides, leaves[0]) else leaves[0]
+
+
+def _factor_beside(flow: Flow, moved: Value) -> Value | None:
+    """Return what a value is multiplied with in the one product that reads it behind moves."""
+    factor = moved
+    while True:
+        readers = [flow.values[key] for key in flow.readers.get(factor.key, ())]
+        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        if len(readers) != 1:
+            return None
+        [reader] = readers
+        if reader.operator in _PRODUCTS:
+            others = [k for k in reader.inputs if k != factor.key and k in flow.values]
+            return flow.values[others[0]] if len(others) == 1 else None
+        if reader.operator not in _TURNS and reader.computes:
+            return None
+        factor = reader
+
+
+def _stands_in_order(sides: Sides, value: Value) -> bool:
+    """Return True where a value that agrees has the reference's elements one after the
+    other: of a matrix by rows or by columns."""
+    held = sides.candidate.tensor(value.key)
+    if held is None:
+        return False
+    flat = held.reshape(-1)
+    for key in sides.all_twins(value):
+        content = sides.reference.tensor(key)
+        if content is None or content.numel() != flat.numel():
+            continue
+        forms = [content, content.mT] if content.dim() == 2 else [content]
+        if any(is_close(form.reshape(-1), flat) for form in forms):
+            return True
+    return False
 
 
 def _put_together_for(sides: Sides, cut: Value) -> Value | None:

@@ -364,6 +364,9 @@ class _Search:
                 and apart(transplanted, held) > self._sides.limit
             ):
                 yield _Transplant(value, twin, tensors)
+            if _is_taken_away(self._sides.candidate, value):
+                negative = {key: -tensor for key, tensor in tensors.items()}
+                yield _Transplant(value, twin, negative)
 
     def _layouts(self, value: Value, twin: Value) -> list[Layout]:
         held = self._sides.candidate.tensor(value.key)
@@ -525,6 +528,23 @@ def _only_input(flow: Flow, value: Value) -> Value | None:
     inputs = [flow.values[key] for key in value.row.inputs if key in flow.values]
     inputs = [each for each in inputs if each.is_number and each.row.numel != 1]
     return inputs[0] if len(inputs) == 1 and inputs[0].is_call else None
+
+
+def _is_taken_away(flow: Flow, value: Value) -> bool:
+    """Return True where a value, moved or not, is subtracted, or its negative is taken.
+
+    The reference may add the negative of it.
+    """
+    waiting = [value.key]
+    while waiting:
+        key = waiting.pop()
+        for reader in (flow.values[k] for k in flow.readers.get(key, ())):
+            is_subtrahend = reader.operator == "sub" and [*reader.inputs][1:] == [key]
+            if is_subtrahend or reader.operator == "neg":
+                return True
+            if reader.operator in _MOVE:
+                waiting.append(reader.key)
+    return False
 
 
 def _may_be_replaced(value: Value) -> bool:

@@ -35,6 +35,32 @@ def test_two_networks_of_one_class_have_names_of_their_own(tmp_path):
     }
 
 
+class Parts(nn.Module):
+    """A model that is never called: its methods call its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {"wide": nn.Linear(3, 4), "narrow": nn.Linear(4, 2)}
+        )
+
+    def score(self, x):
+        return self.layers["narrow"](self.layers["wide"](x).tanh()).sum()
+
+
+def test_parts_of_what_is_never_called_have_its_names(tmp_path):
+    net = Parts()
+    slow = copy.deepcopy(net)
+    with roundoff.capture(tmp_path / "run") as run:
+        (net.score(torch.ones(4, 3)) - slow.score(torch.ones(4, 3))).backward()
+        run.step()
+    names = {"layers.wide.weight", "layers.wide.bias"}
+    names |= {"layers.narrow.weight", "layers.narrow.bias"}
+    assert named(tmp_path / "run") == names | {f"Parts.{name}" for name in names}
+    sites = set(roundoff.load(tmp_path / "run").ops.collect()["module"])
+    assert {"layers.wide", "Parts.layers.narrow"} <= sites
+
+
 def test_a_network_that_is_gone_leaves_its_name(tmp_path):
     main = nn.Linear(3, 2)
     with roundoff.capture(tmp_path / "run") as run:

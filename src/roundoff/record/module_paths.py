@@ -3,6 +3,7 @@ beforehand."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import threading
@@ -136,9 +137,10 @@ class Paths:
         if inner in self._paths:
             return self._paths[inner]
         if not self.position.path:
-            prefix = self._add(inner)
+            root = _holder_of(inner)
+            prefix = self._add(root)
             for listener in self.root_listeners:
-                listener(module, prefix)
+                listener(module if root is inner else root, prefix)
             return self._paths[inner]
         if isinstance(module, GraphModule):  # the compiler's
             return self.position.module
@@ -167,6 +169,27 @@ class Paths:
             for handle in handles:
                 handle.remove()
             self.position.begin()
+
+
+def _holder_of(module: nn.Module) -> nn.Module:
+    """Return the outermost module without a forward that holds this one; without any itself.
+
+    A ``ModuleDict``, and a model whose methods call its parts, are never called themselves:
+    the parts go by their names in it.
+    """
+    if not any(True for _ in module.parameters()):
+        return module
+    holders = {
+        id(child): holder
+        for holder in gc.get_objects()
+        if issubclass(type(holder), nn.Module)
+        if type(holder).forward is nn.Module.forward
+        for child in vars(holder).get("_modules", {}).values()
+    }
+    outermost = module
+    while id(outermost) in holders:
+        outermost = holders.pop(id(outermost))
+    return outermost
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:

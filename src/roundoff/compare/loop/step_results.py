@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from roundoff.compare.judging.divergence import NOISE, Divergence
+from roundoff.compare.judging.divergence import HANDS_ON, NOISE, Divergence
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.findings import OWN, Finding
@@ -150,8 +150,17 @@ def _is_rounding(
     if are_paired and _is_without_cause(divergence.findings.get(theirs.record)):
         return True
     error = divergence.measures.distance(ours.record, theirs.record).error
-    bound = divergence.measures.bound(ours, theirs)
-    return error is not None and error <= bound.tolerance
+    bound = divergence.measures.bound(
+        _maker(divergence.reference, ours), _maker(divergence.candidate, theirs)
+    )
+    return error is not None and error <= bound.tolerance * bound.condition
+
+
+def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
+    """Return the call that made a value which views and copies hand on."""
+    while row.base_operator in HANDS_ON and len(row.inputs) == 1:
+        row = rows[row.inputs[0]]
+    return row
 
 
 def _are_same(
@@ -191,13 +200,18 @@ def _sum(numbers: Sequence[RecordedRow]) -> float:
 def _unread(rows: Rows) -> Iterator[RecordedRow]:
     """Yield the numbers that calls outside the backward pass leave, and nothing reads.
 
-    Those with a name are looked at by it; further results are for a backward pass.
+    Those with a name are looked at by it. Views are no values of their own, and of several
+    results of a call, as a maximum and its place, some may not be wanted.
     """
     read = {record for row in rows.values() for record in row.inputs}
+    wanted = {rows[record].call for record in read if record in rows}
     for row in rows.values():
-        if row.record in read or row.name or row.phase == _BACKWARD:
+        is_left = row.is_call and row.phase != _BACKWARD and row.record not in read
+        if not is_left or row.name or not unit(row.dtype):
             continue
-        if row.is_call and not row.place and unit(row.dtype):
+        is_view = row.view_of is not None and not row.inplace
+        is_further = row.call in wanted and not row.is_on_lists
+        if not is_view and not is_further and not row.place:
             yield row
 
 

@@ -67,6 +67,8 @@ _COMPARE = operators_that("say which is larger")
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
+#: What one of them does with a number, the other does with its reciprocal.
+_INVERSE = {"mul": "div", "div": "mul"}
 
 #: What an edit makes of a call; None where it does not fit.
 Template = Callable[[TracedCall], Edit | None]
@@ -360,6 +362,18 @@ def _other_constants(
             yield _setting(
                 place, value, other, f"with {other:.6g}, not {float(value):.6g}"
             )
+
+
+def _reciprocals(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """One over a number that the reference divides by where this multiplies, or turned round."""
+    inverse = _INVERSE.get(call.first.base_operator)
+    if inverse is None:
+        return
+    numbers = [number for number in ingredients.numbers_of(inverse) if number]
+    for place, value in _numbers_of(call):
+        for number in numbers:
+            words = f"with {1 / number:.6g}, not {float(value):.6g}"
+            yield _setting(place, value, 1 / number, words)
 
 
 def _numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
@@ -1130,6 +1144,7 @@ _KINDS = (
     (INPUT, _other_inputs),
     (ONE_MORE, _negated),
     (ONE_MORE, _shared_constants),
+    (ONE_MORE, _reciprocals),
     (ONE_MORE, _one_more),
 )
 

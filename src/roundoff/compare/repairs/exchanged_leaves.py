@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, turned
+from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.repairs.packed_leaves import (
+    PARTS,
+    laid_out_as,
+    packings,
+    parts_of,
+)
 from roundoff.compare.repairs.repair_trials import BUDGET, Region, Trials
 from roundoff.compare.repairs.transplants import before
 from roundoff.compare.values.value_flow import Flow, Value
@@ -38,8 +45,6 @@ MOST_AXES = 3
 #: Parameters that a loader turned alike, where it turned not all of one kind: two
 #: projections with their biases.
 MOST_ALIKE = 4
-#: How many parts a fused parameter may have: key and value, with query, four gates.
-PARTS = (2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         _exchanges(sides, leaves),
         _alike(sides, leaves),
         _cuts(sides, ours, leaves),
+        _packed_otherwise(sides, leaves),
     )
     tried = (_first_right(sides, trials, kind) for kind in kinds)
     return next((blamed for blamed in tried if blamed is not None), None)
@@ -76,11 +82,67 @@ def _first_right(
     for exchange in exchanges:
         if trials.left < 0:
             return None
-        agrees = trials.outcome({}, exchange.tensors)[0]
-        if agrees and not _loses(sides, trials, exchange.tensors):
-            other = exchange.tensors[exchange.leaf.key]
-            return Blamed(exchange.leaf, None, exchange.words, other)
+        for tensors in _here_and_elsewhere(sides, trials, exchange):
+            agrees = trials.outcome({}, tensors)[0]
+            if agrees and not _loses(sides, trials, tensors):
+                other = tensors[exchange.leaf.key]
+                return Blamed(exchange.leaf, None, exchange.words, other)
     return None
+
+
+def _here_and_elsewhere(
+    sides: Sides, trials: Trials, exchange: _Exchange
+) -> Iterator[Mapping[int, Tensor]]:
+    """Yield an exchange, and the same in all layers: where it is right in one alone."""
+    yield exchange.tensors
+    if trials.whole is None or trials.is_unconfirmed:
+        everywhere = _in_all_layers(sides.candidate, exchange.tensors)
+        if len(everywhere) > len(exchange.tensors):
+            yield everywhere
+
+
+def _in_all_layers(flow: Flow, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return what parameters hold if those of the other layers are exchanged alike.
+
+    Their names differ in the number of the layer. Elements that are equal tell nothing of
+    where they should stand.
+    """
+    leaves = [flow.values[key] for key in tensors]
+    numbers = {_numbers_in(leaf) for leaf in leaves}
+    before = torch.cat([flow.tensor(leaf.key).reshape(-1) for leaf in leaves])  # type: ignore[union-attr]
+    after = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+    if len(numbers) != 1 or not torch.equal(
+        before[rising(before)], after[rising(after)]
+    ):
+        return {**tensors}
+    places = torch.empty_like(rising(before))
+    places[rising(after)] = rising(before)
+    every = [v for v in flow.in_order() if not v.is_call and v.row.name]
+    layers: dict[tuple[str, ...], dict[str, Value]] = {}
+    for value in every:
+        names = layers.setdefault(_numbers_in(value), {})
+        names[_without_numbers(value.row.name or "")] = value
+    moved = {**tensors}
+    for layer in layers.values():
+        members = [layer.get(_without_numbers(leaf.row.name or "")) for leaf in leaves]
+        held = [None if each is None else flow.tensor(each.key) for each in members]
+        alike = [
+            (member, tensor)
+            for member, tensor, leaf in zip(members, held, leaves, strict=True)
+            if member is not None and tensor is not None
+            if tensor.shape == tensors[leaf.key].shape
+        ]
+        if len(alike) != len(leaves) or alike[0][0].key in tensors:
+            continue
+        elements = torch.cat([tensor.reshape(-1) for _, tensor in alike])[places]
+        parts = torch.split(elements, [tensor.numel() for _, tensor in alike])
+        for (member, tensor), part in zip(alike, parts, strict=True):
+            moved[member.key] = part.reshape(tensor.shape).contiguous()
+    return moved
+
+
+def _numbers_in(leaf: Value) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", leaf.row.name or ""))
 
 
 def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
@@ -96,7 +158,9 @@ def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
             value = sides.candidate.values[row.record]
             sketch = sketch_of_tensor(tensor)
             if value.is_number and not value.says_nothing and sketch is not None:
-                twins = sides.all_twins(value)
+                # parts that several make up are not looked for again
+                is_part = value.key in sides.several
+                twins = () if is_part else sides.all_twins(value)
                 had.update(key for key in twins if _is_computed(sides, key))
                 has.update(sides.near_in_reference(sketch))
     except CannotRun:
@@ -105,8 +169,9 @@ def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
 
 
 def _is_computed(sides: Sides, key: int) -> bool:
+    """Return True for what a call gives, and not for what it computes inside of it."""
     value = sides.reference.values[key]
-    return value.computes and value.operator not in _MOVE
+    return value.computes and value.operator not in _MOVE and not value.inner
 
 
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
@@ -151,30 +216,63 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
             tensors = {leaf.key: second, other.key: first}
             words = f"{leaf.row.name} and {other.row.name} stand in for each other"
             yield _Exchange(leaf, tensors, words)
-    yield from _of_layers(leaves, held)
+    yield from _of_layers(sides.candidate, leaves)
+    yield from _of_layers_alike(sides.candidate, leaves)
     for leaf in leaves:
         tensor = held[leaf.key]
         if tensor is not None:
             yield from _of_parts(leaf, tensor)
 
 
-def _of_layers(
-    leaves: Sequence[Value], held: Mapping[int, Tensor | None]
-) -> Iterator[_Exchange]:
+def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]:
     """Yield two layers with all their parameters of one name and shape exchanged."""
     layers = _layers_of(leaves)
     for (name, layer), (other_name, other) in combinations(layers.items(), 2):
-        tensors: dict[int, Tensor] = {}
-        for last in layer.keys() & other.keys():
-            first = held[layer[last].key]
-            second = held[other[last].key]
-            if first is None or second is None or first.shape != second.shape:
-                continue
-            tensors |= {layer[last].key: second, other[last].key: first}
+        tensors = _exchanged(flow, layer, other)
         if len(tensors) > 2:
             words = f"{name} and {other_name} stand in for each other"
             named = next(leaf for leaf in leaves if leaf.key in tensors)
             yield _Exchange(named, tensors, words)
+
+
+def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+    """Yield two layers exchanged wherever they stand beside each other: in every head, as
+    the queries and keys of each, whose names differ in numbers alone."""
+    every = [v for v in flow.in_order() if not v.is_call and v.row.name]
+    layers = _layers_of(every)
+    near = {_without_numbers(name) for name in _layers_of(leaves)}
+    for kind, other_kind in combinations(sorted(near), 2):
+        pairs = [
+            (layer, other)
+            for (name, layer), (other_name, other) in product(layers.items(), repeat=2)
+            if (_without_numbers(name), _without_numbers(other_name))
+            == (kind, other_kind)
+            and re.findall(r"\d+", name) == re.findall(r"\d+", other_name)
+        ]
+        tensors: dict[int, Tensor] = {}
+        for layer, other in pairs:
+            tensors |= _exchanged(flow, layer, other)
+        named = next((leaf for leaf in leaves if leaf.key in tensors), None)
+        if len(pairs) > 1 and named is not None:
+            words = f"each {kind} and {other_kind} stand in for each other"
+            yield _Exchange(named, tensors, words)
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _exchanged(
+    flow: Flow, layer: Mapping[str, Value], other: Mapping[str, Value]
+) -> dict[int, Tensor]:
+    """Return what two layers hold if all parameters of one name and shape are exchanged."""
+    tensors: dict[int, Tensor] = {}
+    for last in layer.keys() & other.keys():
+        first = flow.tensor(layer[last].key)
+        second = flow.tensor(other[last].key)
+        if first is not None and second is not None and first.shape == second.shape:
+            tensors |= {layer[last].key: second, other[last].key: first}
+    return tensors
 
 
 def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
@@ -284,6 +382,54 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
                     f"{leaf.row.name} stand in for each other"
                 )
                 yield _Exchange(leaf, {leaf.key: turned}, words)
+
+
+def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[_Exchange]:
+    """Yield parameters that hold several of the reference's, packed in other orders.
+
+    A weight with its bias, then one of the two alone.
+    """
+    ours = [v for v in sides.reference.in_order() if not v.is_call and v.row.name]
+    held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in theirs]
+    present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
+    weights = [pair for pair in present if pair[1].dim() > 1]
+    biases = [pair for pair in present if pair[1].dim() == 1]
+    for leaf, weight in weights:
+        for group, parts in parts_of(sides, weight, ours):
+            count, rows = len(parts), parts[0].shape[0]
+            with_bias = _bias_of(sides, biases, ours, (count, rows))
+            names = listed([each.row.name or "" for each in group])
+            for packing in packings(count, rows):
+                words = (
+                    f"it holds {names}; packed as {packing.words} it would be what reads "
+                    "it takes it for"
+                )
+                tensors: dict[int, Tensor] = {}
+                for bias, bias_parts in with_bias:
+                    packed = packing.packed(bias_parts).reshape(-1)
+                    tensors = {bias.key: packed}
+                    yield _Exchange(bias, tensors, words)
+                for turned_weight in laid_out_as(packing.packed(parts), weight):
+                    if torch.equal(turned_weight, weight):
+                        continue
+                    yield _Exchange(leaf, {leaf.key: turned_weight, **tensors}, words)
+                    if tensors:
+                        yield _Exchange(leaf, {leaf.key: turned_weight}, words)
+
+
+def _bias_of(
+    sides: Sides,
+    biases: Sequence[tuple[Value, Tensor]],
+    ours: Sequence[Value],
+    packed: tuple[int, int],
+) -> list[tuple[Value, list[Tensor]]]:
+    """Return the bias that is packed as a weight of so many parts and rows, and its parts."""
+    vectors = [leaf for leaf in ours if len(leaf.row.shape or ()) == 1]
+    for bias, held in biases:
+        for _, parts in parts_of(sides, held, vectors):
+            if (len(parts), len(parts[0])) == packed:
+                return [(bias, parts)]
+    return []
 
 
 def _cuts(

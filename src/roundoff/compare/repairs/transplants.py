@@ -563,7 +563,9 @@ def in_layout_of(sides: Sides, held: Tensor, content: Tensor) -> Iterator[Tensor
             moved = stand_in(layout, content, held)
             if moved is not None:
                 yield moved
-    elif _broadcasts(held.shape, content.shape):
+    elif held.is_complex() == content.is_complex() and _broadcasts(
+        held.shape, content.shape
+    ):
         yield content.to(held.dtype).contiguous()
 
 

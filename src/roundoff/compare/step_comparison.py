@@ -7,11 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from roundoff.compare.judging.divergence import (
-    NORMS,
-    Divergence,
-    is_partly_written,
-)
+from roundoff.compare.judging.divergence import Divergence, is_partly_written
 from roundoff.compare.judging.explain import (
     EarlierSteps,
     RecordedStep,
@@ -20,6 +16,7 @@ from roundoff.compare.judging.explain import (
     explain_unwritten,
 )
 from roundoff.compare.judging.gradient_scale import rescaling
+from roundoff.compare.judging.later_values import NORMS, clear_what_agrees_later
 from roundoff.compare.judging.table import ComparedRow, names_of_both
 from roundoff.compare.loop.step_results import clear_another_way
 from roundoff.compare.pairing.alignment import (
@@ -157,6 +154,7 @@ def compare_step(
         guessed=_guessed(pairs),
     )
     findings = divergence.run()
+    clear_what_agrees_later(divergence)
     clear_another_way(divergence)
     read = {record: candidate[record].values_read() for record in findings}
     shares = contributions(findings, read)

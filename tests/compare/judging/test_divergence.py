@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.compare.judging.divergence import Divergence
+from roundoff.compare.judging.later_values import clear_what_agrees_later
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.rounding.findings import (
@@ -104,14 +105,17 @@ def run(
         found = errors.get(other, 0.0)
         return found if isinstance(found, Distance) else Distance(found, found == 0)
 
-    return Divergence(
+    step = Divergence(
         ours,
         theirs,
         pairs,
         frozenset(pairs if exact is None else exact),
         Measures(distance, replays, **options),
         guessed=guessed,
-    ).run()
+    )
+    step.run()
+    clear_what_agrees_later(step)
+    return step.findings
 
 
 CHAIN = {

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from roundoff.compare.records.recorded_calls import is_written_in_python
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.rounding.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.ops import operators_that
@@ -49,8 +49,6 @@ NEARER = 8.0
 MOST_PARTS = 256
 #: Operators whose result holds the values of their inputs: they add no error of size.
 EXACT = operators_that("add no error")
-#: Norms, which a clip divides by: they hide a factor from what comes after.
-NORMS = operators_that("sum") & operators_that("take roots")
 #: These give all elements of their input, in their order.
 HANDS_ON = operators_that("hand on in order")
 #: Their further results may be a workspace of bytes.
@@ -144,21 +142,11 @@ class Divergence:
     findings: dict[int, Finding] = field(default_factory=dict)
     #: By candidate record, what the call made when it was run again as it was.
     _alone: dict[int, CallReplay] = field(default_factory=dict)
-    #: By name, the record of the last value of each run.
-    _last: dict[str, int] = field(init=False)
-    _last_of_reference: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._last = {n: row.record for n, row in last_named(self.candidate).items()}
-        self._last_of_reference = {
-            n: row.record for n, row in last_named(self.reference).items()
-        }
 
     def run(self) -> dict[int, Finding]:
         """Judge every row that has a counterpart, in the order of execution."""
         for record in sorted(self.counterpart):
             self.findings[record] = self._finding(record)
-        self._forgive_sums_in_another_order()
         return self.findings
 
     def twin(self, record: int) -> RecordedRow:
@@ -336,14 +324,14 @@ class Divergence:
             write = self.candidate.get(record)
             if write is None or not write.inplace or not write.inputs:
                 continue
-            before = self._before_views(write.inputs[0])
+            before = self.before_views(write.inputs[0])
             if before is None:
                 continue
             is_part = not before.is_call and before.inputs
             waiting += before.inputs[:1] if is_part else [before.record]
         return parts
 
-    def _before_views(self, record: int) -> RecordedRow | None:
+    def before_views(self, record: int) -> RecordedRow | None:
         """Return the candidate's row that a record is a view of, behind all views."""
         row = self.candidate.get(record)
         while row is not None and row.is_call and row.view_of is not None:
@@ -542,231 +530,6 @@ class Divergence:
             finding.cause = INHERITED
             finding.origin = max(divergent, key=lambda source: source[0])[1]
 
-    # -- sums in another order ---------------------------------------------------
-
-    def _forgive_sums_in_another_order(self) -> None:
-        """Clear partial sums of gradients whose total agrees again.
-
-        Gradients of several uses of a value that are added in another order differ in
-        between, as do parts of one product that are several products elsewhere, and a
-        term that is added with the other sign where it is subtracted. What is
-        read or inserted there and changes nothing after it is no fault. What a norm
-        shows is, though a clip by that norm hides it later; and a loss of which the
-        gradient's seed reads the shape alone.
-        """
-        readers: dict[int, list[int]] = {}
-        for row in self.candidate.values():
-            for record in row.inputs if row.inplace else row.values_read():
-                readers.setdefault(record, []).append(row.record)
-        forgiven = {
-            record
-            for record, finding in self.findings.items()
-            if self._may_be_partial_sum(finding) and self._agrees_later(record, readers)
-        }
-        for finding in self.findings.values():
-            inherited = finding.cause == INHERITED and finding.origin in forgiven
-            if finding.record in forgiven or inherited:
-                finding.cause = None
-                finding.origin = None
-                if finding.error == math.inf:
-                    # of another shape, so that its distance says nothing
-                    finding.error = None
-                    finding.own_error = 0.0
-        for finding in self.findings.values():
-            finding.sources = [
-                (record, error)
-                for record, error in finding.sources
-                if self.findings[record].error is not None
-            ]
-
-    def _may_be_partial_sum(self, finding: Finding) -> bool:
-        """Return True where another program may have no such value, and be right."""
-        if finding.cause != OWN or finding.faulty is not None:
-            return False
-        record = finding.record
-        by_use = record not in self.exact  # the operands may be exchanged
-        if by_use or self._is_of_another_formula(finding):
-            return True
-        if self._is_of_another_part(record):
-            return True
-        if is_negated(self.candidate[record], self.twin(record)):
-            return True
-        if self.measures.can_replay and self._is_put_otherwise(finding):
-            return True
-        if not self.measures.can_replay:
-            # equal statistics of what comes after may be those of other values
-            row = self.candidate[record]
-            may_be_right = row.phase == "backward" or self._is_of_another_form(row)
-            return may_be_right and finding.read is not None
-        other_shape = self.candidate[record].shape != self.twin(record).shape
-        return record in self.guessed or other_shape or finding.read is not None
-
-    def _is_put_otherwise(self, finding: Finding) -> bool:
-        """Return True for a call with other arguments on other values: on those of the
-        other axis the softmax is along it too, and half of a variance is divided by two."""
-        return bool(finding.arguments) and finding.inputs > finding.tolerance
-
-    def _is_of_another_form(self, row: RecordedRow) -> bool:
-        """Return True for an element of a list beside a call on one tensor: the two forms
-        of an optimizer take the same steps in another order."""
-        return row.is_on_lists != self.twin(row.record).is_on_lists
-
-    def _is_of_another_part(self, record: int) -> bool:
-        """Return True for a sum over more or fewer terms than the reference's: the same
-        operator, on operands of other shapes."""
-        ours = _shapes_read(self.reference, self.twin(record))
-        return ours != _shapes_read(self.candidate, self.candidate[record])
-
-    def _is_of_another_formula(self, finding: Finding) -> bool:
-        """Return True for a call that reads another number of values, some of them new."""
-        row = self.candidate[finding.record]
-        twin = self.twin(row.record)
-        other_call = (row.overload, len(row.inputs)) != (
-            twin.overload,
-            len(twin.inputs),
-        )
-        return bool(finding.region) and other_call
-
-    def _agrees_later(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
-        """Return True where every value made of this one soon agrees with its counterpart.
-
-        And no norm shows the difference before.
-        """
-        tainted = {record}
-        agreeing: set[int] = set()
-        agrees_again = False
-        waiting = sorted(readers.get(record, ()))
-        while waiting:
-            reader = waiting.pop(0)
-            if reader <= record or reader in tainted or reader in agreeing:
-                continue
-            further = readers.get(reader, ())
-            agrees = self._agrees_despite(reader, tainted)
-            if self._is_written_in_part(reader):
-                tainted.add(reader)  # what it leaves of the memory may differ
-            elif agrees:
-                agreeing.add(reader)
-                further = [r for r in further if self._reads_memory_of(r, reader)]
-                agrees_again |= not further
-            elif self._is_norm(reader):
-                return False
-            else:
-                tainted.add(reader)
-            waiting = sorted({*waiting, *further})
-        if any(self._is_gradient_left(record) for record in tainted):
-            return False
-        return all(
-            self._is_read(reader, readers)
-            or (agrees_again and reader != record and self._is_left_in_both(reader))
-            or self._is_same_number(reader)
-            for reader in tainted
-        )
-
-    def _is_written_in_part(self, record: int) -> bool:
-        """Return True for a write to a part of a memory: who reads the memory after it
-        reads the rest of it too."""
-        row = self.candidate[record]
-        if not row.inplace or not row.inputs:
-            return False
-        memory = self._before_views(row.inputs[0])
-        return memory is not None and memory.numel != row.numel
-
-    def _reads_memory_of(self, record: int, view: int) -> bool:
-        """Return True for what is written to a view, or is a view of it."""
-        row = self.candidate[record]
-        written = row.inplace and row.inputs[0] == view
-        return bool(written) or row.view_of is not None
-
-    def _is_left_in_both(self, record: int) -> bool:
-        """Return True for a value that nothing reads, and the reference has in other
-        portions: what packed sequences leave of theirs."""
-        row = self.candidate[record]
-        if row.name or row.phase != "forward" or not self.measures.can_replay:
-            return False
-        if record in self.counterpart and self.twin(record).shape == row.shape:
-            return False
-        return self.measures.stands_in_reference(row)
-
-    def _is_same_number(self, record: int) -> bool:
-        """Return True for a number that nothing reads, as a loss, and that the reference has.
-
-        There it is made by another call than its counterpart, which is no number.
-        """
-        row = self.candidate[record]
-        if row.numel != 1 or row.phase != "forward" or record not in self.counterpart:
-            return False
-        if self.twin(record).numel == 1 or not self.measures.can_replay:
-            return False
-        tolerance = self.findings[record].tolerance
-        numbers = (r for r in self.reference.values() if r.numel == 1)
-        errors = (
-            self.measures.distance(number.record, record).error
-            for number in numbers
-            if number.phase == "forward" and number.dtype == row.dtype
-        )
-        return any(error is not None and error <= tolerance for error in errors)
-
-    def _is_gradient_left(self, record: int) -> bool:
-        """Return True for what a step leaves in the gradient of a parameter in both runs.
-
-        It is a result, whatever an optimizer makes of it: a step that is divided by the
-        gradient's size hides a factor.
-        """
-        if record not in self.counterpart:
-            return False
-        name = self.candidate[record].name or ""
-        twin = self.twin(record)
-        return (
-            name.endswith(".grad")
-            and (twin.name or "").endswith(".grad")
-            and self._last[name] == record
-            and self._last_of_reference[twin.name or ""] == twin.record
-        )
-
-    def _is_read(self, record: int, readers: Mapping[int, Sequence[int]]) -> bool:
-        """Return False for what a step leaves, and nothing in it reads.
-
-        What is computed again is there for gradients, which show in themselves; a
-        buffer that it writes stays.
-        """
-        row = self.candidate[record]
-        return record in readers or (bool(row.recomputed) and not row.name)
-
-    def _is_norm(self, record: int) -> bool:
-        """Return True for a norm with a counterpart: the order of a sum is not in it."""
-        return record in self.exact and self.candidate[record].base_operator in NORMS
-
-    def _agrees_despite(self, record: int, tainted: set[int]) -> bool:
-        """Return True where a row agrees as well as its inputs outside ``tainted`` do."""
-        finding = self.findings.get(record)
-        if finding is None or finding.error is None:
-            return False
-        if finding.one_function:
-            return True
-        sound = [
-            error
-            for source, error in finding.sources
-            if source not in tainted and self.findings[source].cause is None
-        ]
-        allowed = max(2 * max(sound, default=0.0), EQUAL_INPUTS * finding.tolerance)
-        by_chance = self._left_by_a_sum(finding, tainted)
-        is_sure = allowed < by_chance or NEARER * finding.error <= by_chance
-        return finding.error <= allowed and is_sure
-
-    def _left_by_a_sum(self, finding: Finding, tainted: set[int]) -> float:
-        """Return the error that is left of the tainted inputs' in a value of fewer elements.
-
-        Of n terms with independent errors the sum is off by 1/sqrt(n) of theirs: it may
-        agree although they are wrong. Infinite where no terms are summed.
-        """
-        numel = self.candidate[finding.record].numel or 0
-        left = [
-            error / math.sqrt((self.candidate[source].numel or 0) / numel)
-            for source, error in finding.sources
-            if source in tainted and 0 < numel < (self.candidate[source].numel or 0)
-        ]
-        return min(left, default=math.inf)
-
 
 def is_workspace(row: RecordedRow) -> bool:
     """Return True for bytes: a kernel's for its backward kernel, or those of a storage.
@@ -798,28 +561,9 @@ def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
     return further_result and row.operator == twin.operator in UNWRITTEN_IN_PART
 
 
-def is_negated(row: RecordedRow, twin: RecordedRow) -> bool:
-    """Return True where one value is the other's times -1, as far as statistics tell."""
-    if None in (row.min, row.max, row.l2, twin.min, twin.max, twin.l2) or not row.l2:
-        return False
-    ours = (-(twin.max or 0.0), -(twin.min or 0.0), twin.l2 or 0.0)
-    theirs = (row.min or 0.0, row.max or 0.0, row.l2)
-    return all(map(_are_close, ours, theirs))
-
-
-def _are_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-5)
-
-
 def is_without_value(row: RecordedRow, twin: RecordedRow) -> bool:
     """Return True for new memory, or a view of it, that nothing was written to in full."""
     return row.base_operator in UNWRITTEN or is_partly_written(row, twin)
-
-
-def _shapes_read(rows: Rows, row: RecordedRow) -> list[tuple[int, ...]]:
-    """Return the shapes of what a row reads, without axes of one element."""
-    shapes = [rows[record].shape or () for record in row.inputs if record in rows]
-    return [tuple(n for n in shape if n != 1) for shape in shapes]
 
 
 def _make_own(finding: Finding, own_error: float | None) -> None:

@@ -14,8 +14,8 @@ from roundoff.verbs.compare import Comparison
 STEPS = 2
 
 
-def net():
-    torch.manual_seed(0)
+def net(seed=0):
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
@@ -315,6 +315,39 @@ def test_a_slow_copy_that_stays_is_no_work_in_other_portions(tmp_path, write):
     assert (first.kind, first.looks_like) == ("update", "missing update")
     assert "Sequential.2.bias" in first.evidence
     assert write in first.evidence
+
+
+def resumed(folder, *, strict):
+    """Two steps; before the second the model is made again and loads what was saved."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        for step in range(STEPS):
+            if step == 1:
+                state = {
+                    name: value.clone() for name, value in model.state_dict().items()
+                }
+                model = net(7)
+                if not strict:
+                    state = {n: v for n, v in state.items() if n.startswith("0.")}
+                model.load_state_dict(state, strict=strict)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+    return folder
+
+
+def test_a_model_that_is_made_again_and_loaded_in_part_is_told(tmp_path):
+    right = resumed(tmp_path / "right", strict=True)
+    again = resumed(tmp_path / "again", strict=True)
+    wrong = resumed(tmp_path / "wrong", strict=False)
+    assert roundoff.compare(reference=right, candidate=again).agrees
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert (first.kind, first.step) == ("parameter", 1)
+    assert "2.weight" in first.evidence
+    assert "0.weight" not in first.evidence
 
 
 def far_off(folder, *, masked):

@@ -244,3 +244,20 @@ def test_a_clip_before_the_backward_pass_clips_nothing():
     # a clip after each of two passes is one after the last
     often = ("zero_grad", *2 * late[1:3], "optimizer.step")
     assert loop_causes(loop(*often), loop(*often), rank=0) == []
+
+
+def test_clips_between_backward_passes_are_told():
+    once = ("zero_grad", "backward", "backward", "clip_grad_norm_", "optimizer.step")
+    each = ("zero_grad", *2 * ("backward", "clip_grad_norm_"), "optimizer.step")
+    [found] = loop_causes(loop(*once), loop(*each), rank=0)
+    assert found.name == "clip of the gradients"
+    assert "after backward passes 1 and 2 of 2" in found.evidence
+    assert (
+        "the reference clips (clip_grad_norm_ (train.py:4)) after backward pass 2"
+        in (found.evidence)
+    )
+    [found] = loop_causes(loop(*each), loop(*once), rank=0)
+    assert "after backward pass 2 of 2" in found.evidence
+    # two groups of parameters that are clipped one after the other are clipped once
+    groups = (*once[:3], *2 * once[3:4], once[4])
+    assert loop_causes(loop(*once), loop(*groups), rank=0) == []

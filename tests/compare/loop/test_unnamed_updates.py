@@ -12,7 +12,7 @@ from roundoff.compare.records.recorded_rows import RecordedRow
 KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
 
 
-def trained(folder, keep, *, frozen=(), left_out=(), follows=True):
+def trained(folder, keep, *, frozen=(), left_out=(), follows=True, decay=0.0):
     """Record two steps of a regression whose weights stand in a dict."""
     draw = torch.Generator().manual_seed(1)
     weights = {
@@ -24,7 +24,7 @@ def trained(folder, keep, *, frozen=(), left_out=(), follows=True):
         value.requires_grad_(name not in frozen)
     slow = {name: value.detach().clone() for name, value in weights.items()}
     held = [value for name, value in weights.items() if name not in left_out]
-    optimizer = torch.optim.Adam(held, lr=0.01)
+    optimizer = torch.optim.AdamW(held, lr=0.01, weight_decay=decay)
     x = torch.randn(8, 6, generator=draw)
     with roundoff.capture(folder, keep=keep) as run:
         for _ in range(2):
@@ -123,3 +123,13 @@ def test_the_flags_of_a_loss_scaler_are_no_weights(operator, found):
         inplace=True,
     )
     assert [row.record for row in unnamed_state({0: made, 1: write})] == found
+
+
+@KEEP
+def test_a_weight_that_decays_in_one_run_alone_is_updated_in_both(keep, tmp_path):
+    right = trained(tmp_path / "right", keep)
+    wrong = trained(tmp_path / "wrong", keep, decay=0.1)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    first = found.culprits()[0]
+    assert (first.kind, first.name) == ("loop", "weight decay")
+    assert not [other for other in found.culprits() if other.kind == "update"]

@@ -383,7 +383,7 @@ class _RankComparison:
         """Return rows that stand for those by name, and for the causes of their step."""
         parted = any(row.cause is not None for row in by_values)
         agreeing = [row.error or 0.0 for row in by_values if row.cause is None]
-        self._memory.worst = max(self._memory.worst, *agreeing)
+        self._memory.worst = max([self._memory.worst, *agreeing])
         self._memory.parted |= parted
         self._differs |= parted
         self.causes = [cause for cause in self.causes if cause.step != step]

@@ -139,7 +139,8 @@ def _gradients_without_name(rows: Rows) -> Iterator[int]:
         if row.phase != _OPTIMIZER:
             continue
         for record in row.values_read():
-            if rows[record].phase == _BACKWARD and record not in names:
+            read = rows.get(record)
+            if read is not None and read.phase == _BACKWARD and record not in names:
                 yield record
 
 
@@ -159,7 +160,10 @@ def _is_rounding(
 def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
     """Return the call that made a value which views and copies hand on."""
     while row.base_operator in HANDS_ON and len(row.inputs) == 1:
-        row = rows[row.inputs[0]]
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
     return row
 
 
@@ -190,7 +194,7 @@ def _losses(rows: Rows) -> list[RecordedRow]:
     read_backward = {r for row in _in_backward_pass(rows) for r in row.inputs}
     seeds = (row for row in rows.values() if row.base_operator == _SEED)
     begun = {r for row in seeds if row.record in read_backward for r in row.inputs}
-    return [rows[record] for record in sorted(begun) if rows[record].numel == 1]
+    return [row for row in rows.values() if row.record in begun and row.numel == 1]
 
 
 def _sum(numbers: Sequence[RecordedRow]) -> float:

@@ -107,32 +107,35 @@ def _in_all_layers(flow: Flow, tensors: Mapping[int, Tensor]) -> dict[int, Tenso
     Their names differ in the number of the layer. Elements that are equal tell nothing of
     where they should stand.
     """
-    leaves = [flow.values[key] for key in tensors]
-    numbers = {_numbers_in(leaf) for leaf in leaves}
-    before = torch.cat([flow.tensor(leaf.key).reshape(-1) for leaf in leaves])  # type: ignore[union-attr]
+    names = [flow.values[key].row.name or "" for key in tensors]
+    held = [flow.tensor(key) for key in tensors]
+    before = torch.cat([tensor.reshape(-1) for tensor in held if tensor is not None])
     after = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    if len(numbers) != 1 or not torch.equal(
-        before[rising(before)], after[rising(after)]
-    ):
+    if len({_numbers_in(name) for name in names}) != 1 or before.shape != after.shape:
+        return {**tensors}
+    if not torch.equal(before[rising(before)], after[rising(after)]):
         return {**tensors}
     places = torch.empty_like(rising(before))
     places[rising(after)] = rising(before)
-    every = [v for v in flow.in_order() if not v.is_call and v.row.name]
     layers: dict[tuple[str, ...], dict[str, Value]] = {}
-    for value in every:
-        names = layers.setdefault(_numbers_in(value), {})
-        names[_without_numbers(value.row.name or "")] = value
+    for value in flow.in_order():
+        name = value.row.name
+        if name and not value.is_call:
+            layer = layers.setdefault(_numbers_in(name), {})
+            layer[_without_numbers(name)] = value
     moved = {**tensors}
     for layer in layers.values():
-        members = [layer.get(_without_numbers(leaf.row.name or "")) for leaf in leaves]
-        held = [None if each is None else flow.tensor(each.key) for each in members]
+        members = [layer.get(_without_numbers(name)) for name in names]
+        contents = [None if each is None else flow.tensor(each.key) for each in members]
         alike = [
-            (member, tensor)
-            for member, tensor, leaf in zip(members, held, leaves, strict=True)
-            if member is not None and tensor is not None
-            if tensor.shape == tensors[leaf.key].shape
+            (member, content)
+            for member, content, tensor in zip(
+                members, contents, tensors.values(), strict=True
+            )
+            if member is not None and content is not None
+            if content.shape == tensor.shape
         ]
-        if len(alike) != len(leaves) or alike[0][0].key in tensors:
+        if len(alike) != len(names) or alike[0][0].key in tensors:
             continue
         elements = torch.cat([tensor.reshape(-1) for _, tensor in alike])[places]
         parts = torch.split(elements, [tensor.numel() for _, tensor in alike])
@@ -141,8 +144,8 @@ def _in_all_layers(flow: Flow, tensors: Mapping[int, Tensor]) -> dict[int, Tenso
     return moved
 
 
-def _numbers_in(leaf: Value) -> tuple[str, ...]:
-    return tuple(re.findall(r"\d+", leaf.row.name or ""))
+def _numbers_in(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", name))
 
 
 def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
@@ -239,16 +242,13 @@ def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]
     """Yield two layers exchanged wherever they stand beside each other: in every head, as
     the queries and keys of each, whose names differ in numbers alone."""
     every = [v for v in flow.in_order() if not v.is_call and v.row.name]
-    layers = _layers_of(every)
+    alike: dict[str, dict[tuple[str, ...], dict[str, Value]]] = {}
+    for name, layer in _layers_of(every).items():
+        alike.setdefault(_without_numbers(name), {})[_numbers_in(name)] = layer
     near = {_without_numbers(name) for name in _layers_of(leaves)}
     for kind, other_kind in combinations(sorted(near), 2):
-        pairs = [
-            (layer, other)
-            for (name, layer), (other_name, other) in product(layers.items(), repeat=2)
-            if (_without_numbers(name), _without_numbers(other_name))
-            == (kind, other_kind)
-            and re.findall(r"\d+", name) == re.findall(r"\d+", other_name)
-        ]
+        others = alike[other_kind]
+        pairs = [(a, others[n]) for n, a in alike[kind].items() if n in others]
         tensors: dict[int, Tensor] = {}
         for layer, other in pairs:
             tensors |= _exchanged(flow, layer, other)

@@ -20,6 +20,8 @@ from roundoff.compare.values.value_regions import Sides
 
 #: How many parts a packed parameter may have: key and value, with query, four gates.
 PARTS = (2, 3, 4)
+#: Elements that are looked for before all are compared.
+SEEN = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,12 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     if compared.begins_with_values:
         names = _names(compared.sides, rename)
         loaded = loaded_causes(
-            compared.sides, compared.rows, names, unstable=compared.unstable, **at
+            compared.sides,
+            compared.rows,
+            names,
+            unstable=compared.unstable,
+            are_carried=not compared.is_first,
+            **at,
         )
     is_made_later = _may_be_made_by(data, loaded, compared.sides.candidate.rows)
     causes = [*loaded, *data] if is_made_later else [*data, *loaded]

@@ -61,6 +61,7 @@ def loaded_causes(
     names: Mapping[str, str],
     *,
     unstable: Sequence[UnstableRow] = (),
+    are_carried: bool = False,
     rank: int,
     step: int,
 ) -> list[Cause]:
@@ -73,6 +74,8 @@ def loaded_causes(
         compared: its rows.
         names: name in the reference -> name in the candidate, of those that have one.
         unstable: what repeats show to change from run to run.
+        are_carried: they come from a step before, and carry its roundings: those alone
+            count that its comparison does not explain.
         rank: of the step.
         step: its number.
     """
@@ -82,6 +85,9 @@ def loaded_causes(
         for pair in _differing(sides, names)
         if pair.twin.record not in of_reference and pair.row.record not in of_candidate
     ]
+    if are_carried:
+        wrong = {row.record for row in compared if row.cause is not None}
+        pairs = [pair for pair in pairs if pair.row.record in wrong]
     if not any(row.cause is not None for row in compared):
         pairs = [pair for pair in pairs if _is_proven(pair)]
         if _is_made_up_for(sides.candidate.rows, compared, pairs):

@@ -20,6 +20,7 @@ from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.rounding.two_formulas import explained_by_a_region
 
+_FORWARD = "forward"
 _BACKWARD = "backward"
 _OPTIMIZER = "optimizer"
 #: What a backward pass begins with; of the loss it reads the shape alone.
@@ -30,8 +31,8 @@ def clear_another_way(divergence: Divergence) -> None:
     """Take the blame from the calls of a step that leaves what the reference's leaves.
 
     A value that is a little off may be a fault of which the results show nothing more than
-    rounding: it stays, unless they are the same bit for bit. So do values from before the
-    step, and calls that are wrong for the inputs they had.
+    rounding: it stays, unless it is another constant and they are the same bit for bit. So
+    do values from before the step, and calls that are wrong for the inputs they had.
     """
     own = [f for f in divergence.findings.values() if f.cause == OWN]
     if not own or not divergence.measures.can_replay:
@@ -41,7 +42,9 @@ def clear_another_way(divergence: Divergence) -> None:
     pairs = _left_by_both(divergence)
     if pairs is None or not _agree(divergence, pairs):
         return
-    if not _differ_wholly(divergence, own) and not _are_same(divergence, pairs):
+    are_constants = all(finding.arguments for finding in own)
+    is_without_effect = are_constants and _are_same(divergence, pairs)
+    if not is_without_effect and not _differ_wholly(divergence, own):
         return
     for finding in divergence.findings.values():
         if finding.cause is not None:
@@ -49,8 +52,12 @@ def clear_another_way(divergence: Divergence) -> None:
 
 
 def _may_be_another_way(divergence: Divergence, finding: Finding) -> bool:
+    """Return False for what is wrong by itself, and for what is written in place, as the
+    scale of a loss and an optimizer's state are: that is a result."""
     row = divergence.candidate[finding.record]
-    return row.is_call and finding.faulty is None and not row.nonfinite
+    is_result = bool(row.inplace) and row.phase != _BACKWARD
+    is_sound = finding.faulty is None and not row.nonfinite
+    return row.is_call and is_sound and not is_result
 
 
 def _differ_wholly(divergence: Divergence, own: Sequence[Finding]) -> bool:
@@ -220,8 +227,11 @@ def _unread(rows: Rows) -> Iterator[RecordedRow]:
 
 
 def _has_counterpart(divergence: Divergence, row: RecordedRow) -> bool:
-    finding = divergence.findings.get(row.record)
-    return _is_without_cause(finding) or divergence.measures.stands_in_reference(row)
+    """Return True for a result that agrees; one of the forward pass with any value there."""
+    if _is_without_cause(divergence.findings.get(row.record)):
+        return True
+    is_forward = row.phase == _FORWARD
+    return is_forward and divergence.measures.stands_in_reference(row)
 
 
 def _is_without_cause(finding: Finding | None) -> bool:

@@ -89,12 +89,12 @@ class PooledAttention(nn.Module):
             first = len(self.table_x) - 1 - x - every * (key_columns - 1)
             seen = self.table_x[first::every][:key_columns]
             likes_x.append(torch.einsum("bhcy,kc->bhky", square[..., x], seen))
-        likes_y = torch.stack(likes_y, dim=-2).flatten(-2)
-        likes_x = torch.stack(likes_x, dim=-1).flatten(-2)
+        by_row = torch.stack(likes_y, dim=-2).flatten(-2)
+        by_column = torch.stack(likes_x, dim=-1).flatten(-2)
         stands_y = torch.eye(key_rows).repeat_interleave(key_columns, dim=1)
         stands_x = torch.eye(key_columns).repeat(1, key_rows)
         stands = torch.cat([stands_y, stands_x]).expand(*k.shape[:2], -1, -1)
-        q = torch.cat([q * q.shape[-2] ** -0.5, likes_y, likes_x], dim=-2)
+        q = torch.cat([q * q.shape[-2] ** -0.5, by_row, by_column], dim=-2)
         return q, torch.cat([k, stands], dim=-2)
 
     def forward(self, x):
@@ -148,7 +148,7 @@ class Network(nn.Module):
         grid, layers = (8, 12), []
         for i, (heads, down) in enumerate(((2, 1), (4, 2), (4, 1))):
             layers.append(Layer(ckpt.under("blocks", str(i)), grid, heads, down, 2))
-            grid = tuple(n // down for n in grid)
+            grid = grid[0] // down, grid[1] // down
         self.layers = nn.Sequential(*layers)
         self.ln = ChannelNorm(*ckpt.pair("norm"))
         self.logits = Pointwise(*ckpt.pair("head"))

@@ -4,6 +4,7 @@ beforehand."""
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import re
 import threading
@@ -183,7 +184,8 @@ def _holder_of(module: nn.Module) -> nn.Module:
         id(child): holder
         for holder in gc.get_objects()
         if issubclass(type(holder), nn.Module)
-        if type(holder).forward is nn.Module.forward
+        # looked up without asking: that of a scripted model is made on the way
+        if inspect.getattr_static(type(holder), "forward") is nn.Module.forward
         for child in vars(holder).get("_modules", {}).values()
     }
     outermost = module

@@ -26,7 +26,6 @@ from roundoff.compare.pairing.alignment import (
     Pair,
     align,
 )
-from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.portions.location import locate
 from roundoff.compare.ports.port_comparison import by_different_hands, compare_port
 from roundoff.compare.records.call_arguments import argument_differences
@@ -41,6 +40,7 @@ from roundoff.compare.records.recorded_rows import (
     Rows,
     first_rows,
     last_named,
+    maker,
     shape_read_first,
 )
 from roundoff.compare.records.replay import (
@@ -254,10 +254,10 @@ class _Measures:
             self._floors.reference.get(twin.record, 0.0),
             self._floors.candidate.get(row.record, 0.0),
         )
-        maker = _maker(self._reference, twin)
-        maker_inputs = _inputs(self._reference, maker)
-        conditioned = condition(maker, maker_inputs)
-        gain = max(conditioned, amplification(maker, maker_inputs))
+        made_by = maker(self._reference, twin)
+        made_of = _inputs(self._reference, made_by)
+        conditioned = condition(made_by, made_of)
+        gain = max(conditioned, amplification(made_by, made_of))
         return Bound(max(explained, ABOVE_NOISE * floor), conditioned, gain)
 
     def operands(self, twin: RecordedRow, row: RecordedRow) -> list[tuple[int, int]]:
@@ -453,16 +453,6 @@ def _whole(step: RecordedStep) -> RecordedStep:
 
 def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:
     return [rows[record] for record in row.inputs if record in rows]
-
-
-def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """Return the row of the operator that made these values, behind views and casts."""
-    while row.operator in TRANSPARENT and len(row.inputs) == 1:
-        source = rows.get(row.inputs[0])
-        if source is None:
-            break
-        row = source
-    return row
 
 
 def _remember(

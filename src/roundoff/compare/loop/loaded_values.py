@@ -18,7 +18,7 @@ from roundoff.compare.judging.step_causes import LOADED, Cause, listed, with_lin
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.parameter_content import EQUAL, relation
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, maker
 from roundoff.compare.rounding.distance import of_statistics
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
@@ -429,21 +429,10 @@ def _sentence(words: str, group: Sequence[NamedPair]) -> str:
     return f"{names} {plural}"
 
 
-def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """Return the row of the operator that made these values, behind views."""
-    while row.operator in TRANSPARENT and len(row.inputs) == 1:
-        source = rows.get(row.inputs[0])
-        if source is None:
-            break
-        row = source
-    return row
-
-
 def _makers(rows: Rows, group: Sequence[NamedPair]) -> str:
     """Say what made the value, where both sides show it and it is not the same."""
     twin = group[0].twin
-    row = group[0].row
-    row = _maker(rows, row)
+    row = maker(rows, group[0].row)
     if not twin.is_call or twin.base_operator == row.base_operator:
         return ""
     ours = with_line(twin.operator, twin.line)

@@ -15,7 +15,12 @@ from collections.abc import Iterator, Sequence
 
 from roundoff.compare.judging.divergence import HANDS_ON, NOISE, Divergence
 from roundoff.compare.loop.loaded_values import GRADIENT
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    last_named,
+    maker,
+)
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.rounding.two_formulas import explained_by_a_region
@@ -159,19 +164,10 @@ def _is_rounding(
         return True
     error = divergence.measures.distance(ours.record, theirs.record).error
     bound = divergence.measures.bound(
-        _maker(divergence.reference, ours), _maker(divergence.candidate, theirs)
+        maker(divergence.reference, ours, HANDS_ON),
+        maker(divergence.candidate, theirs, HANDS_ON),
     )
     return error is not None and error <= bound.tolerance * bound.condition
-
-
-def _maker(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """Return the call that made a value which views and copies hand on."""
-    while row.base_operator in HANDS_ON and len(row.inputs) == 1:
-        source = rows.get(row.inputs[0])
-        if source is None:
-            break
-        row = source
-    return row
 
 
 def _are_same(
@@ -181,10 +177,6 @@ def _are_same(
         divergence.measures.distance(ours.record, theirs.record).equal
         for ours, theirs in pairs
     )
-
-
-def _in_backward_pass(rows: Rows) -> Iterator[RecordedRow]:
-    return (row for row in rows.values() if row.phase == _BACKWARD)
 
 
 def _have_same_losses(divergence: Divergence) -> bool:
@@ -198,7 +190,8 @@ def _have_same_losses(divergence: Divergence) -> bool:
 
 def _losses(rows: Rows) -> list[RecordedRow]:
     """Return the numbers that the backward passes of a step begin at."""
-    read_backward = {r for row in _in_backward_pass(rows) for r in row.inputs}
+    passes = (row for row in rows.values() if row.phase == _BACKWARD)
+    read_backward = {record for row in passes for record in row.inputs}
     seeds = (row for row in rows.values() if row.base_operator == _SEED)
     begun = {r for row in seeds if row.record in read_backward for r in row.inputs}
     return [row for row in rows.values() if row.record in begun and row.numel == 1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import polars as pl
 
-from roundoff.ops import base, values_read
+from roundoff.ops import base, operators_that, values_read
 from roundoff.record import PARTLY_WRITTEN, Run, site_name
 
+#: Views, casts and copies: of what they read they change no value.
+_CHANGE_NOTHING = operators_that("change no value")
 #: What the name of an operator on lists begins with.
 _ON_LISTS = "_foreach_"
 
@@ -165,6 +167,21 @@ def shape_read_first(rows: Rows, row: RecordedRow) -> Sequence[int] | None:
     """Return the shape of the first tensor that a call reads; None where nobody knows."""
     read = [rows[record] for record in row.inputs if record in rows]
     return read[0].shape if read else None
+
+
+def maker(
+    rows: Rows, row: RecordedRow, behind: Collection[str] = _CHANGE_NOTHING
+) -> RecordedRow:
+    """Return the row of the operator that made these values, behind views and casts.
+
+    ``behind``: or behind these operators.
+    """
+    while row.operator in behind and len(row.inputs) == 1:
+        source = rows.get(row.inputs[0])
+        if source is None:
+            break
+        row = source
+    return row
 
 
 def last_named(rows: Rows) -> dict[str, RecordedRow]:

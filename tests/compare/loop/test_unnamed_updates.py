@@ -12,7 +12,9 @@ from roundoff.compare.records.recorded_rows import RecordedRow
 KEEP = pytest.mark.parametrize("keep", ["tensors", "stats"])
 
 
-def trained(folder, keep, *, frozen=(), left_out=(), follows=True, decay=0.0):
+def trained(
+    folder, keep, *, frozen=(), left_out=(), follows=True, early=False, decay=0.0
+):
     """Record two steps of a regression whose weights stand in a dict."""
     draw = torch.Generator().manual_seed(1)
     weights = {
@@ -32,13 +34,19 @@ def trained(folder, keep, *, frozen=(), left_out=(), follows=True, decay=0.0):
             loss = (hidden @ weights["out"]).square().mean()
             optimizer.zero_grad()
             loss.backward()
+            if early:
+                follow(slow, weights)
             optimizer.step()
-            with torch.no_grad():
-                for name, value in slow.items():
-                    if follows:
-                        value.lerp_(weights[name], 0.1)
+            if follows and not early:
+                follow(slow, weights)
             run.step()
     return folder
+
+
+@torch.no_grad()
+def follow(slow, weights):
+    for name, value in slow.items():
+        value.lerp_(weights[name], 0.1)
 
 
 @KEEP
@@ -61,6 +69,18 @@ def test_a_weight_that_only_the_candidate_updates(keep, tmp_path):
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert first.looks_like == "extra update"
     assert "is changed here by" in first.evidence
+
+
+@KEEP
+def test_slow_copies_that_are_moved_before_the_optimizer_steps(keep, tmp_path):
+    right = trained(tmp_path / "right", keep)
+    wrong = trained(tmp_path / "wrong", keep, early=True)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert "slow copies of the weights are moved before the optimizer steps" in (
+        first.evidence
+    )
+    back = roundoff.compare(reference=wrong, candidate=right).culprits()[0]
+    assert "are moved after the optimizer steps" in back.evidence
 
 
 @KEEP

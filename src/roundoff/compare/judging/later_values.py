@@ -20,6 +20,8 @@ from roundoff.ops import operators_that
 
 #: Norms, which a clip divides by: they hide a factor from what comes after.
 NORMS = operators_that("sum") & operators_that("take roots")
+#: What the state of an optimizer begins as.
+CREATED = operators_that("create")
 
 
 def clear_what_agrees_later(step: Divergence) -> None:
@@ -154,7 +156,9 @@ class _LaterValues:
             else:
                 tainted.add(reader)
             waiting = sorted({*waiting, *further})
-        if any(self._is_gradient_left(record) for record in tainted):
+        if any(map(self._is_gradient_left, tainted)):
+            return False
+        if any(map(self._is_state_left, tainted)):
             return False
         return all(
             self._is_read(reader)
@@ -231,6 +235,17 @@ class _LaterValues:
             and self._last_of_reference[twin.name or ""] == twin.record
         )
 
+    def _is_state_left(self, record: int) -> bool:
+        """Return True for what an optimizer leaves in its state in both runs.
+
+        The first step of Adam is of one size whatever the moments are, later ones not.
+        """
+        if record not in self._step.counterpart:
+            return False
+        ours = (self._step.reference, self._step.twin(record).record)
+        theirs = (self._step.candidate, record)
+        return all(_is_left_by_optimizer(*side) for side in (ours, theirs))
+
     def _is_read(self, record: int) -> bool:
         """Return False for what a step leaves, and nothing in it reads.
 
@@ -278,6 +293,29 @@ class _LaterValues:
             and 0 < numel < (self._step.candidate[source].numel or 0)
         ]
         return min(left, default=math.inf)
+
+
+def _is_left_by_optimizer(rows: Rows, record: int) -> bool:
+    """Return True for the last of a step's writes to what an optimizer keeps: memory from
+    before the step, or memory that was made to be written to."""
+    row = rows[record]
+    is_write = row.phase == "optimizer" and bool(row.inplace) and not row.name
+    if not is_write or not _is_kept(rows, row):
+        return False
+    later = (other for other in rows.values() if other.record > record)
+    return not any(_writes_over(other, row) for other in later)
+
+
+def _is_kept(rows: Rows, row: RecordedRow) -> bool:
+    while row.is_call and row.inputs and (row.inplace or row.view_of is not None):
+        row = rows[row.inputs[0]]
+    return row.is_leaf or row.base_operator in CREATED
+
+
+def _writes_over(later: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for a write to what a row wrote, or to the memory that it wrote to."""
+    is_write = bool(later.inplace) and bool(later.inputs)
+    return is_write and later.inputs[0] in (row.record, row.inputs[0])
 
 
 def _is_negated(row: RecordedRow, twin: RecordedRow) -> bool:

@@ -35,6 +35,9 @@ CAUSE_ADVICE = {
     "extra update": (
         "compare what is given to the optimizer, and what is frozen in the reference"
     ),
+    "other order": (
+        "compare where the two loops move it: before the optimizer steps, or after"
+    ),
     "other state": (
         "compare what the two programs do with the state_dict of the optimizer, and "
         "where they make it"

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, with_line
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
-from roundoff.compare.loop.loaded_values import GRADIENT, ROUNDINGS, values_before
-from roundoff.compare.loop.unnamed_updates import written_sources
+from roundoff.compare.loop.loaded_values import GRADIENT, values_before
+from roundoff.compare.loop.unnamed_updates import is_other_value, written_sources
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
-from roundoff.compare.rounding.distance import of_statistics
-from roundoff.compare.rounding.rounding_bound import unit
 
 
 def hand_write_causes(
@@ -117,16 +115,11 @@ def _lacking(
     there."""
     there = {rename(name): row for name, row in values_before(other).items()}
     lacking = [name for name in writes if name not in of_other and name in there]
-    differs = any(_differ(writes[name], there[name]) for name in lacking)
+    differs = any(is_other_value(writes[name], there[name]) for name in lacking)
     made_elsewhere = any(
         is_made_out_of_place(other, there[name], writes[name]) for name in lacking
     )
     return lacking if differs and not made_elsewhere else []
-
-
-def _differ(one: RecordedRow, other: RecordedRow) -> bool:
-    error = of_statistics(one, other).error
-    return error is not None and error > ROUNDINGS * unit(one.dtype)
 
 
 def _cause(

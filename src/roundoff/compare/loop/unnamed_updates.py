@@ -8,14 +8,21 @@ network does, is memory from before the step that is written from a parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundoff.compare.judging.explain import Sides
-from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
+from roundoff.compare.judging.step_causes import (
+    UPDATE,
+    Cause,
+    listed,
+    with_line,
+)
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.loop.loaded_values import GRADIENT, ROUNDINGS
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.ops import operators_that, written_input
 
 #: A scaler of the loss notes in memory of its own whether gradients are finite.
@@ -110,7 +117,8 @@ def unnamed_update_causes(
     """Return the updates of values without a name that only one run makes in a step.
 
     Of parameters those whose counterpart the other run has and no optimizer writes; of
-    slow copies those that a run lacks, where it moves none in any other way.
+    slow copies those that a run lacks, where it moves none in any other way, and those
+    that it moves on the other side of the optimizer.
 
     Args:
         sides: the step.
@@ -127,6 +135,7 @@ def unnamed_update_causes(
         _of_parameters(theirs, ours, backwards, rank, step, lost=False),
         _of_copies(ours, theirs, set(twins), rank, step, lost=True),
         _of_copies(theirs, ours, set(backwards), rank, step, lost=False),
+        _of_order(ours, theirs, rank, step),
     ]
     return [cause for cause in causes if cause is not None]
 
@@ -182,6 +191,22 @@ class _Side:
     def is_stepped(self) -> bool:
         """True where an optimizer is seen to write anything."""
         return any(row.phase == "optimizer" for row in self.rows.values())
+
+    def is_before_optimizer(self, write: RecordedRow) -> bool:
+        """Return True for a write between a backward pass and the steps of optimizers."""
+        steps = [row.call for row in self.rows.values() if self._is_step(row)]
+        passes = [row.call for row in self.rows.values() if row.phase == "backward"]
+        last_step = max((call for call in steps if call < write.call), default=-1)
+        last_pass = max((call for call in passes if call < write.call), default=-1)
+        return max(steps, default=-1) > write.call and last_pass > last_step
+
+    def _is_step(self, row: RecordedRow) -> bool:
+        """Return True for what an optimizer writes to a parameter."""
+        is_write = row.phase == "optimizer" and bool(row.inplace)
+        return is_write and (_is_named(row) or self._is_parameter(row))
+
+    def _is_parameter(self, row: RecordedRow) -> bool:
+        return self.before(row.record) in self.parameters
 
 
 def _moved_copies(
@@ -310,6 +335,54 @@ def _of_copies(
         row=None if lost else write,
         twin=write if lost else None,
     )
+
+
+def _of_order(ours: _Side, theirs: _Side, rank: int, step: int) -> Cause | None:
+    """Return the cause for slow copies that are moved before an optimizer steps in one
+    run, and after one in the other."""
+    if not ours.copies or not theirs.copies:
+        return None
+    are_before = [
+        set(map(side.is_before_optimizer, side.copies.values()))
+        for side in (ours, theirs)
+    ]
+    if are_before not in ([{True}, {False}], [{False}, {True}]):
+        return None
+    twin = min(ours.copies.values(), key=lambda row: row.call)
+    write = min(theirs.copies.values(), key=lambda row: row.call)
+    here, there = ("before", "after") if True in are_before[1] else ("after", "before")
+    evidence = (
+        f"slow copies of the weights are moved {here} the optimizer steps, by "
+        f"{with_line(write.operator, write.line)}; the reference moves them {there} it, "
+        f"by {with_line(twin.operator, twin.line)}"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="other order",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase=write.phase,
+        name=COPIES,
+        at=write.call,
+        row=write,
+        twin=twin,
+        decides=True,
+    )
+
+
+def _differ(ours: Iterable[RecordedRow], theirs: Iterable[RecordedRow]) -> bool:
+    """Return True where some of the candidate's values are none of the reference's."""
+    twins = [*ours]
+    return any(all(is_other_value(twin, row) for twin in twins) for row in theirs)
+
+
+def is_other_value(one: RecordedRow, other: RecordedRow) -> bool:
+    """Return True where the statistics are further apart than rounding brings them."""
+    if _shape(one) != _shape(other):
+        return True
+    error = of_statistics(one, other).error
+    return error is not None and error > ROUNDINGS * unit(one.dtype)
 
 
 def _first_call(side: _Side, phase: str) -> int:

@@ -568,3 +568,31 @@ def test_a_sum_of_many_wrong_values_may_agree_by_chance(end, healed):
         bound=lambda twin, row: Bound(0.2 if row.record == 3 else TOLERANCE),
     )
     assert (causes(found).get(1) is None) == healed
+
+
+@pytest.mark.parametrize(
+    ("kept", "healed"), [(LEAF, False), ("zeros_like", False), ("div", True)]
+)
+def test_what_an_optimizer_keeps_is_a_result(kept, healed):
+    """A moment is wrong, in memory from before or made for it; the parameter agrees. A
+    denominator that is written in place is not kept."""
+    graph = {
+        0: (LEAF, []),
+        1: (LEAF, []),
+        2: (kept, [] if kept == LEAF else [1]),
+        3: ("lerp_", [2, 0]),
+        4: ("addcdiv_", [1, 3]),
+    }
+    columns = {
+        "inplace": {3: True, 4: True},
+        "phase": dict.fromkeys((2, 3, 4), "optimizer"),
+        "name": {1: "weight", 4: "weight"},
+    }
+    found = run(
+        graph,
+        {3: 0.5},
+        guessed=(3,),
+        replays=dict.fromkeys(graph, NOT_RUN),
+        columns=columns,
+    )
+    assert (causes(found).get(3) is None) == healed

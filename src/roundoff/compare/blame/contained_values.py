@@ -81,12 +81,14 @@ class _Pool:
         near = self.limit * float(wanted.abs().max())
         if not bool((_to_nearest(self.elements, wanted) <= near).all()):
             return False
-        # of elements like these, so many have another one as near
+        # of elements like these, so many have another one as near; of n none shows less
+        # than one in n
         gaps = self.elements.diff()
         ends = gaps.new_full((1,), math.inf)
         apart = torch.minimum(torch.cat([ends, gaps]), torch.cat([gaps, ends]))
         share = float((apart <= near).double().mean())
-        return share ** len(wanted) <= CHANCE
+        by_chance = max(share, 1 / len(self.elements))
+        return by_chance ** len(wanted) <= CHANCE
 
 
 def _to_nearest(rising: Tensor, wanted: Tensor) -> Tensor:

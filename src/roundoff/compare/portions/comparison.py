@@ -31,6 +31,7 @@ SHARE = 0.5
 _PAIRED = operators_that("pair elements")
 _COPIES = operators_that("change no value")
 _LOOKUPS = operators_that("look up")
+_MOVES = operators_that("move values")
 
 
 @dataclass
@@ -104,11 +105,41 @@ def is_another_batch(
     if not common or any(len(ours[name]) != len(theirs[name]) for name in common):
         return False
     if others:
-        return not any(_stand_in_each_other(reference, candidate, *p) for p in others)
+        return _are_others(reference, candidate, others)
     results = [[*zip(ours[name], theirs[name], strict=True)] for name in common]
     computed = [[pair for pair in of if not _is_looked_up(pair[0])] for of in results]
     first = next((of for of in computed if of), results[0])
     return not any(_stand_in_each_other(reference, candidate, *pair) for pair in first)
+
+
+def _are_others(
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    pairs: Sequence[tuple[RecordedRow, RecordedRow]],
+) -> bool:
+    """Return True where one of the reference's data stands in none of the candidate's.
+
+    What is computed of them, as positions are of a mask, stands in that of any batch: it
+    counts where there is nothing else. So do values of other numbers of axes.
+    """
+    given = [pair for pair in pairs if all(map(_is_given, pair))]
+    alike = [(ours, theirs) for ours, theirs in given if _axes(ours) == _axes(theirs)]
+    if not alike:
+        return not any(_stand_in_each_other(reference, candidate, *p) for p in pairs)
+    found: dict[int, bool] = {}
+    for ours, theirs in alike:
+        stands = _stand_in_each_other(reference, candidate, ours, theirs)
+        found[ours.record] = found.get(ours.record, False) or stands
+    return not all(found.values())
+
+
+def _is_given(row: RecordedRow) -> bool:
+    """Return True for what comes from outside, as it is."""
+    return not row.is_call or row.base_operator in _MOVES
+
+
+def _axes(row: RecordedRow) -> int:
+    return len(row.shape or ())
 
 
 def _is_looked_up(row: RecordedRow) -> bool:

@@ -257,8 +257,10 @@ def parted(
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
     used = _used_rightly(sides, ours)
     firsts = first_of(sides.reference, ours - used) or first_of(sides.reference, ours)
+    firsts = _made_by_themselves(sides.reference, firsts, ours)
     wanted = _with_siblings(sides, firsts)
     heads = first_of(sides.candidate, theirs)
+    heads = _made_by_themselves(sides.candidate, heads, theirs)
     if not heads:
         # what they hand on agrees by itself: an update is small beside its parameter
         results = [sides.candidate.values[key] for key in candidate if key in theirs]
@@ -285,7 +287,7 @@ def _used_rightly(sides: Sides, region: set[int]) -> set[int]:
 
 
 def _leads_to_agreeing(sides: Sides, start: int, region: set[int]) -> bool:
-    """Return True where a value that agrees is made of one outside of the region."""
+    """Return True where numbers that agree are made of a value outside of the region."""
     waiting = [start]
     seen = {start}
     while waiting:
@@ -293,6 +295,8 @@ def _leads_to_agreeing(sides: Sides, start: int, region: set[int]) -> bool:
             reader = sides.reference.values[key]
             if key in region or key in seen or reader.row.phase != "forward":
                 continue
+            if not unit(reader.row.dtype):
+                continue  # what is chosen may be the same for other numbers
             if reader.computes and key in sides.agreeing and not reader.says_nothing:
                 return True
             seen.add(key)
@@ -357,6 +361,36 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
         if not any(_reaches(flow, k, region) for k in value.inputs):
             firsts.append(value)
     return sorted(firsts, key=lambda value: value.order)
+
+
+def _made_by_themselves(
+    flow: Flow, firsts: list[Value], region: set[int]
+) -> list[Value]:
+    """Leave out values that the region chooses: which expert, class or place is taken.
+
+    Whole numbers agree, in whatever order, although others are chosen.
+    """
+    by_themselves = [v for v in firsts if not _is_chosen(flow, v, region)]
+    return by_themselves or firsts
+
+
+def _is_chosen(flow: Flow, value: Value, region: set[int]) -> bool:
+    """Return True for what is made of whole numbers that a value of the region decides."""
+    waiting = [*value.inputs]
+    seen: set[int] = set()
+    while waiting:
+        key = waiting.pop()
+        source = flow.values.get(key)
+        if source is None or key in seen:
+            continue
+        seen.add(key)
+        if key in region:
+            return True
+        inputs = [flow.values[k] for k in source.inputs if k in flow.values]
+        is_cast = bool(inputs) and not any(v.is_number for v in inputs)
+        if not source.is_number or is_cast:
+            waiting += source.inputs
+    return False
 
 
 def first_over_turns(

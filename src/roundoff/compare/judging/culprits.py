@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.ops import operators_that
 
 #: The kind of a culprit that is an operator.
 OPERATOR = "operator"
@@ -15,6 +16,8 @@ OPERATOR = "operator"
 _CHOOSING = ("int", "uint", "bool")
 #: Inputs that differ by less than a rounding of fp64 agree exactly.
 _EXACTLY = 2.0**-53
+#: Made of nothing, in the size that is asked for.
+_CREATED = operators_that("create")
 #: What makes this share of the error is no by-product of the forward pass.
 _SHARE = 0.01
 
@@ -101,7 +104,8 @@ def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
             key = _key_of_forward(row, by_key) or key
         culprit = by_key.get(key)
         by_key[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
-    return sorted(by_key.values(), key=_likeliest_first)
+    in_order = sorted(by_key.values(), key=_likeliest_first)
+    return sorted(in_order, key=lambda culprit: _follows_in_size(culprit, in_order))
 
 
 def _key(row: ComparedRow) -> tuple[Any, ...]:
@@ -127,6 +131,22 @@ def _likeliest_first(culprit: Culprit) -> tuple[Any, ...]:
         culprit.phase != "forward" or culprit.contribution < _SHARE,
         -culprit.contribution,
         culprit.record,
+    )
+
+
+def _follows_in_size(culprit: Culprit, others: Sequence[Culprit]) -> tuple[int, bool]:
+    """Return the step, and True for a constant that another size is asked for after a fault.
+
+    The size follows from what is chosen before it: of boxes, words or nodes.
+    """
+    is_constant = culprit.operator in _CREATED and culprit.error == math.inf
+    before = (
+        other
+        for other in others
+        if other.step == culprit.step and other.record < culprit.record
+    )
+    return culprit.step, is_constant and any(
+        other.operator not in _CREATED for other in before
     )
 
 

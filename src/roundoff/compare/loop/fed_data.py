@@ -36,6 +36,7 @@ from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.ops import operators_that
@@ -50,6 +51,8 @@ MOST = 3
 OTHER_VALUES = "has other values"
 #: These read a number for the program, not for the model.
 FOR_PYTHON = operators_that("ask about values")
+#: Made of nothing, in the size that the program asks for.
+_CREATED = operators_that("create")
 #: Values of one channel that a factor and an offset are fitted to, at the least.
 _CHANNEL = 8
 
@@ -219,6 +222,7 @@ def data_causes(
         )
         if twin not in changing_of_reference and record not in changing
     ]
+    read = _without_computed_sizes(theirs, read, compared)
     whole = _without_portions(sides, read)
     pairs = [_differing(sides, twin, row) for twin, row in whole]
     differing = [pair for pair in pairs if pair is not None]
@@ -261,6 +265,30 @@ def _first_reader(rows: Rows, record: int, data: set[int]) -> RecordedRow | None
         if record in row.values_read() and row.record not in data:
             return row
     return None
+
+
+def _without_computed_sizes(
+    rows: Rows,
+    read: Sequence[tuple[RecordedRow, RecordedRow]],
+    compared: Sequence[ComparedRow],
+) -> list[tuple[RecordedRow, RecordedRow]]:
+    """Return what is read but for constants of a size that differs since a value before does.
+
+    Of boxes, words or nodes that a mask chooses there are more or fewer.
+    """
+    running = _first_read_of_a_name(rows)
+    wrong = [row.record for row in compared if row.cause == OWN and row.record]
+    first = min(wrong, default=None)
+    if running is None or first is None:
+        return [*read]
+    begin = max(running, first)
+    return [
+        (twin, row)
+        for twin, row in read
+        if twin.shape == row.shape
+        or row.base_operator not in _CREATED
+        or row.record < begin
+    ]
 
 
 def _without_portions(

@@ -63,11 +63,13 @@ def _is_told(row: ComparedRow) -> bool:
     """Return True where names say what is wrong: the call is written alike, or is a known mistake.
 
     A counterpart that was chosen by its use says what should be there, and not which of
-    the calls before it is wrong.
+    the calls before it is wrong, unless the mistake is one of the value itself.
     """
+    is_same_shape = row.shape == row.reference_shape
+    is_known = row.looks_like not in _UNTOLD
     if row.status != MATCHED:
-        return False
-    return row.shape == row.reference_shape or row.looks_like not in _UNTOLD
+        return is_same_shape and is_known
+    return is_same_shape or is_known
 
 
 def laid_out_otherwise(

@@ -273,10 +273,40 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
         readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
         readers = [v for v in readers if v.key in rejoin.region and not v.inner]
         if readers:
-            words = f"it should read what {other.operator} of {other.row.site} gives"
             first_reader = min(readers, key=lambda each: each.order)
-            return Blamed(first_reader, rejoin.twin, words, is_operator=True)
+            return _misread(sides, rejoin, first_reader, (value, other))
     return None
+
+
+def _misread(
+    sides: Sides, rejoin: Rejoin, reader: Value, pair: tuple[Value, Value]
+) -> Blamed:
+    """Return what to name where one of a pair is read, and the other is meant.
+
+    The line that hands it to a function which is right elsewhere; the parameter, where both
+    are its elements and the function takes other parameters rightly.
+    """
+    value, other = pair
+    words = f"it should read what {other.operator} of {other.row.site} gives"
+    line = FaultLines(sides, rejoin.region).of_operator(reader)
+    leaf = _common_leaf(sides.candidate, value, other)
+    is_function_right = line != reader.row.line
+    if leaf is None or not is_function_right:
+        return Blamed(reader, rejoin.twin, words, is_operator=True, line=line)
+    words = f"{leaf.row.name} stands in another order than {reader.row.site} takes it: {words}"
+    return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
+
+
+def _common_leaf(flow: Flow, value: Value, other: Value) -> Value | None:
+    """Return the parameter of which both hold nothing but the elements."""
+    if not all(of_leaves_alone(flow, each) for each in (value, other)):
+        return None
+    leaves = {
+        leaf.key: leaf
+        for each in (value, other)
+        for leaf in (leaves_of(flow, [each.key]) if each.is_call else [each])
+    }
+    return next(iter(leaves.values())) if len(leaves) == 1 else None
 
 
 def _in_region_alone(

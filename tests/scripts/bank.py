@@ -30,6 +30,7 @@ KEPT_APART = (
     "pendulum",
     "retrieval",
     "caption",
+    "radiance",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

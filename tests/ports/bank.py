@@ -71,6 +71,7 @@ NETWORKS = (
     "tagger",
     "mvit",
     "deberta",
+    "evoformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -89,6 +90,7 @@ KEPT_APART = (
     "tagger",
     "mvit",
     "deberta",
+    "evoformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roundoff.compare.blame.contained_values import _Pool
 from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
 
@@ -73,3 +74,9 @@ def test_the_first_call_after_what_is_contained_is_named(
 
 def test_the_port_is_right(program, step_of):
     assert not named(program, step_of, "")
+
+
+def test_one_element_is_among_others_by_chance():
+    pool = _Pool((), torch.linspace(0.0, 1.0, 100, dtype=torch.float64), 1e-6)
+    assert not pool.contains(pool.elements[7:8])
+    assert pool.contains(pool.elements[7:40])

@@ -278,3 +278,12 @@ def test_inputs_that_differ_by_less_than_fp64_can_tell_agree():
     first = row(3, "/attention", inputs_error=7e-39, contribution=0.0)
     later = row(4, "/view", inputs_error=0.4, contribution=0.5)
     assert named([first, later]) == ["/attention", "/view"]
+
+
+def test_a_size_that_follows_from_what_is_chosen_comes_behind_it():
+    chosen = row(3, "/where", inputs_error=0.1)
+    size = row(5, "/zeros", error=math.inf)
+    assert named([chosen, size]) == ["/where", "/zeros"]
+    # alone, or before anything else, it is the fault
+    assert named([size]) == ["/zeros"]
+    assert named([row(2, "/zeros", error=math.inf), chosen]) == ["/zeros", "/where"]

@@ -80,3 +80,25 @@ def test_the_same_samples_one_by_one_are_no_other_batch(make, data, tmp_path):
         run.step()
     found = roundoff.compare(reference=right, candidate=tmp_path / "parts")
     assert not any(c.looks_like == "other data" for c in found.culprits())
+
+
+class WordsAtPlaces(Words):
+    """Reads labels beside the words, and places that are counted from their mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(16, 8)
+
+    def forward(self, ids):
+        labels = ids[:, 1:].reshape(-1)
+        places = (ids >= 0).long().cumsum(1) - 1
+        found = self.head(torch.tanh(self.words(ids) + self.places(places)))
+        return nn.functional.cross_entropy(found[:, 1:].flatten(0, 1), labels % 3)
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_places_of_any_batch_stand_in_those_of_a_longer_one(keep, tmp_path):
+    right = trained(tmp_path / "right", WordsAtPlaces, [ids(9, 0)], keep)
+    wrong = trained(tmp_path / "wrong", WordsAtPlaces, [ids(11, 10)], keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"

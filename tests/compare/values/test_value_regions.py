@@ -225,3 +225,19 @@ def test_the_first_of_a_region_look_through_what_hands_on(program, step_of):
     region = upstream(flow, [last(flow)], lambda value: value.operator != "exp")
     assert operators(flow, region) == {"t", "tanh", "add"}
     assert [value.operator for value in first_of(flow, region)] == ["tanh"]
+
+
+def routed(m, x):
+    """Words of which one of three experts is chosen; how many take each is a result."""
+    scores = x @ m.weight
+    chosen = scores[:, :3].softmax(-1).argmax(-1)
+    shares = F.one_hot(chosen, 3).float().mean(0)
+    return scores.exp().sum() + shares.square().sum()
+
+
+def test_what_a_region_chooses_is_no_beginning_of_it(program, sides_of):
+    ours = program(routed, weight=WEIGHT)
+    theirs = program(lambda m, x: routed(m, x.roll(1, -1)), weight=WEIGHT)
+    part = part_of(sides_of(ours, theirs, drawn(40, 6, seed=8)))
+    assert {head.operator for head in part.heads} == {"mm"}
+    assert part.wanted[0].operator == "mm"

@@ -11,7 +11,7 @@ parted calls are opened (see ``inner_values``) until nothing more is found insid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -257,10 +257,10 @@ def parted(
     theirs = upstream(sides.candidate, candidate, _parted_in(sides.twins, phase))
     used = _used_rightly(sides, ours)
     firsts = first_of(sides.reference, ours - used) or first_of(sides.reference, ours)
-    firsts = _made_by_themselves(sides.reference, firsts, ours)
+    firsts = _made_by_themselves(sides.reference, firsts, sides.agreeing)
     wanted = _with_siblings(sides, firsts)
     heads = first_of(sides.candidate, theirs)
-    heads = _made_by_themselves(sides.candidate, heads, theirs)
+    heads = _made_by_themselves(sides.candidate, heads, sides.twins)
     if not heads:
         # what they hand on agrees by itself: an update is small beside its parameter
         results = [sides.candidate.values[key] for key in candidate if key in theirs]
@@ -364,18 +364,18 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
 
 
 def _made_by_themselves(
-    flow: Flow, firsts: list[Value], region: set[int]
+    flow: Flow, firsts: list[Value], agreeing: Container[int]
 ) -> list[Value]:
-    """Leave out values that the region chooses: which expert, class or place is taken.
+    """Leave out values that others choose that differ: which expert, class or place is taken.
 
     Whole numbers agree, in whatever order, although others are chosen.
     """
-    by_themselves = [v for v in firsts if not _is_chosen(flow, v, region)]
+    by_themselves = [v for v in firsts if not _is_chosen(flow, v, agreeing)]
     return by_themselves or firsts
 
 
-def _is_chosen(flow: Flow, value: Value, region: set[int]) -> bool:
-    """Return True for what is made of whole numbers that a value of the region decides."""
+def _is_chosen(flow: Flow, value: Value, agreeing: Container[int]) -> bool:
+    """Return True for what is made of whole numbers that a value decides that differs."""
     waiting = [*value.inputs]
     seen: set[int] = set()
     while waiting:
@@ -384,10 +384,12 @@ def _is_chosen(flow: Flow, value: Value, region: set[int]) -> bool:
         if source is None or key in seen:
             continue
         seen.add(key)
-        if key in region:
-            return True
         inputs = [flow.values[k] for k in source.inputs if k in flow.values]
         is_cast = bool(inputs) and not any(v.is_number for v in inputs)
+        if not source.is_number:
+            numbers = (v for v in inputs if v.is_number and not v.says_nothing)
+            if any(v.is_call and v.key not in agreeing for v in numbers):
+                return True
         if not source.is_number or is_cast:
             waiting += source.inputs
     return False

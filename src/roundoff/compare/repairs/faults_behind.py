@@ -287,6 +287,9 @@ def _misread(
     are its elements and the function takes other parameters rightly.
     """
     value, other = pair
+    leaves = _leaves_behind(sides.candidate, value, other)
+    if leaves is not None:
+        return _for_each_other(*leaves, reader, rejoin)
     words = f"it should read what {other.operator} of {other.row.site} gives"
     line = FaultLines(sides, rejoin.region).of_operator(reader)
     leaf = _common_leaf(sides.candidate, value, other)
@@ -343,14 +346,11 @@ def _origin(flow: Flow, first: Value, second: Value, rejoin: Rejoin) -> Blamed:
     readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
     readers = [v for v in readers if v.key in rejoin.region and not v.inner]
     reader = min(readers, key=lambda each: each.order, default=value)
+    leaves = _leaves_behind(flow, value, other)
+    if leaves is not None:
+        return _for_each_other(*leaves, reader, rejoin)
     is_followed = False
     while value.row.call != other.row.call:
-        leaf = _largest(flow, value)
-        other_leaf = _largest(flow, other)
-        if leaf is not None and other_leaf is not None and leaf.key != other_leaf.key:
-            names = f"{leaf.row.name} and {other_leaf.row.name}"
-            words = f"{names} stand in for each other, or what reads their results does"
-            return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
         pair = _unlike_inputs(flow, value, other)
         if pair is None:
             named = value if is_followed else reader
@@ -358,6 +358,31 @@ def _origin(flow: Flow, first: Value, second: Value, rejoin: Rejoin) -> Blamed:
         value, other = pair
         is_followed = True
     return Blamed(value, rejoin.twin, words, is_operator=True)
+
+
+def _leaves_behind(
+    flow: Flow, value: Value, other: Value
+) -> tuple[Value, Value] | None:
+    """Return the parameters of two values that the same operators make of others."""
+    while value.row.call != other.row.call:
+        leaf = _largest(flow, value)
+        other_leaf = _largest(flow, other)
+        if leaf is not None and other_leaf is not None and leaf.key != other_leaf.key:
+            return leaf, other_leaf
+        pair = _unlike_inputs(flow, value, other)
+        if pair is None:
+            return None
+        value, other = pair
+    return None
+
+
+def _for_each_other(
+    leaf: Value, other_leaf: Value, reader: Value, rejoin: Rejoin
+) -> Blamed:
+    """Return two parameters that the loader, or what reads them, takes for each other."""
+    names = f"{leaf.row.name} and {other_leaf.row.name}"
+    words = f"{names} stand in for each other, or what reads their results does"
+    return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
 
 
 def _largest(flow: Flow, value: Value) -> Value | None:

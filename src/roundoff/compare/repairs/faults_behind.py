@@ -262,12 +262,13 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     flow = sides.candidate
     read = _read(flow, rejoin)
     meant = {each.key: each for each in (*read, *_read_by_reference(sides, rejoin))}
+    near = trials
     for value, other in product(read, meant.values()):
         first = flow.tensor(value.key)
         second = flow.tensor(other.key)
         if first is None or second is None or first.shape != second.shape:
             continue
-        near = _in_region_alone(flow, trials, rejoin, value)
+        near = _in_region_alone(flow, near, rejoin, value)
         if torch.equal(first, second) or not near.outcome({}, {value.key: second})[0]:
             continue
         readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
@@ -315,7 +316,10 @@ def _common_leaf(flow: Flow, value: Value, other: Value) -> Value | None:
 def _in_region_alone(
     flow: Flow, trials: Trials, rejoin: Rejoin, value: Value
 ) -> Trials:
-    """Return trials in which another value is read in the wrong region, and nowhere else."""
+    """Return trials in which another value is read in the wrong region, and nowhere else.
+
+    They go on with what is left of the budget.
+    """
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
     only = {*rejoin.region, *handed_on} - {value.key}
     return Trials(trials.program, trials.goal, trials.left, only)
@@ -418,6 +422,7 @@ def left_out(
     """
     # in other turns of a loop it is left out too
     everywhere = Trials(trials.program, trials.goal, only=trials.only)
+    near = trials
     flow = sides.candidate
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]
@@ -427,13 +432,13 @@ def left_out(
         if held is None:
             continue
         twins = set(sides.all_twins(value))
+        near = _in_region_alone(flow, near, rejoin, value)
         for twin in wanted:
             content = reference.tensor(twin.key)
             if content is None:
                 continue
             if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
-            near = _in_region_alone(flow, trials, rejoin, value)
             for moved in in_layout_of(sides, held, content):
                 instead = {value.key: moved}
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]

@@ -8,7 +8,7 @@ network does, is memory from before the step that is written from a parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundoff.compare.judging.explain import Sides
@@ -192,13 +192,56 @@ class _Side:
         """True where an optimizer is seen to write anything."""
         return any(row.phase == "optimizer" for row in self.rows.values())
 
-    def is_before_optimizer(self, write: RecordedRow) -> bool:
-        """Return True for a write between a backward pass and the steps of optimizers."""
+    def moves_before_optimizer(self) -> list[RecordedRow]:
+        """Return the writes to copies of parameters between a backward pass and the
+        optimizer's steps, whether the copies are of this step or from before."""
+        first_pass = min(self._calls_of("backward"), default=-1)
+        moves = []
+        for row in self._between():
+            source = self.rows.get(self.sources.get(row.record, -1))
+            is_copy = source is not None and source.call < first_pass
+            if is_copy and not (source and source.name):
+                moves.append(row)
+        return moves
+
+    def computes_before_optimizer(self) -> bool:
+        """Return True where new values are made of parameters there."""
+        moved = operators_that("move values")
+        return any(
+            not row.inplace and row.view_of is None and row.base_operator not in moved
+            for row in self._between()
+        )
+
+    def _between(self) -> list[RecordedRow]:
+        """Return what is made of parameters between the last backward pass and the steps.
+
+        Each is the parameter's shape, and no parameter.
+        """
         steps = [row.call for row in self.rows.values() if self._is_step(row)]
-        passes = [row.call for row in self.rows.values() if row.phase == "backward"]
-        last_step = max((call for call in steps if call < write.call), default=-1)
-        last_pass = max((call for call in passes if call < write.call), default=-1)
-        return max(steps, default=-1) > write.call and last_pass > last_step
+        passes = self._calls_of("backward")
+        of_parameters: set[int] = set()
+        between = []
+        for row in self.rows.values():
+            if _is_named(row) or self._is_parameter(row):
+                of_parameters.add(row.record)
+                continue
+            behind = [self.rows[i] for i in row.inputs if i in of_parameters]
+            if not any(_shape(other) == _shape(row) for other in behind):
+                continue
+            if not row.inplace:
+                of_parameters.add(row.record)
+            if row.numel == 1 or row.phase != "forward" or not row.is_call:
+                continue
+            last_step = max((call for call in steps if call < row.call), default=-1)
+            next_step = min((call for call in steps if call > row.call), default=-1)
+            last_pass = max((c for c in passes if c < next_step), default=-1)
+            if last_step < last_pass < row.call:
+                between.append(row)
+        return between
+
+    def _calls_of(self, phase: str) -> list[int]:
+        calls = (row.call for row in self.rows.values() if row.phase == phase)
+        return [call for call in calls if call >= 0]
 
     def _is_step(self, row: RecordedRow) -> bool:
         """Return True for what an optimizer writes to a parameter."""
@@ -339,22 +382,22 @@ def _of_copies(
 
 def _of_order(ours: _Side, theirs: _Side, rank: int, step: int) -> Cause | None:
     """Return the cause for slow copies that are moved before an optimizer steps in one
-    run, and after one in the other."""
-    if not ours.copies or not theirs.copies:
+    run, and after one in the other: in this step or the next."""
+    twins = ours.moves_before_optimizer()
+    writes = theirs.moves_before_optimizer()
+    if bool(twins) == bool(writes):
         return None
-    are_before = [
-        set(map(side.is_before_optimizer, side.copies.values()))
-        for side in (ours, theirs)
-    ]
-    if are_before not in ([{True}, {False}], [{False}, {True}]):
+    late = ours if writes else theirs
+    if late.computes_before_optimizer():
+        return None  # the same in new memory
+    twin = _first(twins or [*ours.copies.values()])
+    write = _first(writes or [*theirs.copies.values()])
+    if twin is not None and write is not None and not is_other_value(twin, write):
         return None
-    twin = min(ours.copies.values(), key=lambda row: row.call)
-    write = min(theirs.copies.values(), key=lambda row: row.call)
-    here, there = ("before", "after") if True in are_before[1] else ("after", "before")
+    here, there = ("before", "after") if writes else ("after", "before")
     evidence = (
-        f"slow copies of the weights are moved {here} the optimizer steps, by "
-        f"{with_line(write.operator, write.line)}; the reference moves them {there} it, "
-        f"by {with_line(twin.operator, twin.line)}"
+        f"slow copies of the weights are moved {here} the optimizer steps{_by(write)}; "
+        f"the reference moves them {there} it{_by(twin)}"
     )
     return Cause(
         kind=UPDATE,
@@ -362,19 +405,21 @@ def _of_order(ours: _Side, theirs: _Side, rank: int, step: int) -> Cause | None:
         evidence=evidence,
         step=step,
         rank=rank,
-        phase=write.phase,
+        phase="forward",
         name=COPIES,
-        at=write.call,
+        at=-1 if write is None else write.call,
         row=write,
         twin=twin,
         decides=True,
     )
 
 
-def _differ(ours: Iterable[RecordedRow], theirs: Iterable[RecordedRow]) -> bool:
-    """Return True where some of the candidate's values are none of the reference's."""
-    twins = [*ours]
-    return any(all(is_other_value(twin, row) for twin in twins) for row in theirs)
+def _first(writes: Sequence[RecordedRow]) -> RecordedRow | None:
+    return min(writes, key=lambda row: row.call, default=None)
+
+
+def _by(write: RecordedRow | None) -> str:
+    return "" if write is None else f", by {with_line(write.operator, write.line)}"
 
 
 def is_other_value(one: RecordedRow, other: RecordedRow) -> bool:

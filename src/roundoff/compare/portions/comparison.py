@@ -253,7 +253,7 @@ def _readers(
 
 def _is_update(row: RecordedRow, parameter: RecordedRow) -> bool:
     """Return True for what changes a parameter or a slow copy, rather than use it."""
-    is_elementwise = row.base_operator in _PAIRED | _COPIES
+    is_elementwise = bool(row.inplace) or row.base_operator in _PAIRED | _COPIES
     return is_elementwise and tuple(row.shape or ()) == tuple(parameter.shape or ())
 
 

@@ -253,3 +253,17 @@ def test_indices_and_new_sizes_of_a_repeated_call_are_checked_each_time():
 def test_a_repeated_call_that_no_recording_may_name_is_not_run():
     call = RepeatedCall("aten.from_file.default", json.dumps([["x", True, 8], {}]))
     assert isinstance(call.run({}.__getitem__), Reason)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+def test_norms_of_another_axis_are_refused(axis):
+    """The kernel reads one norm for each place of its axis, and does not count them."""
+    overload = "aten._weight_norm_interface.default"
+    norms = X.norm(dim=1, keepdim=True)
+    text = json.dumps([[record(0), record(1), axis], {}])
+    results = RepeatedCall(overload, text).run([X, norms].__getitem__)
+    if axis == 0:
+        torch.testing.assert_close(results[0], X)
+    else:
+        assert isinstance(results, Reason)
+        assert "its arguments do not fit" in str(results)

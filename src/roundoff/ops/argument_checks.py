@@ -309,15 +309,24 @@ def _fourier(values: Values) -> str | None:
     return None if read.shape[axes[-1]] == last // 2 + 1 > 0 else "the last size"
 
 
+def _weight_norm(values: Values) -> str | None:
+    sizes = {values["g"].numel()}
+    return _norms_of(values["v"], values["dim"], sizes)
+
+
 def _weight_norm_backward(values: Values) -> str | None:
-    size = values["saved_v"]
-    if values["dim"] not in (0, size.dim() - 1) or size.dim() < 1:
-        return "an axis that is neither the first nor the last"
-    count = size.shape[values["dim"]]
+    weight = values["saved_v"]
+    if values["grad_w"].shape != weight.shape:
+        return "a gradient of another size"
     sizes = {values["saved_g"].numel(), values["saved_norms"].numel()}
-    if values["grad_w"].shape != size.shape or sizes != {count}:
-        return "a gradient, or norms, of another size"
-    return None
+    return _norms_of(weight, values["dim"], sizes)
+
+
+def _norms_of(weight: Tensor, axis: int, sizes: set[int]) -> str | None:
+    """The norms are one for each place of the first or the last axis."""
+    if weight.dim() < 1 or axis not in (0, weight.dim() - 1):
+        return "an axis that is neither the first nor the last"
+    return None if sizes == {weight.shape[axis]} else "norms of another size"
 
 
 def _same_shape(*names: str) -> Callable[[Values], str | None]:
@@ -386,6 +395,7 @@ _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "unpool": _unpool,
     "targets": _nll,
     "Fourier transform": _fourier,
+    "weight norm": _weight_norm,
     "weight norm's gradient": _weight_norm_backward,
     "softmax's gradient": _same_shape("grad_output", "output"),
     "attention's gradient": _attention_backward,

@@ -771,6 +771,7 @@ _SIZES_LIKE = {
     "targets": """
         nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward""",
     "Fourier transform": "_fft_c2c _fft_r2c _fft_c2r",
+    "weight norm": "_weight_norm_interface",
     "weight norm's gradient": "_weight_norm_interface_backward",
     "softmax's gradient": "_softmax_backward_data _log_softmax_backward_data",
     "attention's gradient": "_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -15,7 +15,7 @@ from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
-from roundoff.compare.rounding.findings import Finding
+from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.record import StepTensors
 
 
@@ -235,6 +235,31 @@ def _without_nan(value: float | None) -> float | None:
     return math.inf
 
 
+def _given_at(divergence: Divergence, row: RecordedRow) -> str | None:
+    """Return the line that calls a model with other weights; None where one layer alone
+    reads another."""
+    misread = [
+        stack_of(divergence.candidate[finding.record])
+        for finding in divergence.findings.values()
+        if finding.cause == OWN and _reads_other_weight(divergence, finding)
+    ]
+    stack = stack_of(row)
+    depth = min((shared(stack, other) for other in misread), default=0)
+    at_depth = {stack[depth] for stack in misread if len(stack) > depth}
+    if len(at_depth) < 2 or not depth:
+        return None
+    return stack[depth - 1]
+
+
+def _reads_other_weight(divergence: Divergence, finding: Finding) -> bool:
+    """Return True for what reads a parameter where the reference reads a value that is none."""
+    if finding.read is None:
+        return False
+    ours, theirs = finding.read
+    twin, source = divergence.reference[ours], divergence.candidate[theirs]
+    return bool(source.is_leaf and source.name) and not twin.name
+
+
 def _handed_at(
     divergence: Divergence, row: RecordedRow, finding: Finding
 ) -> str | None:
@@ -246,6 +271,8 @@ def _handed_at(
         return None
     _, read = finding.read
     source = divergence.candidate[read]
+    if source.is_leaf and source.name:
+        return _given_at(divergence, row)
     stack = stack_of(row)
     place = shared(stack, stack_of(source))
     if not source.is_call or not source.line or place >= len(stack) - 1:

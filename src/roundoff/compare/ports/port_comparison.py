@@ -174,11 +174,10 @@ def explained_by_values(
     """Return the rows of ``compare_port`` where something differs; else None.
 
     ``suspect``: the record of the candidate that names would blame, if any. Where the
-    reference has no such value, or something else is made of it, only what was found to
-    make all right goes before it.
+    reference has no such value, only what was found to make all right goes before it.
     """
     compared = values_compared(steps)
-    is_right = suspect is None or compared.is_right(suspect)
+    is_right = suspect is None or suspect in compared.sides.twins
     if not compared.differences or not (compared.is_sure or is_right):
         return None
     return compared.rows()
@@ -195,13 +194,6 @@ class ValuesCompared:
     def is_sure(self) -> bool:
         """True where it was found what makes all that differs right."""
         return all(d.blamed is not None and d.blamed.is_sure for d in self.differences)
-
-    def is_right(self, record: int) -> bool:
-        """Return True for a value that the reference has too, and makes the same of."""
-        if record not in self.sides.twins:
-            return False
-        made = self.read_rightly([record])
-        return not made or any(made)
 
     def agree(self, results: Iterable[int]) -> bool:
         """Return True where nothing differs, these values of the candidate included."""

@@ -23,10 +23,12 @@ from roundoff.compare.ports.port_comparison import (
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.ops import operators_that
 
 _FORWARD = "forward"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
+_MOVES = operators_that("move values")
 #: Fewer elements are in another order by chance.
 _FEWEST = 8
 
@@ -63,12 +65,13 @@ def _is_told(row: ComparedRow) -> bool:
     """Return True where names say what is wrong: the call is written alike, or is a known mistake.
 
     A counterpart that was chosen by its use says what should be there, and not which of
-    the calls before it is wrong, unless the mistake is one of the value itself.
+    the calls before it is wrong, unless it only puts what it reads in other places.
     """
     is_same_shape = row.shape == row.reference_shape
     is_known = row.looks_like not in _UNTOLD
     if row.status != MATCHED:
-        return is_same_shape and is_known
+        only_moves = {row.operator, row.reference_operator} <= _MOVES
+        return is_same_shape and is_known and only_moves
     return is_same_shape or is_known
 
 

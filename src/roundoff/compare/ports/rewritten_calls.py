@@ -71,7 +71,8 @@ def _is_told(row: ComparedRow) -> bool:
     is_known = row.looks_like not in _UNTOLD
     if row.status != MATCHED:
         only_moves = {row.operator, row.reference_operator} <= _MOVES
-        return is_same_shape and is_known and only_moves
+        is_itself = row.blamed == row.site
+        return is_same_shape and is_known and only_moves and is_itself
     return is_same_shape or is_known
 
 

@@ -153,3 +153,31 @@ def test_a_weight_that_decays_in_one_run_alone_is_updated_in_both(keep, tmp_path
     first = found.culprits()[0]
     assert (first.kind, first.name) == ("loop", "weight decay")
     assert not [other for other in found.culprits() if other.kind == "update"]
+
+
+def stepped(folder, *, by_hand):
+    """Record two steps of SGD on weights in a list, with a decay of its own or by hand."""
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(6, 4, generator=draw), torch.randn(4, 2, generator=draw)]
+    for value in weights:
+        value.requires_grad_()
+    optimizer = torch.optim.SGD(weights, lr=0.1, weight_decay=0.0 if by_hand else 0.1)
+    x = torch.randn(8, 6, generator=draw)
+    with roundoff.capture(folder, keep="tensors") as run:
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            (torch.tanh(x @ weights[0]) @ weights[1]).square().mean().backward()
+            if by_hand:
+                with torch.no_grad():
+                    for value in weights:
+                        value.grad.add_(value, alpha=0.1)
+            optimizer.step()
+            run.step()
+    return folder
+
+
+def test_a_decay_that_is_added_to_gradients_by_hand_moves_no_copy(tmp_path):
+    right = stepped(tmp_path / "right", by_hand=False)
+    hand = stepped(tmp_path / "hand", by_hand=True)
+    found = roundoff.compare(reference=right, candidate=hand)
+    assert not any("slow copies" in culprit.evidence for culprit in found.culprits())

@@ -196,13 +196,20 @@ class _Side:
         """Return the writes to copies of parameters between a backward pass and the
         optimizer's steps, whether the copies are of this step or from before."""
         first_pass = min(self._calls_of("backward"), default=-1)
+        stepped_with = self._read_by_optimizer()
         moves = []
         for row in self._between():
             source = self.rows.get(self.sources.get(row.record, -1))
-            is_copy = source is not None and source.call < first_pass
-            if is_copy and not (source and source.name):
+            if source is None or source.name or row.record in stepped_with:
+                continue
+            if source.call < first_pass:
                 moves.append(row)
         return moves
+
+    def _read_by_optimizer(self) -> set[int]:
+        """Return what optimizers read: gradients, to which a decay may be added by hand."""
+        steps = (row for row in self.rows.values() if row.phase == "optimizer")
+        return {_shown(self.rows, record) for row in steps for record in row.inputs}
 
     def computes_before_optimizer(self) -> bool:
         """Return True where new values are made of parameters there."""
@@ -394,11 +401,15 @@ def _of_order(ours: _Side, theirs: _Side, rank: int, step: int) -> Cause | None:
     write = _first(writes or [*theirs.copies.values()])
     if twin is not None and write is not None and not is_other_value(twin, write):
         return None
-    here, there = ("before", "after") if writes else ("after", "before")
-    evidence = (
-        f"slow copies of the weights are moved {here} the optimizer steps{_by(write)}; "
-        f"the reference moves them {there} it{_by(twin)}"
-    )
+    if write is None:
+        here = "are not moved before the optimizer steps"
+    else:
+        here = f"are moved {'before' if writes else 'after'} the optimizer steps{_by(write)}"
+    if twin is None:
+        there = "does not move them there"
+    else:
+        there = f"moves them {'after' if writes else 'before'} it{_by(twin)}"
+    evidence = f"slow copies of the weights {here}; the reference {there}"
     return Cause(
         kind=UPDATE,
         label="other order",
@@ -418,8 +429,8 @@ def _first(writes: Sequence[RecordedRow]) -> RecordedRow | None:
     return min(writes, key=lambda row: row.call, default=None)
 
 
-def _by(write: RecordedRow | None) -> str:
-    return "" if write is None else f", by {with_line(write.operator, write.line)}"
+def _by(write: RecordedRow) -> str:
+    return f", by {with_line(write.operator, write.line)}"
 
 
 def is_other_value(one: RecordedRow, other: RecordedRow) -> bool:

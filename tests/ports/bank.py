@@ -72,6 +72,7 @@ NETWORKS = (
     "mvit",
     "deberta",
     "evoformer",
+    "gemma",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -91,6 +92,7 @@ KEPT_APART = (
     "mvit",
     "deberta",
     "evoformer",
+    "gemma",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -73,6 +73,7 @@ NETWORKS = (
     "deberta",
     "evoformer",
     "gemma",
+    "sam",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -93,6 +94,7 @@ KEPT_APART = (
     "deberta",
     "evoformer",
     "gemma",
+    "sam",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

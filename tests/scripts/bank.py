@@ -31,6 +31,7 @@ KEPT_APART = (
     "retrieval",
     "caption",
     "radiance",
+    "fewshot",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -315,6 +315,38 @@ def test_a_replaced_region_is_judged_as_a_whole():
     assert causes(found)[9] == (OWN, 9)
 
 
+def test_a_region_run_on_what_is_no_counterpart_says_nothing():
+    """What is paired with the region's input differs wholly, and the result agrees."""
+    graph = {0: (LEAF, []), 8: ("mul", [0]), 9: ("neg", [8]), 10: ("mm", [9])}
+    reference = {0: (LEAF, []), 7: ("sub", [0]), 9: ("mul", [7]), 10: ("mm", [9])}
+    other = CallReplay(kernel=1.2, region_excess=50.0)
+
+    def found(error):
+        return causes(
+            run(
+                graph,
+                {0: 5.0, 9: error, 10: error},
+                reference=reference,
+                exact=[10],
+                replays={9: other, 10: HONEST},
+                carried=lambda _: (5.0, False),
+            )
+        )
+
+    assert 9 not in found(2e-3)
+    assert found(1.2)[9] == (OWN, 9), "as far off as the region says"
+
+
+def test_a_gradient_that_nothing_makes_is_of_the_step_before():
+    graph = {0: ("gradient", []), 1: ("mul", [0])}
+    unseen = CallReplay(reason="its arguments were not recorded")
+    options = {"replays": {0: unseen, 1: HONEST}, "exact": [0, 1]}
+    left = run(graph, {0: 3e-3, 1: 3e-3}, carried=lambda _: (3e-3, False), **options)
+    assert OWN not in {cause for cause, _ in causes(left).values()}
+    new = run(graph, {0: 3e-2, 1: 3e-2}, carried=lambda _: (3e-3, False), **options)
+    assert causes(new)[0] == (OWN, 0), "ten times what the step before has left"
+
+
 def test_what_an_earlier_step_left_is_inherited():
     found = run(CHAIN, {0: 0.1, 1: 0.1}, carried=lambda _: (0.08, True))
     assert causes(found)[0] == (INHERITED, None)

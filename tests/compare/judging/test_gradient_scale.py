@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import roundoff
+from roundoff.compare.judging.explain import RecordedStep, Sides
+from roundoff.compare.judging.gradient_scale import rescaling, without_loss_scales
+from roundoff.compare.records.recorded_rows import rows_of
 
 SCALE = 512.0
 
@@ -135,3 +138,17 @@ def test_a_scale_of_all_terms_is_one(tmp_path):
     backward = found.table.filter(phase="backward", operator="mul", status="matched")
     # powers of two change no bit
     assert backward["error"].max() == 0
+
+
+def test_a_product_with_a_saved_value_is_no_product_with_the_scale(tmp_path):
+    net = nn.Linear(3, 4)
+    with roundoff.capture(tmp_path, net) as run:
+        loss = net(torch.rand(5, 3)).exp().sqrt().square().mean()
+        (loss / 2).backward()
+        run.step()
+    one = RecordedStep(rows_of(roundoff.load(tmp_path), 0, 0))
+    scaled = without_loss_scales(Sides(one, one)).candidate
+    backward = {r.operator for r in scaled.rows.values() if r.phase == "backward"}
+    assert {"mul", "div"} <= backward, "exp and sqrt multiply with what they gave"
+    changed = [scaled.rows[record].operator for record in rescaling(scaled)]
+    assert changed == ["div", "div"], "the loss, and its gradient"

@@ -383,7 +383,8 @@ class Divergence:
             return False
         if row.record not in self.exact and row.is_call:
             return True
-        if row.base_operator in EXACT and math.isfinite(error):
+        is_moved = row.base_operator in EXACT and not _is_from_before(row)
+        if is_moved and math.isfinite(error):
             return self._inputs_agree(finding)
         if math.isinf(error):
             return not math.isinf(finding.inputs)
@@ -417,6 +418,8 @@ class Divergence:
             finding.replayed = replay
             if replay.reason is None:
                 if _is_compensated(finding, replay, error):
+                    return
+                if _is_of_other_inputs(finding, replay, error):
                     return
                 if replay.at_fault:
                     _make_own(finding, replay.own)
@@ -544,9 +547,10 @@ def is_workspace(row: RecordedRow) -> bool:
 
 
 def _is_from_before(row: RecordedRow) -> bool:
-    """Return True for a value that no call of the step is seen to make: a leaf, or a
-    storage that was saved or copied whole."""
-    return row.is_leaf or row.base_operator == "set"
+    """Return True for a value that no call of the step is seen to make: a leaf, a storage
+    that was saved or copied whole, or a gradient that the step before has left."""
+    is_left_gradient = row.base_operator == "gradient" and not row.inputs
+    return row.is_leaf or row.base_operator == "set" or is_left_gradient
 
 
 def is_partly_written(row: RecordedRow, twin: RecordedRow) -> bool:
@@ -584,6 +588,17 @@ def _is_compensated(finding: Finding, replay: CallReplay, error: float) -> bool:
     if any(excess is not None and excess > 1.0 for excess in excesses):
         return False
     return (replay.semantic or 0.0) > NEARER * error
+
+
+def _is_of_other_inputs(finding: Finding, replay: CallReplay, error: float) -> bool:
+    """Return True where the reference's calls give something else, and what is there agrees.
+
+    Then the values that they were run on, which differ wholly, are no counterparts of what
+    the reference reads.
+    """
+    is_region = replay.region_excess is not None and replay.excess is None
+    is_near = NEARER * error < (replay.kernel or 0.0)
+    return is_region and is_near and finding.inputs >= NOISE
 
 
 def _is_cleared(replay: CallReplay, finding: Finding) -> bool:

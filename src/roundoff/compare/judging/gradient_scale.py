@@ -56,11 +56,12 @@ def rescaling(step: RecordedStep) -> frozenset[int]:
     for record, row in step.rows.items():
         read = [r for r in row.inputs if r in step.rows]
         same_size = [r for r in read if step.rows[r].numel == row.numel]
-        scale = scales.get(record, 1.0)
-        involved = record in scales or any(r in scales for r in same_size)
-        if not involved or row.base_operator not in _FACTORS:
+        scaled = [r for r in same_size if r in scales]
+        if row.base_operator not in _FACTORS or not (scaled or record in scales):
             continue
-        if not all(_same(scale, scales.get(r, 1.0)) for r in same_size):
+        # what a gradient is multiplied with beside it, as a saved result, carries no scale
+        before = [scales.get(r, 1.0) for r in scaled or same_size]
+        if not all(_same(scales.get(record, 1.0), each) for each in before):
             changed.add(record)
     return frozenset(changed)
 

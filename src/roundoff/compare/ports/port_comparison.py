@@ -489,8 +489,12 @@ def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed |
         return repaired
     trials.left = BUDGET
     region = Region(part.region, part.expected)
-    repair = best_repair(sides, trials, region, lambda: None)
-    if isinstance(repair, Repair) and repair.ends:
+    repair = best_repair(
+        sides, trials, region, lambda: exchanged_leaves(sides, trials, region)
+    )
+    if isinstance(repair, Blamed):
+        return repair
+    if repair is not None and repair.ends:
         return blamed_for(sides, repair, part.region, part.reference)
     return repaired_behind(sides, trials_of_value(sides, end), end)
 

@@ -12,46 +12,51 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, permutations, product
 
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, turned
+from roundoff.compare.blame.blamed_leaves import (
+    Blamed,
+    leaves_of,
+    of_leaves_alone,
+    turned,
+)
 from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.repairs.found_rows import moved_rows
+from roundoff.compare.repairs.leaf_changes import LeafChange, made_ready, recut
+from roundoff.compare.repairs.other_layers import (
+    in_all_layers,
+    in_all_modules,
+    numbers_in,
+    without_numbers,
+)
 from roundoff.compare.repairs.packed_leaves import (
     PARTS,
     laid_out_as,
     packings,
     parts_of,
 )
-from roundoff.compare.repairs.repair_trials import BUDGET, Region, Trials
+from roundoff.compare.repairs.repair_trials import BUDGET, SEVERAL, Region, Trials
 from roundoff.compare.repairs.transplants import before
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Sides
+from roundoff.compare.values.value_regions import Sides, first_of
 from roundoff.ops import operators_that
 
 _MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
-MOST_LEAVES = 12
-#: Calls between a layer and what a region reads of it: moves, a bias, a factor.
-MOST_BEFORE = 12
+MOST_LEAVES = 16
+#: Calls between the layers and what a region reads of them: moves, a bias, a norm, a turn.
+MOST_BEFORE = 48
 #: Axes from the last on of which two may stand the other way round.
 MOST_AXES = 3
 #: Parameters that a loader turned alike, where it turned not all of one kind: two
 #: projections with their biases.
 MOST_ALIKE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    leaf: Value
-    tensors: Mapping[int, Tensor]
-    words: str
 
 
 def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
@@ -64,111 +69,122 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     """
     leaves = _read_near(sides.candidate, region.parted)
     ours = _read_near(sides.reference, region.expected)
+    held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
+    present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
     kinds = (
         _exchanges(sides, leaves),
         _alike(sides, leaves),
         _cuts(sides, ours, leaves),
         _packed_otherwise(sides, leaves),
+        moved_rows(sides, present),
+        recut(present),
+        made_ready(sides.reference, present),
     )
-    tried = (_first_right(sides, trials, kind) for kind in kinds)
-    return next((blamed for blamed in tried if blamed is not None), None)
+    search = _Search(sides, trials)
+    tried = (search.first_right(kind) for kind in kinds)
+    found = next((blamed for blamed in tried if blamed is not None), None)
+    return found or search.several()
 
 
-def _first_right(
-    sides: Sides, trials: Trials, exchanges: Iterator[_Exchange]
-) -> Blamed | None:
-    """Return the first parameter after whose exchange all agrees, while trials are left."""
-    trials.left = BUDGET
-    for exchange in exchanges:
-        if trials.left < 0:
+class _Search:
+    """The trials of a region, and the changes that helped without making all right."""
+
+    def __init__(self, sides: Sides, trials: Trials) -> None:
+        self._sides = sides
+        self._trials = trials
+        self._helpful: list[tuple[int, LeafChange]] = []
+
+    def first_right(self, changes: Iterator[LeafChange]) -> Blamed | None:
+        """Return the first parameter after whose change all agrees, while trials are left."""
+        trials = self._trials
+        trials.left = BUDGET
+        for change in changes:
+            if trials.left < 0:
+                return None
+            agrees, gained = trials.outcome({}, change.tensors)
+            if agrees and not self._loses(change.tensors):
+                return _blamed(change)
+            helps = len(gained) >= SEVERAL
+            if helps:
+                self._helpful.append((len(gained), change))
+            if trials.is_unconfirmed or (trials.whole is None and helps):
+                blamed = self._in_other_layers(change)
+                if blamed is not None:
+                    return blamed
+        return None
+
+    def _in_other_layers(self, change: LeafChange) -> Blamed | None:
+        """Return the parameter of a change that is right in all layers, and not in one alone."""
+        flow = self._sides.candidate
+        most = len(change.tensors)
+        for tensors in (in_all_layers(flow, change), in_all_modules(flow, change)):
+            if len(tensors) > most:
+                most = len(tensors)
+                agrees = self._trials.outcome({}, tensors)[0]
+                if agrees and not self._loses(tensors):
+                    return _blamed(change)
+        return None
+
+    def several(self) -> Blamed | None:
+        """Return the first of several parameters, changed one after the other, with which all
+        agrees: what helps most goes first, and each has to help more.
+        """
+        self._helpful.sort(key=lambda each: each[0], reverse=True)
+        if len(self._helpful) < 2:
             return None
-        for tensors in _here_and_elsewhere(sides, trials, exchange):
-            agrees = trials.outcome({}, tensors)[0]
-            if agrees and not _loses(sides, trials, tensors):
-                other = tensors[exchange.leaf.key]
-                return Blamed(exchange.leaf, None, exchange.words, other)
-    return None
+        trials = self._trials
+        trials.left = BUDGET
+        most, first = self._helpful[0]
+        tensors = {**first.tensors}
+        for _, change in self._helpful[1:]:
+            if trials.left < 0:
+                return None
+            if not tensors.keys().isdisjoint(change.tensors):
+                continue
+            together = {**tensors, **change.tensors}
+            agrees, gained = trials.outcome({}, together)
+            if agrees and not self._loses(together):
+                return _blamed(first)
+            if len(gained) > most:
+                most = len(gained)
+                tensors = together
+        return None
+
+    def _loses(self, tensors: Mapping[int, Tensor]) -> bool:
+        """Return True where a value of the reference is not there any more with other leaves.
+
+        What one place gains another must not lose: then not the parameter is wrong, but what
+        one of the two reads.
+        """
+        sides = self._sides
+        had: set[int] = set()
+        has: set[int] = set()
+        again: set[int] = set()
+        try:
+            for row, tensor in self._trials.program.again({}, tensors):
+                value = sides.candidate.values[row.record]
+                again.add(value.key)
+                sketch = sketch_of_tensor(tensor)
+                if value.is_number and not value.says_nothing and sketch is not None:
+                    # parts that several make up are not looked for again
+                    is_part = value.key in sides.several
+                    twins = () if is_part else sides.all_twins(value)
+                    had.update(key for key in twins if _is_computed(sides, key))
+                    has.update(sides.near_in_reference(sketch))
+        except CannotRun:
+            return True
+        lost = had - has
+        return bool(lost) and not lost <= self._held_beside(again)
+
+    def _held_beside(self, again: Collection[int]) -> set[int]:
+        """Return what the candidate has of the reference apart from what runs again."""
+        sides = self._sides
+        beside = (v for v in sides.candidate.values.values() if v.key not in again)
+        return {key for value in beside for key in sides.all_twins(value)}
 
 
-def _here_and_elsewhere(
-    sides: Sides, trials: Trials, exchange: _Exchange
-) -> Iterator[Mapping[int, Tensor]]:
-    """Yield an exchange, and the same in all layers: where it is right in one alone."""
-    yield exchange.tensors
-    if trials.whole is None or trials.is_unconfirmed:
-        everywhere = _in_all_layers(sides.candidate, exchange.tensors)
-        if len(everywhere) > len(exchange.tensors):
-            yield everywhere
-
-
-def _in_all_layers(flow: Flow, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return what parameters hold if those of the other layers are exchanged alike.
-
-    Their names differ in the number of the layer. Elements that are equal tell nothing of
-    where they should stand.
-    """
-    names = [flow.values[key].row.name or "" for key in tensors]
-    held = [flow.tensor(key) for key in tensors]
-    before = torch.cat([tensor.reshape(-1) for tensor in held if tensor is not None])
-    after = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    if len({_numbers_in(name) for name in names}) != 1 or before.shape != after.shape:
-        return {**tensors}
-    if not torch.equal(before[rising(before)], after[rising(after)]):
-        return {**tensors}
-    places = torch.empty_like(rising(before))
-    places[rising(after)] = rising(before)
-    layers: dict[tuple[str, ...], dict[str, Value]] = {}
-    for value in flow.in_order():
-        name = value.row.name
-        if name and not value.is_call:
-            layer = layers.setdefault(_numbers_in(name), {})
-            layer[_without_numbers(name)] = value
-    moved = {**tensors}
-    for layer in layers.values():
-        members = [layer.get(_without_numbers(name)) for name in names]
-        contents = [None if each is None else flow.tensor(each.key) for each in members]
-        alike = [
-            (member, content)
-            for member, content, tensor in zip(
-                members, contents, tensors.values(), strict=True
-            )
-            if member is not None and content is not None
-            if content.shape == tensor.shape
-        ]
-        if len(alike) != len(names) or alike[0][0].key in tensors:
-            continue
-        elements = torch.cat([tensor.reshape(-1) for _, tensor in alike])[places]
-        parts = torch.split(elements, [tensor.numel() for _, tensor in alike])
-        for (member, tensor), part in zip(alike, parts, strict=True):
-            moved[member.key] = part.reshape(tensor.shape).contiguous()
-    return moved
-
-
-def _numbers_in(name: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\d+", name))
-
-
-def _loses(sides: Sides, trials: Trials, tensors: Mapping[int, Tensor]) -> bool:
-    """Return True where a value of the reference is not there any more with other leaves.
-
-    What one place gains another must not lose: then not the parameter is wrong, but what
-    one of the two reads.
-    """
-    had: set[int] = set()
-    has: set[int] = set()
-    try:
-        for row, tensor in trials.program.again({}, tensors):
-            value = sides.candidate.values[row.record]
-            sketch = sketch_of_tensor(tensor)
-            if value.is_number and not value.says_nothing and sketch is not None:
-                # parts that several make up are not looked for again
-                is_part = value.key in sides.several
-                twins = () if is_part else sides.all_twins(value)
-                had.update(key for key in twins if _is_computed(sides, key))
-                has.update(sides.near_in_reference(sketch))
-    except CannotRun:
-        return True
-    return not had <= has
+def _blamed(change: LeafChange) -> Blamed:
+    return Blamed(change.leaf, None, change.words, change.tensors[change.leaf.key])
 
 
 def _is_computed(sides: Sides, key: int) -> bool:
@@ -180,35 +196,43 @@ def _is_computed(sides: Sides, key: int) -> bool:
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
     """Return the parameters that a region reads, and what it is made of.
 
-    Parts that were cut otherwise agree as long as they are taken together.
+    Those of where it begins first: parts that were cut otherwise agree as long as they are
+    taken together.
     """
-    source = [value for value in before(flow, region) if value.is_call]
-    layers = [layer.key for value in source for layer in _layer_of(flow, value)]
-    keys = {*region, *(value.key for value in source), *layers}
-    return leaves_of(flow, sorted(keys))[:MOST_LEAVES]
+    heads = [value.key for value in first_of(flow, set(region))]
+    near: dict[Value, None] = {}
+    for keys in (heads, region):
+        source = [value for value in before(flow, keys) if value.is_call]
+        layers = [value.key for value in _layers_of_values(flow, source)]
+        near |= dict.fromkeys(leaves_of(flow, [*keys, *layers]))
+    return [*near][:MOST_LEAVES]
 
 
-def _layer_of(flow: Flow, value: Value, products: int = 1) -> Iterator[Value]:
-    """Yield what a value is made of one by one, back to the product with a weight.
+def _layers_of_values(flow: Flow, values: Sequence[Value]) -> Iterator[Value]:
+    """Yield what values are made of, back to the products with weights.
 
-    Scaled or not, its elements stand where that call has put them. A product of two
-    values that are computed, as scores are of queries and keys, is looked behind.
+    Scaled, normed or turned, their elements stand where these have put them. A product of
+    two values that are computed, as scores are of queries and keys, is looked behind once.
     """
-    for _ in range(MOST_BEFORE):
+    waiting = [(value, 1) for value in values]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_BEFORE:
+        value, products = waiting.pop(0)
+        if value.key in seen:
+            continue
+        seen.add(value.key)
+        yield value
         inputs = [flow.values[key] for key in value.inputs if key in flow.values]
         computed = [each for each in inputs if each.is_call and each.is_number]
         if value.operator in _PRODUCTS:
-            for each in computed if products and len(computed) > 1 else ():
-                yield each
-                yield from _layer_of(flow, each, products - 1)
-            return
-        if len(computed) != 1:
-            return
-        [value] = computed
-        yield value
+            weights = [each for each in computed if of_leaves_alone(flow, each)]
+            is_of_two = len(computed) - len(weights) > 1
+            computed = computed if is_of_two and products else weights
+            products -= is_of_two
+        waiting += [(each, products) for each in computed]
 
 
-def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     held = {leaf.key: sides.candidate.tensor(leaf.key) for leaf in leaves}
     for leaf, other in combinations(leaves, 2):
         first = held[leaf.key]
@@ -218,7 +242,7 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
         if first.dtype == second.dtype and not torch.equal(first, second):
             tensors = {leaf.key: second, other.key: first}
             words = f"{leaf.row.name} and {other.row.name} stand in for each other"
-            yield _Exchange(leaf, tensors, words)
+            yield LeafChange(leaf, tensors, words)
     yield from _of_layers(sides.candidate, leaves)
     yield from _of_layers_alike(sides.candidate, leaves)
     for leaf in leaves:
@@ -227,7 +251,7 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
             yield from _of_parts(leaf, tensor)
 
 
-def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     """Yield two layers with all their parameters of one name and shape exchanged."""
     layers = _layers_of(leaves)
     for (name, layer), (other_name, other) in combinations(layers.items(), 2):
@@ -235,17 +259,17 @@ def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]:
         if len(tensors) > 2:
             words = f"{name} and {other_name} stand in for each other"
             named = next(leaf for leaf in leaves if leaf.key in tensors)
-            yield _Exchange(named, tensors, words)
+            yield LeafChange(named, tensors, words)
 
 
-def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     """Yield two layers exchanged wherever they stand beside each other: in every head, as
     the queries and keys of each, whose names differ in numbers alone."""
     every = [v for v in flow.in_order() if not v.is_call and v.row.name]
     alike: dict[str, dict[tuple[str, ...], dict[str, Value]]] = {}
     for name, layer in _layers_of(every).items():
-        alike.setdefault(_without_numbers(name), {})[_numbers_in(name)] = layer
-    near = {_without_numbers(name) for name in _layers_of(leaves)}
+        alike.setdefault(without_numbers(name), {})[numbers_in(name)] = layer
+    near = {without_numbers(name) for name in _layers_of(leaves)}
     for kind, other_kind in combinations(sorted(near), 2):
         others = alike[other_kind]
         pairs = [(a, others[n]) for n, a in alike[kind].items() if n in others]
@@ -255,11 +279,7 @@ def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[_Exchange]
         named = next((leaf for leaf in leaves if leaf.key in tensors), None)
         if len(pairs) > 1 and named is not None:
             words = f"each {kind} and {other_kind} stand in for each other"
-            yield _Exchange(named, tensors, words)
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+            yield LeafChange(named, tensors, words)
 
 
 def _exchanged(
@@ -279,12 +299,13 @@ def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
     """Return the parameters of each layer by the last word of their names."""
     layers: dict[str, dict[str, Value]] = {}
     for leaf in leaves:
-        *layer, last = re.split(r"[._]", leaf.row.name or "")
-        layers.setdefault(".".join(layer), {})[last] = leaf
+        name = leaf.row.name or ""
+        last = re.split(r"[._]", name)[-1]
+        layers.setdefault(name[: -len(last) - 1], {})[last] = leaf
     return layers
 
 
-def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[_Exchange]:
+def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     """Yield several parameters, each changed in the same way."""
     held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
     present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
@@ -311,7 +332,7 @@ def _of_equal_axes(
     yield from (group for group in groups.values() if len(group) > 1)
 
 
-def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]:
+def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[LeafChange]:
     """Yield all parameters of a layer with their parts, as gates are, in another order."""
     for axis, count in product((0, -1), PARTS):
         if any(tensor.shape[axis] % count for _, tensor in members if tensor.dim()):
@@ -325,7 +346,7 @@ def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[_Exchange]
             if len(tensors) > 1:
                 names = ", ".join(leaf.row.name or "" for leaf, _ in members)
                 words = f"{names} have their {count} parts in another order: {order}"
-                yield _Exchange(members[0][0], tensors, words)
+                yield LeafChange(members[0][0], tensors, words)
 
 
 def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
@@ -352,7 +373,7 @@ def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor:
 
 def _together(
     changed: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
-) -> Iterator[_Exchange]:
+) -> Iterator[LeafChange]:
     """Yield all of them changed, then some."""
     counts = dict.fromkeys((len(changed), *range(2, MOST_ALIKE + 1)))
     for count in counts:
@@ -360,10 +381,10 @@ def _together(
             tensors = {leaf.key: tensor for leaf, tensor in group}
             names = " and ".join(leaf.row.name or "" for leaf, _ in group)
             words = f"{names} have axes {places[0]} and {places[1]} the other way round"
-            yield _Exchange(group[0][0], tensors, words)
+            yield LeafChange(group[0][0], tensors, words)
 
 
-def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
+def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
     """Yield one parameter with two of its equal parts exchanged."""
     for axis, size in enumerate(tensor.shape):
         for count in PARTS:
@@ -381,10 +402,10 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[_Exchange]:
                     f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
                     f"{leaf.row.name} stand in for each other"
                 )
-                yield _Exchange(leaf, {leaf.key: turned}, words)
+                yield LeafChange(leaf, {leaf.key: turned}, words)
 
 
-def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[_Exchange]:
+def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafChange]:
     """Yield parameters that hold several of the reference's, packed in other orders.
 
     A weight with its bias, then one of the two alone.
@@ -408,13 +429,13 @@ def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[_Exchan
                 for bias, bias_parts in with_bias:
                     packed = packing.packed(bias_parts).reshape(-1)
                     tensors = {bias.key: packed}
-                    yield _Exchange(bias, tensors, words)
+                    yield LeafChange(bias, tensors, words)
                 for turned_weight in laid_out_as(packing.packed(parts), weight):
                     if torch.equal(turned_weight, weight):
                         continue
-                    yield _Exchange(leaf, {leaf.key: turned_weight, **tensors}, words)
+                    yield LeafChange(leaf, {leaf.key: turned_weight, **tensors}, words)
                     if tensors:
-                        yield _Exchange(leaf, {leaf.key: turned_weight}, words)
+                        yield LeafChange(leaf, {leaf.key: turned_weight}, words)
 
 
 def _bias_of(
@@ -434,7 +455,7 @@ def _bias_of(
 
 def _cuts(
     sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
-) -> Iterator[_Exchange]:
+) -> Iterator[LeafChange]:
     """Yield several parameters that hold the elements of one, as parts of it.
 
     Weights alone, and weights with biases that were cut in the same way.
@@ -445,12 +466,12 @@ def _cuts(
     for choices, others in combinations(cuts, 2):
         for cut, other in product(choices, others):
             tensors = {**cut.tensors, **other.tensors}
-            yield _Exchange(cut.leaf, tensors, cut.words)
+            yield LeafChange(cut.leaf, tensors, cut.words)
 
 
 def _cuts_of_one(
     sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
-) -> Iterator[list[_Exchange]]:
+) -> Iterator[list[LeafChange]]:
     """Yield the ways to cut each of the reference's parameters that was cut otherwise."""
     for wanted in ours:
         whole = sides.reference.tensor(wanted.key)
@@ -477,7 +498,7 @@ def _have_the_elements(parts: Sequence[Tensor], whole: Tensor) -> bool:
 
 def _cut_again(
     group: Sequence[Value], held: Sequence[Tensor], wanted: Value, whole: Tensor
-) -> Iterator[_Exchange]:
+) -> Iterator[LeafChange]:
     """Yield the equal parts of a tensor along each axis, in each order."""
     names = ", ".join(leaf.row.name or "" for leaf in group)
     words = f"{names} are cut out of the reference's {wanted.row.name} in another way"
@@ -491,4 +512,4 @@ def _cut_again(
                     leaf.key: part.contiguous()
                     for leaf, part in zip(group, order, strict=True)
                 }
-                yield _Exchange(group[0], tensors, words)
+                yield LeafChange(group[0], tensors, words)

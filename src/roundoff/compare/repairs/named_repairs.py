@@ -26,6 +26,8 @@ _TURNS = (
     | operators_that("reorder")
 )
 _PRODUCTS = operators_that("multiply two matrices")
+#: A convolution of one place the other way round is one with a weight that is transposed.
+_TRANSPOSED = "transposed="
 #: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
 #: the product.
 _LAYER = 4
@@ -56,6 +58,8 @@ def blamed_for(
     turned = _only_turned(sides, value) if is_move else None
     if is_move and turned is None:
         turned = _turned_factor(sides, value)
+    if _TRANSPOSED in repair.words:
+        turned = _only_matrix(sides.candidate, value)
     if turned is not None:
         words = (
             f"{turned.row.name} stands in another order than {value.row.site} "
@@ -66,6 +70,13 @@ def blamed_for(
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def _only_matrix(flow: Flow, product: Value) -> Value | None:
+    """Return the one weight that a product reads."""
+    leaves = leaves_of(flow, [product.key])
+    matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
+    return matrices[0] if len(matrices) == 1 else None
 
 
 def _only_turned(sides: Sides, value: Value) -> Value | None:
@@ -92,7 +103,9 @@ def _turned_factor(sides: Sides, moved: Value) -> Value | None:
     if other is None or not of_leaves_alone(flow, other):
         return None
     leaves = leaves_of(flow, [other.key])
-    is_value_in_order = _stands_in_order(sides, flow.behind(moved.key))
+    read = [flow.values[key] for key in moved.inputs if key in flow.values]
+    sources = (*read, flow.behind(moved.key))
+    is_value_in_order = any(_stands_in_order(sides, each) for each in sources)
     if len(leaves) != 1 or not is_value_in_order:
         return None
     return None if _stands_in_order(sides, leaves[0]) else leaves[0]

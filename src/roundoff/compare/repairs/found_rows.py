@@ -1,0 +1,253 @@
+"""Which rows of the reference's parameters does a parameter hold, and in which order?
+
+A port may hold the queries, keys and values of all layers in one tensor, the rows of each
+head in an order of its own. Row by row it is seen which of the reference's parameters stand
+where: so the rows of one can be put in another order, in every layer, or those of another
+parameter in their place, which the loader may have missed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import leaves_of, of_leaves_alone
+from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.repairs.leaf_changes import Held, LeafChange, cuts_of, order_of
+from roundoff.compare.repairs.other_layers import numbers_in, without_numbers
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
+
+#: Larger parameters are not looked at row by row.
+MOST_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What the reference holds in a parameter, or makes of parameters alone.
+
+    Attributes:
+        kind: its name without numbers, the same in all layers, and what is made of it.
+        layer: the numbers in its name.
+        rows: of shape (rows, elements of a row).
+    """
+
+    kind: str
+    layer: tuple[str, ...]
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The rows of one content in a parameter.
+
+    Attributes:
+        content: of the reference.
+        places: which rows of the parameter they are, rising.
+        order: which row of the content stands at each of these.
+    """
+
+    content: _Content
+    places: Tensor
+    order: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A parameter of the candidate row by row.
+
+    Attributes:
+        leaf: the parameter.
+        tensor: what it holds, with an axis of one where single elements are looked at.
+        axis: along which the elements of a row stand.
+        kinds: what stands there of each of the reference's parameters, in all layers.
+    """
+
+    leaf: Value
+    tensor: Tensor
+    axis: int
+    kinds: list[list[_Found]]
+
+    def with_rows(self, others: Iterable[tuple[_Found, Tensor]]) -> Tensor | None:
+        """Return the parameter with other rows in the places of some; None where it is so."""
+        rows = self.tensor.movedim(self.axis, -1)
+        flat = rows.reshape(-1, rows.shape[-1]).clone()
+        for found, held in others:
+            flat[found.places] = held
+        moved = flat.reshape(rows.shape).movedim(-1, self.axis)
+        if torch.equal(moved, self.tensor):
+            return None
+        return moved.reshape(tuple(self.leaf.row.shape or ())).contiguous()
+
+
+def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield parameters with the reference's rows in another order.
+
+    All that do not stand in the reference's order at once, then those of each of its
+    parameters; or with the rows of another one, which the candidate holds nowhere.
+
+    Args:
+        sides: both programs.
+        present: the parameters that a wrong region reads.
+    """
+    contents = list(_contents(sides.reference))
+    held = _all_held(sides.candidate)
+    missed = [c for c in contents if not torch.isin(c.rows, held).all()]
+    by_rows = [
+        rows for leaf, tensor in present for rows in _in_rows(leaf, tensor, contents)
+    ]
+    yield from _all_cut_alike(by_rows)
+    for rows in by_rows:
+        for kind in rows.kinds:
+            for others, words in (*_in_other_orders(kind), *_of_others(kind, missed)):
+                moved = rows.with_rows(others)
+                if moved is not None:
+                    tensors = {rows.leaf.key: moved}
+                    yield LeafChange(
+                        rows.leaf, tensors, f"{rows.leaf.row.name} {words}"
+                    )
+    yield from _all_cut_alike(by_rows)
+
+
+def _in_rows(
+    leaf: Value, tensor: Tensor, contents: Sequence[_Content]
+) -> Iterator[_Rows]:
+    """Yield a parameter by rows, by columns and by single elements."""
+    if not _is_looked_at(tensor):
+        return
+    axes = (-1, -2) if tensor.dim() > 1 else ()
+    ways = [(tensor, axis) for axis in axes if tensor.shape[axis] > 1]
+    if tensor.dim() < 3:
+        ways.append((tensor.unsqueeze(-1), -1))
+    for whole, axis in ways:
+        rows = whole.movedim(axis, -1)
+        found = _found_in(rows.reshape(-1, rows.shape[-1]), contents)
+        yield _Rows(leaf, whole, axis, list(_by_kind(found)))
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and 1 < tensor.numel() <= MOST_ELEMENTS
+
+
+def _contents(flow: Flow) -> Iterator[_Content]:
+    """Yield what parameters hold, and what is computed of one alone, in rows."""
+    for value in flow.in_order():
+        if value.inner or not of_leaves_alone(flow, value):
+            continue
+        leaves = leaves_of(flow, [value.key]) if value.is_call else [value]
+        tensor = flow.tensor(value.key)
+        is_moved = value.is_call and not value.computes
+        if len(leaves) != 1 or is_moved or tensor is None or not _is_looked_at(tensor):
+            continue
+        name = leaves[0].row.name or ""
+        kind = without_numbers(name)
+        if value.is_call:
+            kind = f"{kind} after {value.operator}"
+        if tensor.dim() == 1:
+            yield _Content(kind, numbers_in(name), tensor.unsqueeze(-1))
+        if tensor.dim() == 2:
+            yield _Content(kind, numbers_in(name), tensor)
+            yield _Content(kind, numbers_in(name), tensor.mT)
+
+
+def _found_in(rows: Tensor, contents: Sequence[_Content]) -> Iterator[_Found]:
+    """Yield the contents of which all rows are there, each once."""
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for place, row in enumerate(_as_bytes(rows)):
+        places[row].append(place)
+    for content in contents:
+        if content.rows.shape[1:] != rows.shape[1:] or content.rows.dtype != rows.dtype:
+            continue
+        at = [places.get(row, []) for row in _as_bytes(content.rows)]
+        if all(len(each) == 1 for each in at):
+            order = torch.tensor([place for [place] in at]).argsort()
+            yield _Found(content, torch.tensor(at).flatten()[order], order)
+
+
+def _as_bytes(rows: Tensor) -> list[bytes]:
+    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
+
+
+def _by_kind(found: Iterator[_Found]) -> Iterator[list[_Found]]:
+    """Yield together what stands for one parameter in several layers."""
+    kinds: dict[tuple[str, torch.Size], list[_Found]] = {}
+    for each in found:
+        kinds.setdefault((each.content.kind, each.content.rows.shape), []).append(each)
+    yield from kinds.values()
+
+
+def _in_other_orders(
+    kind: Sequence[_Found],
+) -> Iterator[tuple[list[tuple[_Found, Tensor]], str]]:
+    """Yield the rows of one kind in the reference's order, and cut otherwise."""
+    count = len(kind[0].order)
+    words = f"has the rows of the reference's {kind[0].content.kind} in another order"
+    for order in (torch.arange(count), *map(order_of, cuts_of(count))):
+        yield [(each, each.content.rows[order]) for each in kind], words
+
+
+def _of_others(
+    kind: Sequence[_Found], missed: Sequence[_Content]
+) -> Iterator[tuple[list[tuple[_Found, Tensor]], str]]:
+    """Yield the rows of other parameters, of the same layers, for those of one kind."""
+    first = kind[0].content
+    others: dict[str, dict[tuple[str, ...], _Content]] = {}
+    for content in missed:
+        if content.rows.shape == first.rows.shape and content.kind != first.kind:
+            others.setdefault(content.kind, {})[content.layer] = content
+    for other, layers in others.items():
+        if all(each.content.layer in layers for each in kind):
+            words = f"holds the reference's {first.kind}, and should hold {other}"
+            yield (
+                [(each, layers[each.content.layer].rows[each.order]) for each in kind],
+                words,
+            )
+
+
+def _all_cut_alike(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
+    """Yield all parameters with what does not stand in the reference's order cut alike."""
+    moved = [
+        (rows, [found for kind in rows.kinds for found in kind if _is_moved(found)])
+        for rows in by_rows
+    ]
+    moved = [(rows, found) for rows, found in moved if found]
+    sizes = {len(found.order) for _, each in moved for found in each}
+    cuts = {cut[1:] for size in sizes for cut in cuts_of(size)}
+    for inner in [None, *sorted(cuts)]:
+        tensors: dict[int, Tensor] = {}
+        for rows, each in moved:
+            others = [(found, _cut_again(found, inner)) for found in each]
+            whole = rows.with_rows((f, held) for f, held in others if held is not None)
+            if whole is not None:
+                tensors[rows.leaf.key] = whole
+        leaves = [rows.leaf for rows, _ in moved if rows.leaf.key in tensors]
+        names = listed([*dict.fromkeys(leaf.row.name or "" for leaf in leaves)])
+        if leaves:
+            words = f"{names} have the rows of the reference's in another order"
+            yield LeafChange(leaves[0], tensors, words)
+
+
+def _is_moved(found: _Found) -> bool:
+    return not torch.equal(found.order, torch.arange(len(found.order)))
+
+
+def _cut_again(found: _Found, inner: tuple[int, int, int] | None) -> Tensor | None:
+    """Return the rows in the reference's order, or cut in these two axes inside of blocks."""
+    count = len(found.order)
+    if inner is None:
+        return found.content.rows
+    blocks, rest = divmod(count, math.prod(inner))
+    return None if rest else found.content.rows[order_of((blocks, *inner))]
+
+
+def _all_held(flow: Flow) -> Tensor:
+    """Return the elements of all parameters of the candidate, rising."""
+    parameters = [v for v in flow.values.values() if v.row.name and not v.is_call]
+    tensors = [flow.tensor(value.key) for value in parameters]
+    held = [t.reshape(-1) for t in tensors if t is not None and _is_looked_at(t)]
+    return torch.cat([torch.empty(0), *held]).sort().values

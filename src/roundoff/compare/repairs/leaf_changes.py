@@ -1,0 +1,174 @@
+"""What a loader may have done wrong to a parameter, undone: its own elements in other places.
+
+Heads before or behind their halves, gates beside each other or one after the other: the
+elements are there, and an axis was cut in another order. Several parameters that are cut
+alike, the rows of queries and of keys, are wrong together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import of_leaves_alone
+from roundoff.compare.values.traced_calls import TracedProgram
+from roundoff.compare.values.value_flow import Flow, Value
+
+#: What is done to parameters with a number, and without one.
+_WITH_NUMBER = frozenset(("add", "sub", "mul", "div"))
+_OF_ONE = frozenset(("exp", "neg", "sigmoid", "tanh", "reciprocal", "abs", "square"))
+
+
+@dataclass(frozen=True, slots=True)
+class LeafChange:
+    """What parameters would hold if they were filled otherwise.
+
+    Attributes:
+        leaf: the one to name.
+        tensors: by record.
+        words: what the loader did.
+        made: what each is made by, where elements are computed and not moved.
+    """
+
+    leaf: Value
+    tensors: Mapping[int, Tensor]
+    words: str
+    made: Callable[[Tensor], Tensor] | None = None
+
+
+#: A parameter of the candidate, and what it holds.
+Held = tuple[Value, Tensor]
+#: An axis cut in four: blocks that stay, two axes of these that change places, and elements
+#: that stay together.
+Cut = tuple[int, int, int, int]
+
+
+def recut(present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield each parameter with one axis cut otherwise, then all that can be cut alike.
+
+    Args:
+        present: the parameters that a wrong region reads.
+    """
+    groups: dict[tuple[int, int, int, int], list[tuple[Value, Tensor, Tensor]]] = {}
+    for leaf, tensor in present:
+        for axis in range(-tensor.dim(), 0):
+            for cut in cuts_of(tensor.shape[axis]):
+                moved = _cut_along(tensor, axis, cut)
+                if torch.equal(moved, tensor):
+                    continue
+                words = f"{leaf.row.name}, {_in_words(tensor, axis, cut)}"
+                yield LeafChange(leaf, {leaf.key: moved}, words)
+                # matrices by rows or by columns, vectors along the one axis that they have
+                place = axis if tensor.dim() > 1 else -1
+                groups.setdefault((place, *cut[1:]), []).append((leaf, tensor, moved))
+    for (_, a, b, kept), group in groups.items():
+        yield from _together(group, f"an axis cut in {_sizes(a, b, kept)}")
+
+
+def made_ready(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield each parameter after what the reference computes of its parameters first.
+
+    One is added to a scale, a rate is the exponential of what was trained: a port may hold
+    it ready.
+
+    Args:
+        flow: of the reference.
+        present: the parameters that a wrong region reads.
+    """
+    for operator, number in _first_computed(flow):
+        made = partial(_computed, operator, number)
+        for leaf, tensor in present:
+            if tensor.is_floating_point():
+                words = f"of {leaf.row.name} the reference computes {operator} first"
+                if number is not None:
+                    words = f"{words}, with {number:g}"
+                yield LeafChange(leaf, {leaf.key: made(tensor)}, words, made)
+
+
+def _first_computed(flow: Flow) -> list[tuple[str, float | None]]:
+    """Return the operators that the reference applies to parameters alone, with numbers."""
+    program = TracedProgram(flow)
+    found: dict[tuple[str, float | None], None] = {}
+    for value in flow.in_order():
+        call = program.calls.get(value.row.call)
+        if value.inner or call is None or not of_leaves_alone(flow, value):
+            continue
+        if value.operator in _WITH_NUMBER:
+            numbers = [number for number in _numbers_in(call.parsed) if number]
+            found |= dict.fromkeys((value.operator, number) for number in numbers)
+        elif value.operator in _OF_ONE:
+            found[value.operator, None] = None
+    return list(found)
+
+
+def _numbers_in(value: object) -> Iterator[float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _numbers_in(each)
+    elif isinstance(value, dict) and "record" not in value:
+        for each in value.values():
+            yield from _numbers_in(each)
+
+
+def _computed(operator: str, number: float | None, tensor: Tensor) -> Tensor:
+    function = getattr(torch, operator)
+    made: Tensor = function(tensor) if number is None else function(tensor, number)
+    return made
+
+
+def _together(
+    group: Sequence[tuple[Value, Tensor, Tensor]], what: str
+) -> Iterator[LeafChange]:
+    tensors = {leaf.key: moved for leaf, _, moved in group}
+    if len(tensors) > 1:
+        names = " and ".join(dict.fromkeys(leaf.row.name or "" for leaf, *_ in group))
+        yield LeafChange(group[0][0], tensors, f"{names} have {what}")
+
+
+def _in_words(tensor: Tensor, axis: int, cut: Cut) -> str:
+    """Return how the elements stand along an axis, and how they should."""
+    blocks, a, b, kept = cut
+    present = _sizes(blocks, a, b, kept)
+    meant = _sizes(blocks, b, a, kept)
+    place = axis % tensor.dim()
+    return f"along axis {place} it holds {present} elements and should hold {meant}"
+
+
+def _sizes(*sizes: int) -> str:
+    return " x ".join(str(size) for size in sizes if size > 1)
+
+
+def cuts_of(size: int) -> Iterator[Cut]:
+    """Yield the ways to cut an axis so that two axes change places, whole ones first.
+
+    In blocks, or with elements that stay together.
+
+    >>> list(cuts_of(8))
+    [(1, 2, 4, 1), (1, 4, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2)]
+    """
+    for blocks in _divisors(size):
+        rest = size // blocks
+        yield from ((blocks, a, rest // a, 1) for a in _divisors(rest)[1:-1])
+    for kept in _divisors(size)[1:]:
+        rest = size // kept
+        yield from ((1, a, rest // a, kept) for a in _divisors(rest)[1:-1])
+
+
+def _divisors(size: int) -> list[int]:
+    return [number for number in range(1, size + 1) if not size % number]
+
+
+def order_of(cut: Cut) -> Tensor:
+    """Return which place of an axis each element comes from if it is cut otherwise."""
+    return torch.arange(math.prod(cut)).reshape(cut).transpose(1, 2).reshape(-1)
+
+
+def _cut_along(tensor: Tensor, axis: int, cut: Cut) -> Tensor:
+    return tensor.index_select(axis, order_of(cut)).contiguous()

@@ -1,0 +1,145 @@
+"""What a loader does wrong to the parameters of one layer it does to those of the others.
+
+In all layers of a kind, whose names differ in their numbers; and in all modules that have
+parameters of the same names, as the two directions of an encoder do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.records.value_sketch import rising
+from roundoff.compare.repairs.leaf_changes import LeafChange
+from roundoff.compare.values.value_flow import Flow, Value
+
+
+def in_all_layers(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
+    """Return what parameters hold if those of the other layers are changed alike.
+
+    The change itself where its parameters are not of one layer, or nothing says what it
+    does to others.
+    """
+    names = [flow.values[key].row.name or "" for key in change.tensors]
+    if len({numbers_in(name) for name in names}) != 1:
+        return {**change.tensors}
+    layers: dict[tuple[str, ...], dict[str, Value]] = {}
+    for value in _parameters(flow):
+        name = value.row.name or ""
+        layers.setdefault(numbers_in(name), {})[without_numbers(name)] = value
+    kinds = [without_numbers(name) for name in names]
+    groups = [[layer.get(kind) for kind in kinds] for layer in layers.values()]
+    return _changed_alike(flow, change, groups)
+
+
+def in_all_modules(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
+    """Return what parameters hold if those of the same names in all modules are changed alike.
+
+    Of one parameter its name and that of its module count; of several what their names do
+    not have in common.
+    """
+    names = [flow.values[key].row.name or "" for key in change.tensors]
+    shared = _module_of(names)
+    kinds = [name[len(shared) :] for name in names]
+    by_name = {value.row.name or "": value for value in _parameters(flow)}
+    modules = [
+        name.removesuffix(kinds[0]) for name in by_name if name.endswith(kinds[0])
+    ]
+    groups = [[by_name.get(f"{module}{kind}") for kind in kinds] for module in modules]
+    return _changed_alike(flow, change, groups)
+
+
+def _module_of(names: Sequence[str]) -> str:
+    """Return the name of the module that has all of these, with the dot behind it.
+
+    >>> _module_of(["a.0.left.weight", "a.0.right.weight"]), _module_of(["a.0.left.weight"])
+    ('a.0.', 'a.0.')
+    """
+    parts = [name.split(".") for name in names]
+    shared = []
+    for same in zip(*(each[:-1] for each in parts), strict=False):
+        if len(set(same)) > 1:
+            break
+        shared.append(same[0])
+    if len(names) == 1:
+        shared = shared[:-1]
+    return "".join(f"{part}." for part in shared)
+
+
+def _parameters(flow: Flow) -> list[Value]:
+    return [value for value in flow.in_order() if value.row.name and not value.is_call]
+
+
+def _changed_alike(
+    flow: Flow, change: LeafChange, groups: Sequence[Sequence[Value | None]]
+) -> dict[int, Tensor]:
+    held = [flow.tensor(key) for key in change.tensors]
+    present = [tensor for tensor in held if tensor is not None]
+    after = list(change.tensors.values())
+    again = _same_change(present, after, change)
+    changed = {**change.tensors}
+    for group in groups:
+        members = [value for value in group if value is not None]
+        contents = [flow.tensor(value.key) for value in members]
+        tensors = [tensor for tensor in contents if tensor is not None]
+        if [each.shape for each in tensors] != [each.shape for each in present]:
+            continue
+        if again is None or not changed.keys().isdisjoint(v.key for v in members):
+            continue
+        for value, tensor in zip(members, again(tensors), strict=True):
+            changed[value.key] = tensor
+    return changed
+
+
+def _same_change(
+    before: Sequence[Tensor], after: Sequence[Tensor], change: LeafChange
+) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+    """Return a function that changes other parameters as these were; None where the change
+    is neither one of places nor computed.
+
+    Elements that are equal tell nothing of where they should stand.
+    """
+    made = change.made
+    if made is not None:
+        return lambda tensors: [made(tensor) for tensor in tensors]
+    one = torch.cat([tensor.reshape(-1) for tensor in before])
+    other = torch.cat([tensor.reshape(-1) for tensor in after])
+    if one.shape != other.shape or not torch.equal(
+        one[rising(one)], other[rising(other)]
+    ):
+        return None
+    places = torch.empty_like(rising(one))
+    places[rising(other)] = rising(one)
+    shapes = [tensor.shape for tensor in after]
+    sizes = [tensor.numel() for tensor in after]
+
+    def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
+        elements = torch.cat([tensor.reshape(-1) for tensor in tensors])[places]
+        parts = torch.split(elements, sizes)
+        return [
+            part.reshape(shape).contiguous()
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    return moved
+
+
+def numbers_in(name: str) -> tuple[str, ...]:
+    """Return the numbers in a name, those of its layer.
+
+    >>> numbers_in("blocks.1.heads.0.key")
+    ('1', '0')
+    """
+    return tuple(re.findall(r"\d+", name))
+
+
+def without_numbers(name: str) -> str:
+    """Return a name as it is in all layers.
+
+    >>> without_numbers("blocks.1.heads.0.key")
+    'blocks.#.heads.#.key'
+    """
+    return re.sub(r"\d+", "#", name)

@@ -49,7 +49,7 @@ from roundoff.ops import operators_that
 _MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
-MOST_LEAVES = 16
+MOST_LEAVES = 12
 #: Calls between the layers and what a region reads of them: moves, a bias, a norm, a turn.
 MOST_BEFORE = 48
 #: Axes from the last on of which two may stand the other way round.
@@ -196,15 +196,16 @@ def _is_computed(sides: Sides, key: int) -> bool:
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
     """Return the parameters that a region reads, and what it is made of.
 
-    Those of where it begins first: parts that were cut otherwise agree as long as they are
-    taken together.
+    The nearest to where it begins first: parts that were cut otherwise agree as long as
+    they are taken together.
     """
     heads = [value.key for value in first_of(flow, set(region))]
     near: dict[Value, None] = {}
-    for keys in (heads, region):
+    for keys in (heads, sorted(region)):
         source = [value for value in before(flow, keys) if value.is_call]
         layers = [value.key for value in _layers_of_values(flow, source)]
-        near |= dict.fromkeys(leaves_of(flow, [*keys, *layers]))
+        for key in (*keys, *layers):
+            near |= dict.fromkeys(leaves_of(flow, [key]))
     return [*near][:MOST_LEAVES]
 
 

@@ -78,7 +78,7 @@ class _Rows:
         rows = self.tensor.movedim(self.axis, -1)
         flat = rows.reshape(-1, rows.shape[-1]).clone()
         for found, held in others:
-            flat[found.places] = held
+            flat[found.places] = held.to(flat.dtype)
         moved = flat.reshape(rows.shape).movedim(-1, self.axis)
         if torch.equal(moved, self.tensor):
             return None
@@ -97,11 +97,16 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     """
     contents = list(_contents(sides.reference))
     held = _all_held(sides.candidate)
-    missed = [c for c in contents if not torch.isin(c.rows, held).all()]
+    missed = [c for c in contents if not torch.isin(c.rows.double(), held).all()]
     by_rows = [
-        rows for leaf, tensor in present for rows in _in_rows(leaf, tensor, contents)
+        rows
+        for leaf, tensor in (*present, *_beside(sides.candidate, present))
+        for rows in _in_rows(leaf, tensor, contents)
     ]
     yield from _all_cut_alike(by_rows)
+    yield from _in_order_of_layers(by_rows)
+    leaves = {leaf.key for leaf, _ in present}
+    by_rows = [rows for rows in by_rows if rows.leaf.key in leaves]
     for rows in by_rows:
         for kind in rows.kinds:
             for others, words in (*_in_other_orders(kind), *_of_others(kind, missed)):
@@ -112,6 +117,18 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
                         rows.leaf, tensors, f"{rows.leaf.row.name} {words}"
                     )
     yield from _all_cut_alike(by_rows)
+
+
+def _beside(flow: Flow, present: Sequence[Held]) -> Iterator[Held]:
+    """Yield the other parameters of the modules that some are of."""
+    known = {leaf.key for leaf, _ in present}
+    modules = {(leaf.row.name or "").rpartition(".")[0] for leaf, _ in present}
+    for value in flow.in_order():
+        is_leaf = bool(value.row.name) and not value.is_call and value.key not in known
+        if is_leaf and (value.row.name or "").rpartition(".")[0] in modules:
+            tensor = flow.tensor(value.key)
+            if tensor is not None:
+                yield value, tensor
 
 
 def _in_rows(
@@ -161,7 +178,7 @@ def _found_in(rows: Tensor, contents: Sequence[_Content]) -> Iterator[_Found]:
     for place, row in enumerate(_as_bytes(rows)):
         places[row].append(place)
     for content in contents:
-        if content.rows.shape[1:] != rows.shape[1:] or content.rows.dtype != rows.dtype:
+        if content.rows.shape[1:] != rows.shape[1:]:
             continue
         at = [places.get(row, []) for row in _as_bytes(content.rows)]
         if all(len(each) == 1 for each in at):
@@ -170,7 +187,7 @@ def _found_in(rows: Tensor, contents: Sequence[_Content]) -> Iterator[_Found]:
 
 
 def _as_bytes(rows: Tensor) -> list[bytes]:
-    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
+    return [row.tobytes() for row in rows.to(torch.float64).numpy()]
 
 
 def _by_kind(found: Iterator[_Found]) -> Iterator[list[_Found]]:
@@ -232,6 +249,29 @@ def _all_cut_alike(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
             yield LeafChange(leaves[0], tensors, words)
 
 
+def _in_order_of_layers(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
+    """Yield all parameters that hold those of several layers with these from the first on."""
+    tensors: dict[int, Tensor] = {}
+    leaves = []
+    for rows in by_rows:
+        others = [other for kind in rows.kinds for other in _from_the_first_on(kind)]
+        whole = rows.with_rows(others)
+        if whole is not None:
+            tensors[rows.leaf.key] = whole
+            leaves.append(rows.leaf)
+    names = listed([*dict.fromkeys(leaf.row.name or "" for leaf in leaves)])
+    if leaves:
+        words = f"{names} hold the reference's layers in another order"
+        yield LeafChange(leaves[0], tensors, words)
+
+
+def _from_the_first_on(kind: Sequence[_Found]) -> Iterator[tuple[_Found, Tensor]]:
+    by_place = sorted(kind, key=lambda found: int(found.places[0]))
+    by_layer = sorted(kind, key=lambda found: [*map(int, found.content.layer)])
+    for place, found in zip(by_place, by_layer, strict=True):
+        yield place, found.content.rows[found.order]
+
+
 def _is_moved(found: _Found) -> bool:
     return not torch.equal(found.order, torch.arange(len(found.order)))
 
@@ -246,8 +286,9 @@ def _cut_again(found: _Found, inner: tuple[int, int, int] | None) -> Tensor | No
 
 
 def _all_held(flow: Flow) -> Tensor:
-    """Return the elements of all parameters of the candidate, rising."""
+    """Return the elements of all parameters of the candidate."""
     parameters = [v for v in flow.values.values() if v.row.name and not v.is_call]
     tensors = [flow.tensor(value.key) for value in parameters]
-    held = [t.reshape(-1) for t in tensors if t is not None and _is_looked_at(t)]
-    return torch.cat([torch.empty(0), *held]).sort().values
+    seen = [t for t in tensors if t is not None and _is_looked_at(t)]
+    none = torch.empty(0, dtype=torch.float64)
+    return torch.cat([none, *(t.reshape(-1).double() for t in seen)])

@@ -32,7 +32,7 @@ class LeafChange:
         leaf: the one to name.
         tensors: by record.
         words: what the loader did.
-        made: what each is made by, where elements are computed and not moved.
+        made: what each is made by, those of other layers and sizes too, where that is known.
     """
 
     leaf: Value
@@ -62,7 +62,8 @@ def recut(present: Sequence[Held]) -> Iterator[LeafChange]:
                 if torch.equal(moved, tensor):
                     continue
                 words = f"{leaf.row.name}, {_in_words(tensor, axis, cut)}"
-                yield LeafChange(leaf, {leaf.key: moved}, words)
+                made = partial(_cut_alike, axis, cut)
+                yield LeafChange(leaf, {leaf.key: moved}, words, made)
                 # matrices by rows or by columns, vectors along the one axis that they have
                 place = axis if tensor.dim() > 1 else -1
                 groups.setdefault((place, *cut[1:]), []).append((leaf, tensor, moved))
@@ -168,6 +169,22 @@ def _divisors(size: int) -> list[int]:
 def order_of(cut: Cut) -> Tensor:
     """Return which place of an axis each element comes from if it is cut otherwise."""
     return torch.arange(math.prod(cut)).reshape(cut).transpose(1, 2).reshape(-1)
+
+
+def _cut_alike(axis: int, cut: Cut, tensor: Tensor) -> Tensor:
+    """Return another parameter cut alike: as many parts or heads, of another size.
+
+    As it is where it can not be cut so.
+    """
+    blocks, a, b, kept = cut
+    size = tensor.shape[axis] if tensor.dim() >= -axis else 0
+    if blocks > 1:
+        alike = (size // (a * b), a, b, 1)
+    elif kept > 1:
+        alike = (1, a, b, size // (a * b))
+    else:
+        alike = (1, a, size // a, 1) if a <= b else (1, size // b, b, 1)
+    return tensor if math.prod(alike) != size else _cut_along(tensor, axis, alike)
 
 
 def _cut_along(tensor: Tensor, axis: int, cut: Cut) -> Tensor:

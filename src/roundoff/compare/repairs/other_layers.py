@@ -78,45 +78,48 @@ def _changed_alike(
 ) -> dict[int, Tensor]:
     held = [flow.tensor(key) for key in change.tensors]
     present = [tensor for tensor in held if tensor is not None]
-    after = list(change.tensors.values())
-    again = _same_change(present, after, change)
+    again = _same_change(present, list(change.tensors.values()), change)
     changed = {**change.tensors}
     for group in groups:
         members = [value for value in group if value is not None]
         contents = [flow.tensor(value.key) for value in members]
         tensors = [tensor for tensor in contents if tensor is not None]
-        if [each.shape for each in tensors] != [each.shape for each in present]:
+        is_another = changed.keys().isdisjoint(value.key for value in members)
+        if len(tensors) != len(group) or not is_another:
             continue
-        if again is None or not changed.keys().isdisjoint(v.key for v in members):
-            continue
-        for value, tensor in zip(members, again(tensors), strict=True):
-            changed[value.key] = tensor
+        moved = again(tensors)
+        if [each.shape for each in moved] == [each.shape for each in tensors]:
+            changed |= {v.key: each for v, each in zip(members, moved, strict=True)}
     return changed
 
 
 def _same_change(
     before: Sequence[Tensor], after: Sequence[Tensor], change: LeafChange
-) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
-    """Return a function that changes other parameters as these were; None where the change
-    is neither one of places nor computed.
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Return a function that changes other parameters as these were.
 
-    Elements that are equal tell nothing of where they should stand.
+    It returns none where the change is not known for theirs. Elements that are equal tell
+    nothing of where they should stand.
     """
     made = change.made
     if made is not None:
         return lambda tensors: [made(tensor) for tensor in tensors]
+    whole = [_place_of(tensor, before) for tensor in after]
+    if None not in whole:
+        return lambda tensors: [tensors[place] for place in whole if place is not None]
     one = torch.cat([tensor.reshape(-1) for tensor in before])
     other = torch.cat([tensor.reshape(-1) for tensor in after])
-    if one.shape != other.shape or not torch.equal(
-        one[rising(one)], other[rising(other)]
-    ):
-        return None
+    is_moved = one.shape == other.shape
+    if not is_moved or not torch.equal(one[rising(one)], other[rising(other)]):
+        return lambda _tensors: []
     places = torch.empty_like(rising(one))
     places[rising(other)] = rising(one)
     shapes = [tensor.shape for tensor in after]
     sizes = [tensor.numel() for tensor in after]
 
     def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
+        if [tensor.shape for tensor in tensors] != shapes:
+            return []
         elements = torch.cat([tensor.reshape(-1) for tensor in tensors])[places]
         parts = torch.split(elements, sizes)
         return [
@@ -125,6 +128,12 @@ def _same_change(
         ]
 
     return moved
+
+
+def _place_of(tensor: Tensor, tensors: Sequence[Tensor]) -> int | None:
+    """Return which of several tensors one is."""
+    same = (place for place, each in enumerate(tensors) if torch.equal(each, tensor))
+    return next(same, None)
 
 
 def numbers_in(name: str) -> tuple[str, ...]:

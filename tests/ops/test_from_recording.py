@@ -71,6 +71,18 @@ REFUSED = {
         "aten.native_batch_norm.default",
         [record(2), record(0), None, None, None, True, 0.1, 1e-5],
     ),
+    "a norm without statistics": (
+        "aten.native_batch_norm.default",
+        [record(2), None, None, None, None, False, 0.1, 1e-5],
+    ),
+    "a norm without statistics of its own": (
+        "aten._native_batch_norm_legit.no_stats",
+        [record(2), None, None, False, 0.1, 1e-5],
+    ),
+    "an update of no statistics": (
+        "aten._batch_norm_no_update.default",
+        [record(2), None, None, None, None, 0.1, 1e-5],
+    ),
     "no groups": (
         "aten.native_group_norm.default",
         [record(2), None, None, 1, 2, 16, 0, 1e-5],

@@ -7,9 +7,10 @@ Where a port defines no batches, those of the reference stand behind its text.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -129,12 +130,16 @@ class Change:
     reference: str | None = None
 
     def lines(self, right: str) -> set[int]:
-        """Return the numbers of the changed lines and of those that compute the wrong value."""
+        """Return the numbers of the changed lines and of those that compute the wrong value.
+
+        A statement of several lines is one: a call is recorded at the first of them.
+        """
         wrong = self.applied(right)
         numbered = list(enumerate(wrong.splitlines(), 1))
         before = right.splitlines()
         changed = {number for number, line in numbered if line not in before}
         parts = self.at.split("|") if self.at is not None else []
+        changed = {n for line in changed for n in _statement(wrong, line)}
         return changed | {n for n, line in numbered if any(p in line for p in parts)}
 
     def applied(self, right: str) -> str:
@@ -179,6 +184,20 @@ class Port:
             and bool(culprit.reference_line)
             and change.reference in _line(reference, culprit.reference_line)
         )
+
+
+@cache
+def _statements(text: str) -> list[range]:
+    """Return the lines of each statement that has no others in it."""
+    return [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and not hasattr(node, "body")
+    ]
+
+
+def _statement(text: str, line: int) -> Iterable[int]:
+    return next((lines for lines in _statements(text) if line in lines), [line])
 
 
 def _line(text: str, line: str) -> str:

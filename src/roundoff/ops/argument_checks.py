@@ -176,12 +176,14 @@ def _batch_norm(values: Values) -> str | None:
 
 
 def _saved(values: Values) -> str | None:
-    """Say where a backward pass lacks the statistics that it reads."""
-    if "grad_out" not in values:
+    """Say where the statistics that are read are not there."""
+    is_backward = "grad_out" in values
+    is_of_batch = values.get("train" if is_backward else "training", False)
+    if is_of_batch and not is_backward:
         return None
     pair = ("save_mean", "save_invstd")
-    names = pair if values["train"] else ("running_mean", "running_var")
-    missing = [name for name in names if not _numel(values[name])]
+    names = pair if is_of_batch else ("running_mean", "running_var")
+    missing = [name for name in names if not _numel(values.get(name))]
     return f"no {missing[0]}" if missing and values["input"].numel() else None
 
 

@@ -755,7 +755,8 @@ _STORES_UNLESS = {
 _SIZES_LIKE = {
     "batch norm": """
         batch_norm native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training""",
+        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+        _batch_norm_no_update _batch_norm_with_update""",
     "group norm": "native_group_norm native_group_norm_backward",
     "layer norm": """
         native_layer_norm native_layer_norm_backward _fused_rms_norm

@@ -1,15 +1,19 @@
-"""A view or a transposition that puts values in other places than the reference's.
+"""Values that stand in other places than the reference's: where did they get there?
 
 All values are there, so that they agree as a whole, and what is computed of them next to
 each other does not. A port may hold them in an order of its own; one is at fault where all
-is right with the reference's values in its place.
+is right with the reference's values in its place. It is followed back to the first that is.
 """
 
 from __future__ import annotations
 
-from roundoff.compare.blame.blamed_leaves import Blamed, same_layout
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials
-from roundoff.compare.repairs.transplants import Rejoin, in_layout_of
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed, of_leaves_alone, same_layout
+from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart
+from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Value
@@ -18,28 +22,113 @@ from roundoff.ops import operators_that
 
 #: Values that are tried, the first ones.
 MOST_TRIED = 32
+#: Orders of the axes of one value that are tried.
+MOST_ORDERS = 24
+#: Values of the reference whose elements one has.
+MOST_TWINS = 4
+#: Values between two that agree.
+MOST_BETWEEN = 16
 _PLACES = operators_that("reshape") | operators_that("permute axes")
 _PLACES |= operators_that("repeat")
 
 
 def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
-    """Return the first move whose elements stand in other places than they have to."""
+    """Return the first value whose elements stand in other places than they have to."""
+    trials.left = BUDGET
+    for value in _read_by_region(sides, rejoin):
+        if trials.left < 0:
+            return None
+        if _are_right_otherwise(sides, trials, [value]):
+            return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
     trials.left = BUDGET
     for value in _in_other_places(sides, rejoin)[:MOST_TRIED]:
-        twin = _twin_in_place(sides, trials, value)
-        if twin is None:
-            continue
-        words = (
-            f"its values are those of {twin.operator} of {twin.row.site} "
-            f"({twin.row.line}) in another order"
-        )
-        line = FaultLines(sides, rejoin.region).of_operator(value)
-        return Blamed(value, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
+        if _twin_in_place(sides, trials, value):
+            return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
     return None
 
 
-def _twin_in_place(sides: Sides, trials: Trials, value: Value) -> Value | None:
-    """Return the value of the reference with which in its place all is right."""
+def _blamed(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
+    twin = sides.reference.values[sides.all_twins(value)[0]]
+    words = (
+        f"its values are those of {twin.operator} of {twin.row.site} "
+        f"({twin.row.line}) in another order"
+    )
+    line = FaultLines(sides, rejoin.region).of_operator(value)
+    return Blamed(value, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
+
+
+def _read_by_region(sides: Sides, rejoin: Rejoin) -> list[Value]:
+    """Return what the wrong region reads that agrees and is computed of more than parameters."""
+    flow = sides.candidate
+    read = [
+        value for value in before(flow, rejoin.region) if _may_be_moved(sides, value)
+    ]
+    return [v for v in read if not of_leaves_alone(flow, v)][:MOST_TRIED]
+
+
+def _may_be_moved(sides: Sides, value: Value) -> bool:
+    is_value = value.is_call and not value.inner and not value.says_nothing
+    return is_value and value.key in sides.twins
+
+
+def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
+    """Follow a value back as long as what it is made of is right in another order too."""
+    followed = [value]
+    while trials.left > 0:
+        inputs = [*dict.fromkeys(i for each in followed for i in _inputs(sides, each))]
+        groups = [[each] for each in inputs]
+        groups += [inputs] if len(inputs) > 1 else []
+        tried = (g for g in groups if _are_right_otherwise(sides, trials, g))
+        before = next(tried, None)
+        if before is None:
+            break
+        followed = before
+    return min(followed, key=lambda each: each.order)
+
+
+def _inputs(sides: Sides, value: Value) -> Iterator[Value]:
+    """Yield what a value is made of that agrees, behind what the reference computes otherwise."""
+    flow = sides.candidate
+    waiting = [*value.inputs]
+    seen: set[int] = set()
+    while waiting and len(seen) < MOST_BETWEEN:
+        key = waiting.pop(0)
+        if key in seen or key not in flow.values:
+            continue
+        seen.add(key)
+        if _may_be_moved(sides, flow.values[key]):
+            yield flow.values[key]
+        else:
+            waiting += flow.values[key].inputs
+
+
+def _are_right_otherwise(sides: Sides, trials: Trials, values: Sequence[Value]) -> bool:
+    """Return True where all is right with the reference's values in the place of some that
+    have the same elements: each in the order of axes of as high a number."""
+    ways = [list(_in_other_orders(sides, value)) for value in values]
+    return any(
+        trials.outcome({}, {v.key: t for v, t in zip(values, way, strict=True)})[0]
+        for way in zip(*ways, strict=False)
+    )
+
+
+def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:
+    held = sides.candidate.tensor(value.key)
+    orders = 0
+    for key in sides.all_twins(value)[:MOST_TWINS]:
+        content = sides.reference.tensor(key)
+        if held is None or content is None:
+            continue
+        for moved in in_layout_of(sides, held, content):
+            if moved.shape == held.shape and apart(moved, held) > sides.limit:
+                yield moved
+                orders += 1
+            if orders >= MOST_ORDERS:
+                return
+
+
+def _twin_in_place(sides: Sides, trials: Trials, value: Value) -> bool:
+    """Return True where all is right with a value of the reference in the value's place."""
     held = sides.candidate.tensor(value.key)
     for key in sides.all_twins(value):
         content = sides.reference.tensor(key)
@@ -47,8 +136,8 @@ def _twin_in_place(sides: Sides, trials: Trials, value: Value) -> Value | None:
             continue
         for moved in in_layout_of(sides, held, content):
             if trials.outcome({}, {value.key: moved})[0]:
-                return sides.reference.values[key]
-    return None
+                return True
+    return False
 
 
 def _in_other_places(sides: Sides, rejoin: Rejoin) -> list[Value]:

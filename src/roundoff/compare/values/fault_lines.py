@@ -183,7 +183,8 @@ class FaultLines:
     ) -> int:
         """Return the innermost place of a stack whose function may be wrong.
 
-        With ``is_used_elsewhere`` one that other lines call is right, whatever it gives.
+        With ``is_used_elsewhere`` one that other lines call is right, as long as it does not
+        give something wrong there of what agrees.
         """
         place = len(stack) - 1
         calls: dict[tuple[str, ...], list[Value]] = {}
@@ -192,7 +193,9 @@ class FaultLines:
         alike = calls.pop(tuple(stack), [value])
         for its_stack, others in calls.items():
             others = _at_same_place(value, alike, others)
-            if is_used_elsewhere or any(self._leads_to_right(o.key) for o in others):
+            is_right = any(self._leads_to_right(o.key) for o in others)
+            is_wrong = any(self._makes_wrong_of_right(o) for o in others)
+            if is_right or (is_used_elsewhere and not is_wrong):
                 place = min(place, len(stack) - 1 - alike_inside(stack, its_stack))
         return max(place, 0)
 
@@ -231,6 +234,11 @@ class FaultLines:
             waiting += [key for key in source.inputs if key not in seen]
             seen.update(source.inputs)
         return False
+
+    def _makes_wrong_of_right(self, value: Value) -> bool:
+        """Return True for a value that the reference lacks, made of values that it has."""
+        twins = self.sides.twins
+        return value.key not in twins and all(key in twins for key in value.inputs)
 
     def _leads_to_right(self, key: int) -> bool:
         """Return True for a value that agrees, or of which one is computed that does."""

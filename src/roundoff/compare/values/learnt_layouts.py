@@ -99,7 +99,7 @@ def orders_of(content: Tensor, held: Tensor) -> Iterator[tuple[int, ...]]:
 
 def _joins(fine: Sequence[int], coarse: Sequence[int]) -> bool:
     """Return True where one shape is the other with neighbouring axes joined."""
-    ends = set()
+    ends = {1}
     count = 1
     for size in fine:
         count *= size

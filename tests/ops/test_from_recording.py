@@ -96,6 +96,7 @@ REFUSED = {
         [record(2), record(2), [1, 1], [1, 1], [0, 0], [1, 1], False, record(3)],
     ),
     "axes of a transform": ("aten._fft_r2c.default", [record(0), [7], 0, True]),
+    "an axis from the end": ("aten._fft_r2c.default", [record(0), [-1], 0, True]),
     "too large a number": ("aten.add.Scalar", [record(0), 2**70]),
     "another type": ("aten.sum.dim_IntList", [record(0), "everything"]),
     "arguments that are none": ("aten.add.Tensor", ["x", "y"]),

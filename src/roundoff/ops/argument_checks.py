@@ -298,9 +298,8 @@ def _nll(values: Values) -> str | None:
 
 def _fourier(values: Values) -> str | None:
     read = values["self"]
-    axes = [
-        axis % read.dim() for axis in values["dim"] if -read.dim() <= axis < read.dim()
-    ]
+    # the kernels read beyond a negative one
+    axes = [axis for axis in values["dim"] if 0 <= axis < read.dim()]
     if not axes or len(set(axes)) != len(values["dim"]):
         return "axes that the input has not, or twice"
     if min(read.shape) < 1 or not 0 <= values["normalization"] <= 2:

@@ -18,10 +18,10 @@ from torch import Tensor
 from roundoff.compare.blame.blamed_leaves import of_leaves_alone
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.ops import operators_that
 
-#: What is done to parameters with a number, and without one.
-_WITH_NUMBER = frozenset(("add", "sub", "mul", "div"))
-_OF_ONE = frozenset(("exp", "neg", "sigmoid", "tanh", "reciprocal", "abs", "square"))
+_OF_PARAMETERS = operators_that("pair elements")
+_OF_PARAMETERS |= operators_that("work element by element")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,22 @@ def _first_computed(flow: Flow) -> list[tuple[str, float | None]]:
     found: dict[tuple[str, float | None], None] = {}
     for value in flow.in_order():
         call = program.calls.get(value.row.call)
-        if value.inner or call is None or not of_leaves_alone(flow, value):
+        is_of_parameters = not value.inner and of_leaves_alone(flow, value)
+        if call is None or not is_of_parameters or value.operator not in _OF_PARAMETERS:
             continue
-        if value.operator in _WITH_NUMBER:
-            numbers = [number for number in _numbers_in(call.parsed) if number]
-            found |= dict.fromkeys((value.operator, number) for number in numbers)
-        elif value.operator in _OF_ONE:
-            found[value.operator, None] = None
+        for number in (None, *_numbers_in(call.parsed)):
+            if _is_function(value.operator, number):
+                found[value.operator, number] = None
     return list(found)
+
+
+def _is_function(operator: str, number: float | None) -> bool:
+    """Return True where torch has such a function of one tensor, with a number or without."""
+    try:
+        _computed(operator, number, torch.ones(1))
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _numbers_in(value: object) -> Iterator[float]:
@@ -121,7 +129,7 @@ def _numbers_in(value: object) -> Iterator[float]:
 def _computed(operator: str, number: float | None, tensor: Tensor) -> Tensor:
     function = getattr(torch, operator)
     made: Tensor = function(tensor) if number is None else function(tensor, number)
-    return made
+    return made.to(tensor.dtype)
 
 
 def _together(

@@ -170,7 +170,7 @@ def compare_step(
                 columns |= _MADE_OTHERWISE
             columns |= _explanation_columns(sides, divergence, finding, memory)
         rows.append(ComparedRow(**columns))
-    _remember(memory, candidate, findings)
+    memory.remember(divergence)
     _remember_unwritten(memory, reference, pairs)
     return rows
 
@@ -453,20 +453,6 @@ def _whole(step: RecordedStep) -> RecordedStep:
 
 def _inputs(rows: Rows, row: RecordedRow) -> list[RecordedRow]:
     return [rows[record] for record in row.inputs if record in rows]
-
-
-def _remember(
-    memory: EarlierSteps, rows: Rows, findings: Mapping[int, Finding]
-) -> None:
-    """Leave the errors of this step to later ones."""
-    for record, finding in findings.items():
-        error = finding.error or 0.0
-        parted = finding.cause is not None
-        memory.parted |= parted
-        memory.worst = max(memory.worst, error)
-        name = rows[record].name
-        if name:
-            memory.names[name] = (error, parted)
 
 
 def _remember_unwritten(

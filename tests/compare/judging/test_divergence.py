@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundoff.compare.judging.divergence import Divergence
+from roundoff.compare.judging.explain import EarlierSteps
 from roundoff.compare.judging.later_values import clear_what_agrees_later
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.records.replay import CallReplay
@@ -82,7 +83,7 @@ class Measures:
         return False
 
 
-def run(
+def judged(
     graph,
     errors,
     *,
@@ -93,7 +94,11 @@ def run(
     replays=None,
     **options,
 ):
-    """The findings. ``cross`` has distances of values that are not each other's counterparts, infinite where not given."""
+    """The step, judged.
+
+    ``cross`` has distances of values that are not each other's counterparts, infinite where
+    not given.
+    """
     columns = options.pop("columns", {})
     guessed = frozenset(options.pop("guessed", ()))
     ours, theirs = rows(reference or graph, **columns), rows(graph, **columns)
@@ -115,7 +120,12 @@ def run(
     )
     step.run()
     clear_what_agrees_later(step)
-    return step.findings
+    return step
+
+
+def run(graph, errors, **options):
+    """The findings of ``judged``."""
+    return judged(graph, errors, **options).findings
 
 
 CHAIN = {
@@ -345,6 +355,14 @@ def test_a_gradient_that_nothing_makes_is_of_the_step_before():
     assert OWN not in {cause for cause, _ in causes(left).values()}
     new = run(graph, {0: 3e-2, 1: 3e-2}, carried=lambda _: (3e-3, False), **options)
     assert causes(new)[0] == (OWN, 0), "ten times what the step before has left"
+
+
+def test_memory_that_nothing_was_written_to_leaves_no_error():
+    graph = {0: ("empty", []), 1: (LEAF, []), 2: ("mm", [1])}
+    memory = EarlierSteps()
+    memory.remember(judged(graph, {0: 2841.9, 2: 1e-4}))
+    assert memory.worst == 1e-4
+    assert not memory.parted
 
 
 def test_what_an_earlier_step_left_is_inherited():

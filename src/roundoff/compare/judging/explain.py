@@ -9,7 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from roundoff.compare.judging.divergence import Divergence
+from roundoff.compare.judging.divergence import (
+    Divergence,
+    is_without_value,
+    is_workspace,
+)
 from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
@@ -39,6 +43,19 @@ class EarlierSteps:
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before the step, and True for that of a fault."""
         return self.names.get(row.name or "", (self.worst, self.parted))
+
+    def remember(self, divergence: Divergence) -> None:
+        """Leave the errors of a step to later ones, but for those of memory without values."""
+        for record, finding in divergence.findings.items():
+            row = divergence.candidate[record]
+            if is_without_value(row, divergence.twin(record)) or is_workspace(row):
+                continue
+            error = finding.error or 0.0
+            parted = finding.cause is not None
+            self.parted |= parted
+            self.worst = max(self.worst, error)
+            if row.name:
+                self.names[row.name] = (error, parted)
 
 
 @dataclass(frozen=True, slots=True)

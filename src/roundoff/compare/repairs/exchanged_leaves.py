@@ -103,7 +103,7 @@ class _Search:
                 return None
             agrees, gained = trials.outcome({}, change.tensors)
             if agrees and not self._loses(change.tensors):
-                return _blamed(change)
+                return self._blamed(change)
             helps = len(gained) >= SEVERAL
             if helps:
                 self._helpful.append((len(gained), change))
@@ -122,7 +122,7 @@ class _Search:
                 most = len(tensors)
                 agrees = self._trials.outcome({}, tensors)[0]
                 if agrees and not self._loses(tensors):
-                    return _blamed(change)
+                    return self._blamed(change)
         return None
 
     def several(self) -> Blamed | None:
@@ -144,11 +144,19 @@ class _Search:
             together = {**tensors, **change.tensors}
             agrees, gained = trials.outcome({}, together)
             if agrees and not self._loses(together):
-                return _blamed(first)
+                return self._blamed(first)
             if len(gained) > most:
                 most = len(gained)
                 tensors = together
         return None
+
+    def _blamed(self, change: LeafChange) -> Blamed:
+        """Name the largest of several, a weight and not its bias; of equal ones the first."""
+        values = self._sides.candidate.values
+        changed = [values[key] for key in change.tensors]
+        changed.sort(key=lambda leaf: (-(leaf.row.numel or 0), leaf.order))
+        leaf = changed[0]
+        return Blamed(leaf, None, change.words, change.tensors[leaf.key])
 
     def _loses(self, tensors: Mapping[int, Tensor]) -> bool:
         """Return True where a value of the reference is not there any more with other leaves.
@@ -181,10 +189,6 @@ class _Search:
         sides = self._sides
         beside = (v for v in sides.candidate.values.values() if v.key not in again)
         return {key for value in beside for key in sides.all_twins(value)}
-
-
-def _blamed(change: LeafChange) -> Blamed:
-    return Blamed(change.leaf, None, change.words, change.tensors[change.leaf.key])
 
 
 def _is_computed(sides: Sides, key: int) -> bool:
@@ -243,7 +247,7 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
         if first.dtype == second.dtype and not torch.equal(first, second):
             tensors = {leaf.key: second, other.key: first}
             words = f"{leaf.row.name} and {other.row.name} stand in for each other"
-            yield LeafChange(leaf, tensors, words)
+            yield LeafChange(tensors, words)
     yield from _of_layers(sides.candidate, leaves)
     yield from _of_layers_alike(sides.candidate, leaves)
     for leaf in leaves:
@@ -259,8 +263,7 @@ def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange]:
         tensors = _exchanged(flow, layer, other)
         if len(tensors) > 2:
             words = f"{name} and {other_name} stand in for each other"
-            named = next(leaf for leaf in leaves if leaf.key in tensors)
-            yield LeafChange(named, tensors, words)
+            yield LeafChange(tensors, words)
 
 
 def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange]:
@@ -277,10 +280,9 @@ def _of_layers_alike(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange
         tensors: dict[int, Tensor] = {}
         for layer, other in pairs:
             tensors |= _exchanged(flow, layer, other)
-        named = next((leaf for leaf in leaves if leaf.key in tensors), None)
-        if len(pairs) > 1 and named is not None:
+        if len(pairs) > 1 and tensors:
             words = f"each {kind} and {other_kind} stand in for each other"
-            yield LeafChange(named, tensors, words)
+            yield LeafChange(tensors, words)
 
 
 def _exchanged(
@@ -347,7 +349,7 @@ def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[LeafChange
             if len(tensors) > 1:
                 names = ", ".join(leaf.row.name or "" for leaf, _ in members)
                 words = f"{names} have their {count} parts in another order: {order}"
-                yield LeafChange(members[0][0], tensors, words)
+                yield LeafChange(tensors, words)
 
 
 def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
@@ -382,7 +384,7 @@ def _together(
             tensors = {leaf.key: tensor for leaf, tensor in group}
             names = " and ".join(leaf.row.name or "" for leaf, _ in group)
             words = f"{names} have axes {places[0]} and {places[1]} the other way round"
-            yield LeafChange(group[0][0], tensors, words)
+            yield LeafChange(tensors, words)
 
 
 def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
@@ -403,7 +405,7 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
                     f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
                     f"{leaf.row.name} stand in for each other"
                 )
-                yield LeafChange(leaf, {leaf.key: turned}, words)
+                yield LeafChange({leaf.key: turned}, words)
 
 
 def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafChange]:
@@ -430,13 +432,13 @@ def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafCha
                 for bias, bias_parts in with_bias:
                     packed = packing.packed(bias_parts).reshape(-1)
                     tensors = {bias.key: packed}
-                    yield LeafChange(bias, tensors, words)
+                    yield LeafChange(tensors, words)
                 for turned_weight in laid_out_as(packing.packed(parts), weight):
                     if torch.equal(turned_weight, weight):
                         continue
-                    yield LeafChange(leaf, {leaf.key: turned_weight, **tensors}, words)
+                    yield LeafChange({leaf.key: turned_weight, **tensors}, words)
                     if tensors:
-                        yield LeafChange(leaf, {leaf.key: turned_weight}, words)
+                        yield LeafChange({leaf.key: turned_weight}, words)
 
 
 def _bias_of(
@@ -467,7 +469,7 @@ def _cuts(
     for choices, others in combinations(cuts, 2):
         for cut, other in product(choices, others):
             tensors = {**cut.tensors, **other.tensors}
-            yield LeafChange(cut.leaf, tensors, cut.words)
+            yield LeafChange(tensors, cut.words)
 
 
 def _cuts_of_one(
@@ -513,4 +515,4 @@ def _cut_again(
                     leaf.key: part.contiguous()
                     for leaf, part in zip(group, order, strict=True)
                 }
-                yield LeafChange(group[0], tensors, words)
+                yield LeafChange(tensors, words)

@@ -113,9 +113,7 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
                 moved = rows.with_rows(others)
                 if moved is not None:
                     tensors = {rows.leaf.key: moved}
-                    yield LeafChange(
-                        rows.leaf, tensors, f"{rows.leaf.row.name} {words}"
-                    )
+                    yield LeafChange(tensors, f"{rows.leaf.row.name} {words}")
     yield from _all_cut_alike(by_rows)
 
 
@@ -246,7 +244,7 @@ def _all_cut_alike(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
         names = listed([*dict.fromkeys(leaf.row.name or "" for leaf in leaves)])
         if leaves:
             words = f"{names} have the rows of the reference's in another order"
-            yield LeafChange(leaves[0], tensors, words)
+            yield LeafChange(tensors, words)
 
 
 def _in_order_of_layers(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
@@ -262,7 +260,7 @@ def _in_order_of_layers(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
     names = listed([*dict.fromkeys(leaf.row.name or "" for leaf in leaves)])
     if leaves:
         words = f"{names} hold the reference's layers in another order"
-        yield LeafChange(leaves[0], tensors, words)
+        yield LeafChange(tensors, words)
 
 
 def _from_the_first_on(kind: Sequence[_Found]) -> Iterator[tuple[_Found, Tensor]]:

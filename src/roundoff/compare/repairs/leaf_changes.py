@@ -29,13 +29,11 @@ class LeafChange:
     """What parameters would hold if they were filled otherwise.
 
     Attributes:
-        leaf: the one to name.
         tensors: by record.
         words: what the loader did.
         made: what each is made by, those of other layers and sizes too, where that is known.
     """
 
-    leaf: Value
     tensors: Mapping[int, Tensor]
     words: str
     made: Callable[[Tensor], Tensor] | None = None
@@ -63,7 +61,7 @@ def recut(present: Sequence[Held]) -> Iterator[LeafChange]:
                     continue
                 words = f"{leaf.row.name}, {_in_words(tensor, axis, cut)}"
                 made = partial(_cut_alike, axis, cut)
-                yield LeafChange(leaf, {leaf.key: moved}, words, made)
+                yield LeafChange({leaf.key: moved}, words, made)
                 # matrices by rows or by columns, vectors along the one axis that they have
                 place = axis if tensor.dim() > 1 else -1
                 groups.setdefault((place, *cut[1:]), []).append((leaf, tensor, moved))
@@ -88,7 +86,7 @@ def made_ready(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
                 words = f"of {leaf.row.name} the reference computes {operator} first"
                 if number is not None:
                     words = f"{words}, with {number:g}"
-                yield LeafChange(leaf, {leaf.key: made(tensor)}, words, made)
+                yield LeafChange({leaf.key: made(tensor)}, words, made)
 
 
 def _first_computed(flow: Flow) -> list[tuple[str, float | None]]:
@@ -138,16 +136,16 @@ def _together(
     tensors = {leaf.key: moved for leaf, _, moved in group}
     if len(tensors) > 1:
         names = " and ".join(dict.fromkeys(leaf.row.name or "" for leaf, *_ in group))
-        yield LeafChange(group[0][0], tensors, f"{names} have {what}")
+        yield LeafChange(tensors, f"{names} have {what}")
 
 
 def _in_words(tensor: Tensor, axis: int, cut: Cut) -> str:
-    """Return how the elements stand along an axis, and how they should."""
-    blocks, a, b, kept = cut
-    present = _sizes(blocks, a, b, kept)
-    meant = _sizes(blocks, b, a, kept)
+    """Return which elements along an axis should change places."""
     place = axis % tensor.dim()
-    return f"along axis {place} it holds {present} elements and should hold {meant}"
+    which = "first" if cut[0] == 1 else "last"
+    return (
+        f"cut in {_sizes(*cut)} along axis {place}, should have the {which} two turned"
+    )
 
 
 def _sizes(*sizes: int) -> str:

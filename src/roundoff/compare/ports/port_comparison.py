@@ -177,10 +177,20 @@ def explained_by_values(
     reference has no such value, only what was found to make all right goes before it.
     """
     compared = values_compared(steps)
-    is_right = suspect is None or suspect in compared.sides.twins
+    is_right = suspect is None or _is_in_phase(compared.sides, suspect)
     if not compared.differences or not (compared.is_sure or is_right):
         return None
     return compared.rows()
+
+
+def _is_in_phase(sides: Sides, record: int) -> bool:
+    """Return True where the reference has a value of the candidate, in the same phase.
+
+    What a backward pass makes again of its result is no value of the forward pass.
+    """
+    value = sides.candidate.values[record]
+    twins = [sides.reference.values[key] for key in sides.all_twins(value)]
+    return any(twin.row.phase == value.row.phase for twin in twins)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,25 @@ def locate(
     return None
 
 
+def is_inside(whole: Tensor, piece: Tensor) -> bool:
+    """Return True where a piece, if it stands in a tensor, does so with all its elements."""
+    if whole.is_complex() or piece.is_complex() or not whole.ndim or not piece.ndim:
+        return False
+    if whole.ndim == piece.ndim and not _fits(whole.shape, piece.shape):
+        return False
+    is_of_rows = whole.shape[-1] == piece.shape[-1] and piece.numel() <= whole.numel()
+    return is_of_rows or whole.ndim == piece.ndim
+
+
+def extremes(tensor: Tensor) -> tuple[float, float, float]:
+    """Return the least and the largest element, and the l2 norm; infinities for special
+    values."""
+    wide = tensor.detach().to(torch.float64)
+    if not wide.numel() or not bool(torch.isfinite(wide).all()):
+        return -math.inf, math.inf, math.inf
+    return float(wide.min()), float(wide.max()), float(wide.norm())
+
+
 def _comparable(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -144,11 +163,40 @@ def _locate(
     places = math.prod(len(each) for each in starts)
     if places > MOST_PLACES or places * max(whole.numel(), piece.numel()) > MOST_WORK:
         return None
-    for start in product(*starts):
+    likely = _likely(whole, piece, tolerance, factor) if places > 1 else None
+    for start in product(*starts) if likely is None else likely:
         location = _located_at(whole, piece, start, tolerance, factor)
         if location is not None:
             return location
     return None
+
+
+def _likely(
+    whole: Tensor, piece: Tensor, tolerance: float, factor: float
+) -> list[list[int]] | None:
+    """Return the starts at which the first elements that both have agree in some row.
+
+    None where they are no numbers. Of the one with fewer rows all have to be in the other.
+    """
+    ours = _first_elements(whole, piece) * factor
+    theirs = _first_elements(piece, whole)
+    if len(piece) <= len(whole):
+        theirs = theirs[:1]
+    else:
+        ours = ours[:1]
+    # no element is further off than all of them together may be
+    slack = 2 * tolerance * float(whole.norm()) * abs(factor)
+    if not math.isfinite(slack + float(ours.abs().max() + theirs.abs().max())):
+        return None
+    near = ((ours - theirs).abs() <= slack).any(0)
+    return [[int(place) for place in start] for start in near.nonzero()]
+
+
+def _first_elements(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return the elements at which a stretch as long as another tensor may begin, by row."""
+    axes = zip(tensor.shape[1:], other.shape[1:], strict=True)
+    starts = [slice(max(size - length, 0) + 1) for size, length in axes]
+    return tensor[(slice(None), *starts)]
 
 
 def _located_at(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,13 @@ from roundoff.compare.portions.accumulated_rounding import (
     accumulated_rounding,
     explained,
 )
-from roundoff.compare.portions.location import Location, locate, multiple
+from roundoff.compare.portions.location import (
+    Location,
+    extremes,
+    is_inside,
+    locate,
+    multiple,
+)
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.rounding_bound import condition, unit
 from roundoff.ops import operators_that
@@ -100,6 +107,7 @@ class StepPieces:
     _by_module: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
     _views: dict[tuple[str, str], list[RecordedRow]] = field(default_factory=dict)
     _factors: Counter[float] = field(default_factory=Counter)
+    _extremes: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rounding = accumulated_rounding(self.reference.rows, self.before)
@@ -231,6 +239,8 @@ class StepPieces:
         if tolerance > NOISE or twin.record in self.noise:
             piece.noise |= _is_same_kind(twin, piece.row)
             return False
+        if not any(self._may_hold(whole, twin, tensor, tolerance, f) for f in factors):
+            return False
         location = None
         for form in _local_forms(tensor, piece.row):
             location = locate(
@@ -250,6 +260,33 @@ class StepPieces:
         )
         self._count_factor(whole, tensor)
         return True
+
+    def _may_hold(
+        self,
+        whole: Tensor,
+        twin: RecordedRow,
+        tensor: Tensor,
+        tolerance: float,
+        factor: float,
+    ) -> bool:
+        """Return False where the extremes say that a tensor is not a part of a whole one.
+
+        Quickly: of thousands of values each is looked for in dozens of others.
+        """
+        if not is_inside(whole, tensor):
+            return True
+        if twin.record not in self._extremes:
+            self._extremes[twin.record] = extremes(whole)
+        least, most, size = self._extremes[twin.record]
+        low, high, _ = extremes(tensor)
+        ends = sorted((least * factor, most * factor))
+        # no element is further off than all of them together may be
+        slack = 2 * tolerance * size * abs(factor)
+        if not math.isfinite(slack + low + high):
+            return True
+        if whole.numel() == tensor.numel():
+            return abs(ends[0] - low) <= slack and abs(ends[1] - high) <= slack
+        return ends[0] - slack <= low and high <= ends[1] + slack
 
     def _is_as_complete(self, piece: Piece, location: Location) -> bool:
         """Return True unless all that a value reads stands wholly in the reference, and it

@@ -77,7 +77,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         _cuts(sides, ours, leaves),
         _packed_otherwise(sides, leaves),
         moved_rows(sides, present),
-        recut(present),
+        recut(sides, present),
         made_ready(sides.reference, present),
     )
     search = _Search(sides, trials)

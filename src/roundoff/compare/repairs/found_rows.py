@@ -105,16 +105,19 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     ]
     yield from _all_cut_alike(by_rows)
     yield from _in_order_of_layers(by_rows)
+    yield from _shared_out_otherwise(sides.candidate, contents)
     leaves = {leaf.key for leaf, _ in present}
+    is_custom = any(_is_moved(f) for rows in by_rows for k in rows.kinds for f in k)
     by_rows = [rows for rows in by_rows if rows.leaf.key in leaves]
     for rows in by_rows:
         for kind in rows.kinds:
-            for others, words in (*_in_other_orders(kind), *_of_others(kind, missed)):
+            # what stands as the reference's does is wrong where others do not
+            orders = _in_other_orders(kind) if is_custom else ()
+            for others, words in (*orders, *_of_others(kind, missed)):
                 moved = rows.with_rows(others)
                 if moved is not None:
                     tensors = {rows.leaf.key: moved}
                     yield LeafChange(tensors, f"{rows.leaf.row.name} {words}")
-    yield from _all_cut_alike(by_rows)
 
 
 def _beside(flow: Flow, present: Sequence[Held]) -> Iterator[Held]:
@@ -135,14 +138,18 @@ def _in_rows(
     """Yield a parameter by rows, by columns and by single elements."""
     if not _is_looked_at(tensor):
         return
-    axes = (-1, -2) if tensor.dim() > 1 else ()
-    ways = [(tensor, axis) for axis in axes if tensor.shape[axis] > 1]
-    if tensor.dim() < 3:
-        ways.append((tensor.unsqueeze(-1), -1))
-    for whole, axis in ways:
+    for whole, axis in _ways(tensor):
         rows = whole.movedim(axis, -1)
         found = _found_in(rows.reshape(-1, rows.shape[-1]), contents)
         yield _Rows(leaf, whole, axis, list(_by_kind(found)))
+
+
+def _ways(tensor: Tensor) -> list[tuple[Tensor, int]]:
+    """Return a tensor with the axis along which the elements of a row stand: the last, the
+    one before, and for single elements one more."""
+    axes = (-1, -2) if tensor.dim() > 1 else ()
+    ways = [(tensor, axis) for axis in axes if tensor.shape[axis] > 1]
+    return [*ways, (tensor.unsqueeze(-1), -1)] if tensor.dim() < 3 else ways
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
@@ -268,6 +275,54 @@ def _from_the_first_on(kind: Sequence[_Found]) -> Iterator[tuple[_Found, Tensor]
     by_layer = sorted(kind, key=lambda found: [*map(int, found.content.layer)])
     for place, found in zip(by_place, by_layer, strict=True):
         yield place, found.content.rows[found.order]
+
+
+def _shared_out_otherwise(
+    flow: Flow, contents: Sequence[_Content]
+) -> Iterator[LeafChange]:
+    """Yield all parameters that hold a part of one of the reference's, each as a stretch of it.
+
+    The heads of a layer, each with every second row for the first half of the rows.
+    """
+    known = {
+        row: (number, place)
+        for number, content in enumerate(contents)
+        for place, row in enumerate(_as_bytes(content.rows))
+    }
+    shares: dict[int, list[tuple[Value, Tensor, int, list[int]]]] = defaultdict(list)
+    for leaf in flow.in_order():
+        tensor = None if leaf.is_call or not leaf.row.name else flow.tensor(leaf.key)
+        if tensor is None or not _is_looked_at(tensor):
+            continue
+        for whole, axis in _ways(tensor):
+            rows = whole.movedim(axis, -1)
+            found = [
+                known.get(row) for row in _as_bytes(rows.reshape(-1, rows.shape[-1]))
+            ]
+            numbers = {each[0] for each in found if each is not None}
+            if None not in found and len(numbers) == 1:
+                places = [each[1] for each in found if each is not None]
+                shares[numbers.pop()].append((leaf, whole, axis, places))
+    tensors: dict[int, Tensor] = {}
+    names: dict[str, None] = {}
+    for number, parts in shares.items():
+        content = contents[number].rows
+        places = sorted(place for *_, each in parts for place in each)
+        are_all = places == list(range(len(content))) and len(parts) > 1
+        if not are_all or all(max(p) - min(p) < len(p) for *_, p in parts):
+            continue
+        parts.sort(key=lambda part: [*map(int, numbers_in(part[0].row.name or ""))])
+        stretches = torch.split(content, [len(each) for *_, each in parts])
+        for (leaf, whole, axis, _), held in zip(parts, stretches, strict=True):
+            shape = whole.movedim(axis, -1).shape
+            moved = held.reshape(shape).movedim(-1, axis).to(whole.dtype)
+            tensors[leaf.key] = moved.reshape(tuple(leaf.row.shape or ())).contiguous()
+            names[leaf.row.name or ""] = None
+    if tensors:
+        words = (
+            f"{listed([*names])} hold other rows of the reference's than a stretch each"
+        )
+        yield LeafChange(tensors, words)
 
 
 def _is_moved(found: _Found) -> bool:

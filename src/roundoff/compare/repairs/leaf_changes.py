@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import of_leaves_alone
+from roundoff.compare.repairs.named_repairs import stands_in_order
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that
 
 _OF_PARAMETERS = operators_that("pair elements")
@@ -46,14 +48,19 @@ Held = tuple[Value, Tensor]
 Cut = tuple[int, int, int, int]
 
 
-def recut(present: Sequence[Held]) -> Iterator[LeafChange]:
+def recut(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     """Yield each parameter with one axis cut otherwise, then all that can be cut alike.
 
+    But for those that stand as the reference's do: then what reads them is wrong.
+
     Args:
+        sides: both programs.
         present: the parameters that a wrong region reads.
     """
     groups: dict[tuple[int, int, int, int], list[tuple[Value, Tensor, Tensor]]] = {}
     for leaf, tensor in present:
+        if stands_in_order(sides, leaf):
+            continue
         for axis in range(-tensor.dim(), 0):
             for cut in cuts_of(tensor.shape[axis]):
                 moved = _cut_along(tensor, axis, cut)

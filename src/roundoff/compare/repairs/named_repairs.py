@@ -105,10 +105,10 @@ def _turned_factor(sides: Sides, moved: Value) -> Value | None:
     leaves = leaves_of(flow, [other.key])
     read = [flow.values[key] for key in moved.inputs if key in flow.values]
     sources = (*read, flow.behind(moved.key))
-    is_value_in_order = any(_stands_in_order(sides, each) for each in sources)
+    is_value_in_order = any(stands_in_order(sides, each) for each in sources)
     if len(leaves) != 1 or not is_value_in_order:
         return None
-    return None if _stands_in_order(sides, leaves[0]) else leaves[0]
+    return None if stands_in_order(sides, leaves[0]) else leaves[0]
 
 
 def _factor_beside(flow: Flow, moved: Value) -> Value | None:
@@ -128,7 +128,7 @@ def _factor_beside(flow: Flow, moved: Value) -> Value | None:
         factor = reader
 
 
-def _stands_in_order(sides: Sides, value: Value) -> bool:
+def stands_in_order(sides: Sides, value: Value) -> bool:
     """Return True where a value that agrees has the reference's elements one after the
     other: of a matrix by rows or by columns."""
     held = sides.candidate.tensor(value.key)

@@ -154,3 +154,46 @@ def test_the_parameter_is_named(program, step_of, fault, name, words):
     [row] = named(program, step_of, fault)
     assert row.name == name, row.evidence
     assert words in row.evidence
+
+
+WHOLE = {name: drawn(DIM, DIM, seed=s) for s, name in enumerate("qkvo", 40)}
+
+
+def with_heads(m, x):
+    q, k, v = (split(F.linear(x, getattr(m, name))) for name in "qkv")
+    weights = (q @ k.mT / SIZE**0.5).softmax(-1)
+    return F.linear((weights @ v).transpose(1, 2).flatten(2), m.o)
+
+
+def split(x):
+    return x.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+
+
+def head_by_head(m, x):
+    total = 0.0
+    for i in range(HEADS):
+        q, k, v = (x @ getattr(m, f"head{i}_{name}").mT for name in "qkv")
+        scores = (q @ k.mT) * SIZE**-0.5
+        scores = (scores - scores.amax(-1, keepdim=True)).exp()
+        mixed = (scores / scores.sum(-1, keepdim=True)) @ v
+        total = total + mixed @ getattr(m, f"head{i}_o").mT
+    return total
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_heads_hold_a_stretch_of_the_rows_each(program, step_of, is_right):
+    held = {}
+    for i in range(HEADS):
+        rows = slice(i * SIZE, (i + 1) * SIZE) if is_right else slice(i, None, HEADS)
+        held |= {f"head{i}_{n}": WHOLE[n][rows].contiguous() for n in "qkv"}
+        held[f"head{i}_o"] = WHOLE["o"].chunk(HEADS, 1)[i].contiguous()
+    ours = step_of(program(with_heads, **WHOLE), X, tensors=True)
+    theirs = step_of(program(head_by_head, **held), X, tensors=True)
+    compared = compare_port(Sides(ours, theirs), EarlierSteps())
+    wrong = [row for row in compared if row.cause == "own"]
+    if is_right:
+        assert not wrong
+        return
+    [row] = wrong
+    assert row.name == "head0_q"
+    assert "no stretch of the reference's" in row.evidence

@@ -101,7 +101,9 @@ class _Search:
         for change in changes:
             if trials.left < 0:
                 return None
-            agrees, gained = trials.outcome({}, change.tensors)
+            agrees, gained = trials.outcome(
+                {}, change.tensors, is_patient=change.is_patient
+            )
             if agrees and not self._loses(change.tensors):
                 return self._blamed(change)
             helps = len(gained) >= SEVERAL

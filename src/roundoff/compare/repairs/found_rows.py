@@ -23,8 +23,9 @@ from roundoff.compare.repairs.other_layers import numbers_in, without_numbers
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
-#: Larger parameters are not looked at row by row.
+#: Larger parameters are not looked at row by row, nor are programs with more in all.
 MOST_ELEMENTS = 2**22
+MOST_IN_ALL = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
         present: the parameters that a wrong region reads.
     """
     contents = list(_contents(sides.reference))
+    if sum(content.rows.numel() for content in contents) > MOST_IN_ALL:
+        return
     held = _all_held(sides.candidate)
     missed = [c for c in contents if not torch.isin(c.rows.double(), held).all()]
     by_rows = [
@@ -277,6 +280,30 @@ def _from_the_first_on(kind: Sequence[_Found]) -> Iterator[tuple[_Found, Tensor]
         yield place, found.content.rows[found.order]
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A parameter that holds rows of one content, and which.
+
+    Attributes: as of ``_Rows``; ``places`` are of the content.
+    """
+
+    leaf: Value
+    tensor: Tensor
+    axis: int
+    places: list[int]
+
+    @property
+    def is_stretch(self) -> bool:
+        """True for rows that stand one after the other."""
+        return max(self.places) - min(self.places) < len(self.places)
+
+    def with_rows(self, held: Tensor) -> Tensor:
+        """Return the parameter with other rows."""
+        moved = held.reshape(self.tensor.movedim(self.axis, -1).shape)
+        moved = moved.movedim(-1, self.axis).to(self.tensor.dtype)
+        return moved.reshape(tuple(self.leaf.row.shape or ())).contiguous()
+
+
 def _shared_out_otherwise(
     flow: Flow, contents: Sequence[_Content]
 ) -> Iterator[LeafChange]:
@@ -284,45 +311,47 @@ def _shared_out_otherwise(
 
     The heads of a layer, each with every second row for the first half of the rows.
     """
+    tensors: dict[int, Tensor] = {}
+    names: dict[str, None] = {}
+    for number, shares in _shares_of(flow, contents).items():
+        content = contents[number].rows
+        places = sorted(place for share in shares for place in share.places)
+        are_all = places == list(range(len(content))) and len(shares) > 1
+        if not are_all or all(share.is_stretch for share in shares):
+            continue
+        shares.sort(
+            key=lambda share: [*map(int, numbers_in(share.leaf.row.name or ""))]
+        )
+        stretches = torch.split(content, [len(share.places) for share in shares])
+        for share, held in zip(shares, stretches, strict=True):
+            tensors[share.leaf.key] = share.with_rows(held)
+            names[share.leaf.row.name or ""] = None
+    if tensors:
+        words = f"{listed([*names])} hold rows that are no stretch of the reference's"
+        yield LeafChange(tensors, words, is_patient=True)
+
+
+def _shares_of(flow: Flow, contents: Sequence[_Content]) -> dict[int, list[_Share]]:
+    """Return the parameters that hold rows of one content and no others, by its number."""
     known = {
         row: (number, place)
         for number, content in enumerate(contents)
         for place, row in enumerate(_as_bytes(content.rows))
     }
-    shares: dict[int, list[tuple[Value, Tensor, int, list[int]]]] = defaultdict(list)
+    shares: dict[int, list[_Share]] = defaultdict(list)
     for leaf in flow.in_order():
         tensor = None if leaf.is_call or not leaf.row.name else flow.tensor(leaf.key)
         if tensor is None or not _is_looked_at(tensor):
             continue
         for whole, axis in _ways(tensor):
             rows = whole.movedim(axis, -1)
-            found = [
-                known.get(row) for row in _as_bytes(rows.reshape(-1, rows.shape[-1]))
-            ]
-            numbers = {each[0] for each in found if each is not None}
-            if None not in found and len(numbers) == 1:
-                places = [each[1] for each in found if each is not None]
-                shares[numbers.pop()].append((leaf, whole, axis, places))
-    tensors: dict[int, Tensor] = {}
-    names: dict[str, None] = {}
-    for number, parts in shares.items():
-        content = contents[number].rows
-        places = sorted(place for *_, each in parts for place in each)
-        are_all = places == list(range(len(content))) and len(parts) > 1
-        if not are_all or all(max(p) - min(p) < len(p) for *_, p in parts):
-            continue
-        parts.sort(key=lambda part: [*map(int, numbers_in(part[0].row.name or ""))])
-        stretches = torch.split(content, [len(each) for *_, each in parts])
-        for (leaf, whole, axis, _), held in zip(parts, stretches, strict=True):
-            shape = whole.movedim(axis, -1).shape
-            moved = held.reshape(shape).movedim(-1, axis).to(whole.dtype)
-            tensors[leaf.key] = moved.reshape(tuple(leaf.row.shape or ())).contiguous()
-            names[leaf.row.name or ""] = None
-    if tensors:
-        words = (
-            f"{listed([*names])} hold other rows of the reference's than a stretch each"
-        )
-        yield LeafChange(tensors, words)
+            rows = rows.reshape(-1, rows.shape[-1])
+            found = [known.get(row, (-1, 0)) for row in _as_bytes(rows)]
+            numbers = {number for number, _ in found}
+            if len(numbers) == 1 and -1 not in numbers:
+                places = [place for _, place in found]
+                shares[numbers.pop()].append(_Share(leaf, whole, axis, places))
+    return shares
 
 
 def _is_moved(found: _Found) -> bool:

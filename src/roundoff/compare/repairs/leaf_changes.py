@@ -34,11 +34,14 @@ class LeafChange:
         tensors: by record.
         words: what the loader did.
         made: what each is made by, those of other layers and sizes too, where that is known.
+        is_patient: a trial goes on however long nothing of the reference comes back, as where
+            each head has a part of it.
     """
 
     tensors: Mapping[int, Tensor]
     words: str
     made: Callable[[Tensor], Tensor] | None = None
+    is_patient: bool = False
 
 
 #: A parameter of the candidate, and what it holds.

@@ -188,7 +188,9 @@ def _is_in_phase(sides: Sides, record: int) -> bool:
 
     What a backward pass makes again of its result is no value of the forward pass.
     """
-    value = sides.candidate.values[record]
+    value = sides.candidate.values.get(record)
+    if value is None:
+        return False
     twins = [sides.reference.values[key] for key in sides.all_twins(value)]
     return any(twin.row.phase == value.row.phase for twin in twins)
 

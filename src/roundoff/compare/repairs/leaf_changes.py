@@ -192,8 +192,10 @@ def _cut_alike(axis: int, cut: Cut, tensor: Tensor) -> Tensor:
 
     As it is where it can not be cut so.
     """
+    if tensor.dim() < -axis:
+        return tensor
     blocks, a, b, kept = cut
-    size = tensor.shape[axis] if tensor.dim() >= -axis else 0
+    size = tensor.shape[axis]
     if blocks > 1:
         alike = (size // (a * b), a, b, 1)
     elif kept > 1:

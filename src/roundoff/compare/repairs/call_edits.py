@@ -386,16 +386,21 @@ def _numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
             yield place, value
 
 
-def floats_in(value: object) -> Iterator[float]:
-    """Yield the numbers of arguments."""
-    if isinstance(value, float):
+def numbers_in(value: object) -> Iterator[int | float]:
+    """Yield the numbers of arguments, integers too, without those of records."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
     elif isinstance(value, list):
         for each in value:
-            yield from floats_in(each)
+            yield from numbers_in(each)
     elif isinstance(value, dict) and "record" not in value:
         for each in value.values():
-            yield from floats_in(each)
+            yield from numbers_in(each)
+
+
+def floats_in(value: object) -> Iterator[float]:
+    """Yield the numbers of arguments that are no integers."""
+    return (number for number in numbers_in(value) if isinstance(number, float))
 
 
 def _other_numbers(value: float, pool: Sequence[float]) -> list[float]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import of_leaves_alone
+from roundoff.compare.repairs.call_edits import numbers_in
 from roundoff.compare.repairs.named_repairs import stands_in_order
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
@@ -108,7 +109,7 @@ def _first_computed(flow: Flow) -> list[tuple[str, float | None]]:
         is_of_parameters = not value.inner and of_leaves_alone(flow, value)
         if call is None or not is_of_parameters or value.operator not in _OF_PARAMETERS:
             continue
-        for number in (None, *_numbers_in(call.parsed)):
+        for number in (None, *numbers_in(call.parsed)):
             if _is_function(value.operator, number):
                 found[value.operator, number] = None
     return list(found)
@@ -121,17 +122,6 @@ def _is_function(operator: str, number: float | None) -> bool:
     except (AttributeError, TypeError, RuntimeError):
         return False
     return True
-
-
-def _numbers_in(value: object) -> Iterator[float]:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _numbers_in(each)
-    elif isinstance(value, dict) and "record" not in value:
-        for each in value.values():
-            yield from _numbers_in(each)
 
 
 def _computed(operator: str, number: float | None, tensor: Tensor) -> Tensor:

@@ -79,10 +79,10 @@ def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
         groups = [[each] for each in inputs]
         groups += [inputs] if len(inputs) > 1 else []
         tried = (g for g in groups if _are_right_otherwise(sides, trials, g))
-        before = next(tried, None)
-        if before is None:
+        earlier = next(tried, None)
+        if earlier is None:
             break
-        followed = before
+        followed = earlier
     return min(followed, key=lambda each: each.order)
 
 

@@ -36,6 +36,9 @@ class Sketch:
         exact: True for sorted values.
         constant: True where all elements are equal.
         masked: how many are not finite, or masks.
+        repeats: how often each value stands there, at least: a table that is laid out
+            twice has 2. 1 where only statistics are known.
+        once: the sorted values with each as often less; None without repeats.
     """
 
     numel: int
@@ -44,6 +47,22 @@ class Sketch:
     exact: bool
     constant: bool
     masked: int
+    repeats: int = 1
+    once: Array | None = None
+
+    @property
+    def without_repeats(self) -> Sketch:
+        """The sketch of the values laid out once."""
+        if self.once is None:
+            return self
+        return Sketch(
+            self.numel // self.repeats,
+            self.once,
+            self.size / math.sqrt(self.repeats),
+            self.exact,
+            self.constant,
+            self.masked // self.repeats,
+        )
 
     @property
     def negative(self) -> Sketch:
@@ -53,7 +72,8 @@ class Sketch:
         else:
             low, high, mean, norm, spread = self.values
             values = np.array([-high, -low, -mean, norm, spread])
-        return replace(self, values=values)
+        once = -self.once[::-1] if self.once is not None else None
+        return replace(self, values=values, once=once)
 
     def distance(self, other: Sketch) -> float:
         """Return how far the values are apart, relative to this one's.
@@ -128,8 +148,11 @@ def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
     values = rising_values.astype(np.float64)
     constant = bool(values[0] == values[-1])
     size = float(np.linalg.norm(values))
-    values = _stretches(values)
-    return Sketch(tensor.numel(), values, size, True, constant, count)
+    repeats = _repeats(values) if not count and not constant else 1
+    once = _stretches(values[::repeats]) if repeats > 1 else None
+    return Sketch(
+        tensor.numel(), _stretches(values), size, True, constant, count, repeats, once
+    )
 
 
 def sketch_of_row(row: RecordedRow) -> Sketch | None:
@@ -166,6 +189,13 @@ def together(parts: Sequence[Sketch]) -> Sketch | None:
     high = float(columns[:, 1].max())
     values = np.array([low, high, mean, size, spread])
     return Sketch(numel, values, size, False, low == high, masked)
+
+
+def _repeats(values: Array) -> int:
+    """Return the largest number by which the lengths of all runs of equal values divide."""
+    starts = np.flatnonzero(np.diff(values)) + 1
+    runs = np.diff(starts, prepend=0, append=len(values))
+    return int(np.gcd.reduce(runs))
 
 
 def _stretches(values: Array) -> Array:

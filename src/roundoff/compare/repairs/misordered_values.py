@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed, of_leaves_alone, same_layout
+from roundoff.compare.blame.blamed_leaves import (
+    Blamed,
+    is_close,
+    of_leaves_alone,
+    same_layout,
+)
 from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart
 from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
 from roundoff.compare.tensors.structure import WRONG_AXIS
@@ -39,6 +44,8 @@ def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
         if trials.left < 0:
             return None
         if _are_right_otherwise(sides, trials, [value]):
+            if _stands_as_in_reference(sides, value):
+                return _blamed_reader(sides, rejoin, value)
             return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
     trials.left = BUDGET
     for value in _in_other_places(sides, rejoin)[:MOST_TRIED]:
@@ -55,6 +62,21 @@ def _blamed(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
     )
     line = FaultLines(sides, rejoin.region).of_operator(value)
     return Blamed(value, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
+
+
+def _blamed_reader(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
+    """Name what reads a value as the reference has it, where it has to be moved first."""
+    flow = sides.candidate
+    twin = sides.reference.values[sides.all_twins(value)[0]]
+    readers = [flow.values[key] for key in sorted(rejoin.region)]
+    readers = [v for v in readers if v.row.line and value.key in v.inputs]
+    reader = min(readers, key=lambda each: each.order, default=value)
+    words = (
+        f"it reads the values of {twin.operator} of {twin.row.site} "
+        f"({twin.row.line}), which have to stand in another order"
+    )
+    line = FaultLines(sides, rejoin.region).of_operator(reader)
+    return Blamed(reader, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
 
 
 def _read_by_region(sides: Sides, rejoin: Rejoin) -> list[Value]:
@@ -76,6 +98,7 @@ def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
     followed = [value]
     while trials.left > 0:
         inputs = [*dict.fromkeys(i for each in followed for i in _inputs(sides, each))]
+        inputs = [each for each in inputs if not _stands_as_in_reference(sides, each)]
         groups = [[each] for each in inputs]
         groups += [inputs] if len(inputs) > 1 else []
         tried = (g for g in groups if _are_right_otherwise(sides, trials, g))
@@ -97,9 +120,17 @@ def _inputs(sides: Sides, value: Value) -> Iterator[Value]:
             continue
         seen.add(key)
         if _may_be_moved(sides, flow.values[key]):
-            yield flow.values[key]
+            if not of_leaves_alone(flow, flow.values[key]):
+                yield flow.values[key]
         else:
             waiting += flow.values[key].inputs
+
+
+def _stands_as_in_reference(sides: Sides, value: Value) -> bool:
+    """Return True where the reference has the same elements in the same order."""
+    held = sides.candidate.tensor(value.key)
+    twins = [sides.reference.tensor(key) for key in sides.all_twins(value)]
+    return held is not None and any(t is not None and is_close(t, held) for t in twins)
 
 
 def _are_right_otherwise(sides: Sides, trials: Trials, values: Sequence[Value]) -> bool:

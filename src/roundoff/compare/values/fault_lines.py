@@ -18,6 +18,7 @@ from itertools import takewhile
 
 import torch
 
+from roundoff.compare.judging.divergence import EXACT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -116,6 +117,7 @@ class FaultLines:
         """
         last = value
         value = _moved_from(self.sides.candidate, value)
+        value = self._chosen_from(value, missing)
         reader = self._wrong_reader(value)
         makers = stack_of(value.row) if value.is_call else ()
         read = stack_of(reader.row) if reader is not None else ()
@@ -142,6 +144,24 @@ class FaultLines:
         if from_read.depth > from_made.depth and not within:
             within = [self._innermost(reader, read) - from_read.above]
         return reader, read[max([both, *within])]
+
+    def _chosen_from(self, value: Value, missing: Value) -> Value:
+        """Return what a value is chosen from, where that is what the reference makes more of.
+
+        Rows that are padding may be left out before, or after.
+        """
+        flow = self.sides.candidate
+        while value.is_call and value.operator in EXACT and not value.inner:
+            sources = [flow.values[key] for key in value.inputs if key in flow.values]
+            sources = [s for s in sources if s.is_number and s.is_call and not s.inner]
+            if len(sources) != 1:
+                break
+            source = _moved_from(flow, sources[0])
+            twins = set(self.sides.all_twins(source))
+            if _source(self.sides.reference, missing, twins) is None:
+                break
+            value = source
+        return value
 
     def _shared_by(self, one: Value, other: Value) -> int:
         """Return at which place of two stacks the function stands that both run in.

@@ -30,6 +30,8 @@ from roundoff.ops import operators_that
 ROUNDINGS = 1024.0
 #: A parted value is the counterpart of one that is this near.
 NEAR = 0.5
+#: A single number is near to many by chance: one is the counterpart that is this near.
+NEAR_ALONE = 0.05
 #: A later value is the counterpart only where it is this much nearer than an earlier
 #: one, or as near: what is added to it is zero.
 MUCH_NEARER = 0.5
@@ -127,7 +129,23 @@ class Sides:
         for key, twin in others.items():
             self.agreeing[key] = (twin, 0.0)
             self.twins.setdefault(twin, (key, 0.0))
+        self._match_repeated()
         self._match_without_padding()
+
+    def _match_repeated(self) -> None:
+        """Let values agree that one side lays out several times, and the other fewer.
+
+        Such as a table for both halves of a head, which are turned by the same angles.
+        """
+        ours = _laid_out_once(self.reference, self.agreeing)
+        theirs = _laid_out_once(self.candidate, self.twins)
+        twins = _first_near(theirs, SketchIndex(ours), self.limit)
+        others = _first_near(ours, SketchIndex(theirs), self.limit)
+        for key, (twin, distance) in twins.items():
+            if twin in others:
+                self.twins[key] = (twin, distance)
+                self.several[key] = twin
+                self.agreeing[twin] = others[twin]
 
     def _match_without_padding(self) -> None:
         """Let values agree that do where a batch is not filled up."""
@@ -187,6 +205,19 @@ def _sketches(flow: Flow) -> Iterator[tuple[int, Sketch]]:
     for value in flow.values.values():
         if value.sketch is not None:
             yield value.key, value.sketch
+
+
+def _laid_out_once(flow: Flow, agreeing: Container[int]) -> list[tuple[int, Sketch]]:
+    """Return what is laid out in the sketches of calls that do not agree as they are."""
+    return [
+        (value.key, value.sketch.without_repeats)
+        for value in flow.values.values()
+        if value.sketch is not None
+        and value.is_call
+        and value.is_number
+        and not value.says_nothing
+        and value.key not in agreeing
+    ]
 
 
 def limit_of(reference: Flow, candidate: Flow) -> float:
@@ -459,7 +490,8 @@ def _part(
         value = sides.candidate.values[key]
         for other in wanted:
             apart = _apart(other, value)
-            if apart < NEAR and _is_nearer(apart, distance):
+            near = NEAR if other.row.numel != 1 else NEAR_ALONE
+            if apart < near and _is_nearer(apart, distance):
                 distance = apart
                 best = value
                 twin = other

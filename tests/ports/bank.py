@@ -75,6 +75,7 @@ NETWORKS = (
     "evoformer",
     "gemma",
     "sam",
+    "tacotron",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -96,6 +97,7 @@ KEPT_APART = (
     "evoformer",
     "gemma",
     "sam",
+    "tacotron",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

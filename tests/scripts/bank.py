@@ -32,6 +32,7 @@ KEPT_APART = (
     "caption",
     "radiance",
     "fewshot",
+    "tracker",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -233,3 +233,25 @@ def test_a_value_in_another_ones_place_is_told_by_what_reads_it(keep, tmp_path):
     line = guessing("noise").__code__.co_firstlineno + 6
     assert first.line.endswith(f"test_fed_data.py:{line}")
     assert "where the reference reads" in first.evidence
+
+
+@KEEP
+def test_missing_values_are_the_same_on_both_sides(keep, tmp_path):
+    """NaN for what was not measured, and infinite for what is out of range."""
+
+    def work(gain):
+        x = torch.linspace(-1, 1, 30).view(5, 6)
+        x[0, 1:3] = torch.nan
+        x[1, 4] = torch.inf
+
+        def run(model):
+            seen = x.nan_to_num(0.0, 1.0, -1.0)
+            model(seen).mul(gain).square().mean().backward()
+
+        return run
+
+    right = record(tmp_path / "right", keep, work(1.0))
+    wrong = record(tmp_path / "wrong", keep, work(2.0))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.culprits()[0].operator == "mul"
+    assert not any("were fed" in culprit.evidence for culprit in found.culprits())

@@ -187,3 +187,35 @@ def test_the_negative_of_a_sketch_is_that_of_the_negative(numel):
         std=2.0,
     )
     assert sketch_of_row(row).negative.distance(sketch_of_row(negative)) == 0
+
+
+@pytest.mark.parametrize("of", ["tile", "repeat_interleave"])
+def test_values_laid_out_several_times(of):
+    x = drawn(5, 7)
+    whole = x.tile(3, 1) if of == "tile" else x.repeat_interleave(3, dim=1)
+    sketch = sketch_of_tensor(whole)
+    assert sketch.repeats == 3
+    assert sketch.without_repeats.distance(sketch_of_tensor(x)) == 0
+    assert sketch.without_repeats.size == pytest.approx(float(x.double().norm()))
+    assert sketch.negative.without_repeats.distance(sketch_of_tensor(-x)) == 0
+
+
+def test_many_values_laid_out_twice():
+    x = drawn(2 * STRETCHES)
+    sketch = sketch_of_tensor(torch.cat([x, x]))
+    assert sketch.repeats == 2
+    assert sketch.without_repeats.distance(sketch_of_tensor(x)) == 0
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(torch.tensor([1.0, 1.0, 2.0]), id="one of them once"),
+        pytest.param(torch.tensor([1.0, 1.0]), id="one value alone"),
+        pytest.param(torch.tensor([1.0, 1.0, 2.0, 2.0, math.inf]), id="masked"),
+    ],
+)
+def test_values_that_are_not_laid_out_several_times(x):
+    sketch = sketch_of_tensor(x)
+    assert sketch.repeats == 1
+    assert sketch.without_repeats is sketch

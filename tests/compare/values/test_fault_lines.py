@@ -201,6 +201,42 @@ def test_what_is_left_out_between_two_modules_is_on_the_line_that_calls_them(
         assert row.evidence.startswith("left out is add of ")
 
 
+# -- rows that a loss leaves out --------------------------------------------------------
+
+KEPT = torch.tensor([True, False, True, True])
+
+
+def capped(x):
+    return 3.0 * torch.tanh(x / 3.0)
+
+
+def scores_of_all(m, x):
+    return capped(F.linear(x, m.leave))
+
+
+def scores_as_they_are(m, x):
+    return x @ m.leave.t()
+
+
+def mean_of_kept(m, x, scores):
+    return scores(m, x)[KEPT].logsumexp(-1).mean()
+
+
+def test_what_is_left_out_before_rows_are_chosen(program, step_of):
+    def ours(m, x):
+        return (scores_of_all(m, x).logsumexp(-1) * KEPT).sum() / KEPT.sum()
+
+    x = drawn(4, DIM, seed=32)
+    steps = [
+        step_of(program(each, leave=LEAVES["leave"]), x)
+        for each in (ours, lambda m, x: mean_of_kept(m, x, scores_as_they_are))
+    ]
+    rows = compare_port(Sides(*steps), EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    assert "x @ m.leave.t()" in text_of(row.blamed_line), row.evidence
+    assert row.evidence.startswith("left out is ")
+
+
 def test_stacks_of_rows():
     row = RecordedRow(0, 0, "add", line="a.py:3", callers="a.py:9 < b.py:1")
     assert stack_of(row) == ("b.py:1", "a.py:9", "a.py:3")

@@ -198,6 +198,38 @@ def test_what_layers_before_use_is_not_what_the_candidate_lacks(program, sides_o
     assert {value.operator for value in part.wanted} == {"mul"}
 
 
+def test_a_table_that_one_side_lays_out_twice_agrees(program, sides_of):
+    def ours(m, x, t):
+        angles = torch.cat([t, t], dim=-1)
+        return x * angles.cos()
+
+    def theirs(m, x, t):
+        table = torch.cos(t)
+        return torch.stack([x[:, :3] * table, x[:, 3:] * table], dim=1)
+
+    sides = sides_of(program(ours), program(theirs), X, drawn(5, 3, seed=8))
+    cosines = [
+        next(v for v in flow.values.values() if v.operator == "cos")
+        for flow in (sides.reference, sides.candidate)
+    ]
+    assert sides.twins[cosines[1].key][0] == cosines[0].key
+    assert sides.agreeing[cosines[0].key][0] == cosines[1].key
+
+
+def test_a_single_number_is_the_counterpart_of_one_that_is_very_near(program, sides_of):
+    """Twice the wrong mean is as near to the right one as numbers are by chance."""
+    counted = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+
+    def ours(m, x):
+        return 2.0 * ((x.abs() * counted).sum() / counted.sum())
+
+    def theirs(m, x):
+        return 2.0 * (x.abs() * counted).mean()
+
+    part = part_of(sides_of(program(ours), program(theirs), X[0]))
+    assert (part.candidate.row.operator, part.candidate.operator) == ("mean", "div")
+
+
 def test_nothing_is_named_without_results(program, sides_of):
     net = program(lambda m, x: x.exp())
     assert parted(sides_of(net, net, X), [], [], "forward") is None

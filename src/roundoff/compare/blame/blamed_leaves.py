@@ -624,7 +624,45 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
         if other is not None:
             leaf = leaves[-1] if other > piece else leaves[0]
             return _held_twice(sides, leaf, piece, other)
+    return _alike_alone(sides, part, ours)
+
+
+def _alike_alone(sides: Sides, part: Part, ours: Sequence[Value]) -> Blamed | None:
+    """Return a parameter that holds what another one does, where the reference has no two alike.
+
+    Of several of the reference's that are fused in one no other rule knows which it holds.
+    """
+    if len(_in_groups(sides.reference, ours)) < len(ours):
+        return None
+    read = {leaf.key for leaf in leaves_of(sides.candidate, sorted(part.region))}
+    for group in _in_groups(sides.candidate, _parameters(sides.candidate)):
+        wrong = [leaf for leaf in group if leaf.key in read]
+        if len(group) < 2 or not wrong or group[0].key in sides.twins:
+            continue
+        leaf = wrong[-1]
+        other = next(each for each in group if each.key != leaf.key)
+        words = (
+            f"{leaf.row.name} holds the same as {other.row.name}; no two parameters of the "
+            "reference do"
+        )
+        return Blamed(leaf, None, words)
     return None
+
+
+def _in_groups(flow: Flow, leaves: Sequence[Value]) -> list[list[Value]]:
+    """Return parameters with those that hold the same beside each other."""
+    groups: list[tuple[Tensor, list[Value]]] = []
+    for leaf in leaves:
+        held = flow.tensor(leaf.key)
+        if held is None:
+            continue
+        alike = (group for first, group in groups if torch.equal(first, held))
+        group = next(alike, None)
+        if group is not None:
+            group.append(leaf)
+        else:
+            groups.append((held, [leaf]))
+    return [group for _, group in groups]
 
 
 def _held_twice(sides: Sides, leaf: Value, piece: _Piece, other: _Piece) -> Blamed:

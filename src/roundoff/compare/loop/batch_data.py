@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,9 @@ from roundoff.compare.loop.fed_data import (
     ROUNDINGS,
     how_data_differ,
 )
+from roundoff.compare.rounding.distance import of_metrics
 from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.compare.tensors.metrics import measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +120,9 @@ def _difference(ours: Tensor, theirs: Tensor) -> tuple[str, float] | None:
         return words, float("inf")
     wanted = _wide(ours)
     values = _wide(theirs)
-    is_same = (wanted == values) | (wanted.isnan() & values.isnan())
-    if bool(is_same.all()):
-        return None
-    size = float(wanted.norm())
-    error = float((values - wanted).norm()) / size if size else float("inf")
-    if not math.isfinite(error):
-        return how_data_differ(wanted, values), float("inf")
+    error = of_metrics(measure(wanted, values)).error
     units = [unit(str(each.dtype).removeprefix("torch.")) for each in (ours, theirs)]
-    if error <= ROUNDINGS * max(units):
+    if error is None or error <= ROUNDINGS * max(units):
         return None
     return how_data_differ(wanted, values), error
 

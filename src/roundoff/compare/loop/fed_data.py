@@ -35,10 +35,11 @@ from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.value_sketch import in_reals
-from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.compare.tensors.metrics import measure
 from roundoff.ops import operators_that
 
 #: Data that were made otherwise may differ by this many roundings.
@@ -427,13 +428,8 @@ def _differing(sides: Sides, twin: RecordedRow, row: RecordedRow) -> _FedPair | 
         return _by_statistics(
             _source(sides.reference.rows, twin), _source(sides.candidate.rows, row)
         )
-    if torch.equal(ours, theirs):
-        return None
-    wanted = ours.detach().to(torch.float64)
-    values = theirs.detach().to(torch.float64)
-    size = float(wanted.norm())
-    error = float((values - wanted).norm()) / size if size else float("inf")
-    if error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
+    error = of_metrics(measure(ours, theirs)).error
+    if error is None or error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
         return None
     return _FedPair(twin, row, how_data_differ(ours, theirs), error)
 
@@ -490,6 +486,11 @@ def _affine(
         for a, b in ((low, other_low), (twin.max or 0.0, other_high))
     ]
     return f"times {factor:.4g} plus {offset:.4g}" if all(fits) else None
+
+
+def _are_same(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return which elements are the same; NaN is NaN."""
+    return (ours == theirs) | (ours.isnan() & theirs.isnan())
 
 
 def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
@@ -604,7 +605,7 @@ def _fits_by_row(x: Tensor, y: Tensor) -> bool:
 
 
 def _few(ours: Tensor, theirs: Tensor) -> str:
-    differing = int((ours != theirs).sum())
+    differing = int((~_are_same(ours, theirs)).sum())
     if differing == ours.numel():
         return OTHER_VALUES
     return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

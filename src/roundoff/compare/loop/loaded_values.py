@@ -19,9 +19,10 @@ from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.parameter_content import EQUAL, relation
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, maker
-from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
+from roundoff.compare.tensors.metrics import measure
 from roundoff.compare.tensors.structure import fewer_digits, structure
 
 #: A parameter that was made or cast otherwise may differ by this many roundings.
@@ -198,13 +199,8 @@ def _distance(
         if distance.error is None or distance.equal:
             return False, distance.error
         return distance.error > allowed or is_reordered(twin, row), distance.error
-    if torch.equal(ours, theirs):
-        return False, 0.0
-    wanted = ours.detach().to(torch.float64)
-    size = float(wanted.norm())
-    gap = float((theirs.detach().to(torch.float64) - wanted).norm())
-    error = gap / size if size else float("inf")
-    return not error <= allowed, error
+    error = of_metrics(measure(ours, theirs)).error
+    return error is not None and error > allowed, error
 
 
 def is_reordered(twin: RecordedRow, row: RecordedRow) -> bool:

@@ -71,6 +71,7 @@ from roundoff.compare.repairs.faults_behind import (
     unlike_behind,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
+from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
@@ -552,9 +553,7 @@ def _tried(
     one may, in the turns of a loop.
     """
     region = Region(part.region, part.expected)
-    repair = best_repair(
-        sides, trials, region, lambda: _wrong_leaf(sides, trials, region)
-    )
+    repair = best_repair(sides, trials, region, lambda: _between(sides, trials, region))
     if isinstance(repair, Blamed):
         return repair
     if repair is not None and repair.ends:
@@ -581,10 +580,15 @@ def _tried(
     return blamed
 
 
-def _wrong_leaf(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
-    """Return a parameter, or several, with other values of which all results agree."""
-    return leaf_on_trial(sides, trials, region) or exchanged_leaves(
-        sides, trials, region
+def _between(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+    """Return a parameter, or several, with other values of which all results agree.
+
+    Or what has to be handed on in another order.
+    """
+    return (
+        leaf_on_trial(sides, trials, region)
+        or exchanged_leaves(sides, trials, region)
+        or common_order(sides, trials, region.parted)
     )
 
 

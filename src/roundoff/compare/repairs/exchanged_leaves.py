@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, permutations, product
 
 import torch
@@ -31,6 +32,7 @@ from roundoff.compare.repairs.leaf_changes import LeafChange, made_ready, recut
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
+    in_all_read_alike,
     numbers_in,
     without_numbers,
 )
@@ -119,7 +121,12 @@ class _Search:
         """Return the parameter of a change that is right in all layers, and not in one alone."""
         flow = self._sides.candidate
         most = len(change.tensors)
-        for tensors in (in_all_layers(flow, change), in_all_modules(flow, change)):
+        everywhere = (
+            in_all_layers(flow, change),
+            in_all_modules(flow, change),
+            in_all_read_alike(flow, change),
+        )
+        for tensors in everywhere:
             if len(tensors) > most:
                 most = len(tensors)
                 agrees = self._trials.outcome({}, tensors)[0]
@@ -395,19 +402,27 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
         for count in PARTS:
             if size % count or not _has_parts(tensor, axis, count):
                 continue
-            parts = tensor.chunk(count, axis)
             for first, second in combinations(range(count), 2):
                 order = list(range(count))
                 order[first] = second
                 order[second] = first
-                turned = torch.cat([parts[place] for place in order], axis)
+                turned = _parts_in_order(order, axis, tensor)
                 if torch.equal(turned, tensor):
                     continue
                 words = (
                     f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
                     f"{leaf.row.name} stand in for each other"
                 )
-                yield LeafChange({leaf.key: turned}, words)
+                made = partial(_parts_in_order, order, axis)
+                yield LeafChange({leaf.key: turned}, words, made)
+
+
+def _parts_in_order(order: Sequence[int], axis: int, tensor: Tensor) -> Tensor:
+    """Return the equal parts along an axis in another order; as it is where it has none."""
+    if axis >= tensor.dim() or tensor.shape[axis] % len(order):
+        return tensor
+    parts = tensor.chunk(len(order), axis)
+    return torch.cat([parts[place] for place in order], axis)
 
 
 def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafChange]:

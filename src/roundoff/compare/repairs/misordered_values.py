@@ -7,7 +7,8 @@ is right with the reference's values in its place. It is followed back to the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -20,8 +21,8 @@ from roundoff.compare.blame.blamed_leaves import (
 from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart
 from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
 from roundoff.compare.tensors.structure import WRONG_AXIS
-from roundoff.compare.values.fault_lines import FaultLines
-from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.fault_lines import FaultLines, handed_on
+from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
@@ -29,12 +30,15 @@ from roundoff.ops import operators_that
 MOST_TRIED = 32
 #: Orders of the axes of one value that are tried.
 MOST_ORDERS = 24
+#: Values that several others are made of.
+MOST_COMMON = 4
 #: Values of the reference whose elements one has.
 MOST_TWINS = 4
 #: Values between two that agree.
 MOST_BETWEEN = 16
 _PLACES = operators_that("reshape") | operators_that("permute axes")
 _PLACES |= operators_that("repeat")
+_MOVES = operators_that("move values")
 
 
 def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -45,12 +49,26 @@ def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             return None
         if _are_right_otherwise(sides, trials, [value]):
             if _stands_as_in_reference(sides, value):
-                return _blamed_reader(sides, rejoin, value)
+                return _blamed_reader(sides, rejoin.region, value)
             return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
+    common = common_order(sides, trials, rejoin.region)
+    if common is not None:
+        return common
     trials.left = BUDGET
     for value in _in_other_places(sides, rejoin)[:MOST_TRIED]:
         if _twin_in_place(sides, trials, value):
             return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
+    return None
+
+
+def common_order(
+    sides: Sides, trials: Trials, region: Collection[int]
+) -> Blamed | None:
+    """Return what a function reads several times, and has to be handed in another order."""
+    trials.left = BUDGET
+    for value in _read_by_several(sides, region):
+        if _are_right_otherwise(sides, trials, [value]):
+            return _blamed_reader(sides, region, value)
     return None
 
 
@@ -64,19 +82,36 @@ def _blamed(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
     return Blamed(value, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
 
 
-def _blamed_reader(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
+def _blamed_reader(sides: Sides, region: Collection[int], value: Value) -> Blamed:
     """Name what reads a value as the reference has it, where it has to be moved first."""
     flow = sides.candidate
     twin = sides.reference.values[sides.all_twins(value)[0]]
-    readers = [flow.values[key] for key in sorted(rejoin.region)]
-    readers = [v for v in readers if v.row.line and value.key in v.inputs]
-    reader = min(readers, key=lambda each: each.order, default=value)
+    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+    readers = [v for v in readers if v.row.line and v.row.phase == value.row.phase]
+    readers = [v for v in readers if v.key in region] or readers or [value]
+    reader = min(readers, key=lambda each: each.order)
     words = (
         f"it reads the values of {twin.operator} of {twin.row.site} "
         f"({twin.row.line}), which have to stand in another order"
     )
-    line = FaultLines(sides, rejoin.region).of_operator(reader)
+    line = FaultLines(sides, region).of_operator(reader)
+    if line == reader.row.line:
+        line = handed_on(value, readers)
     return Blamed(reader, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
+
+
+def _read_by_several(sides: Sides, region: Collection[int]) -> list[Value]:
+    """Return what several of the values are made of that a wrong region reads, the last first."""
+    flow = sides.candidate
+    read = before(flow, region)
+    sources = {source.key for value in read for source in _computed(flow, value)}
+    made_of: Counter[int] = Counter()
+    for key in sources:
+        inputs = [flow.values[k] for k in flow.values[key].inputs if k in flow.values]
+        made_of.update({s.key for value in inputs for s in _computed(flow, value)})
+    common = [flow.values[key] for key, count in made_of.items() if count > 1]
+    common = [value for value in common if _may_be_moved(sides, value)]
+    return sorted(common, key=lambda value: value.order, reverse=True)[:MOST_COMMON]
 
 
 def _read_by_region(sides: Sides, rejoin: Rejoin) -> list[Value]:
@@ -86,6 +121,17 @@ def _read_by_region(sides: Sides, rejoin: Rejoin) -> list[Value]:
         value for value in before(flow, rejoin.region) if _may_be_moved(sides, value)
     ]
     return [v for v in read if not of_leaves_alone(flow, v)][:MOST_TRIED]
+
+
+def _computed(flow: Flow, value: Value) -> Iterator[Value]:
+    """Yield what computed a value, before it was moved; nothing for parameters."""
+    waiting = [value]
+    while waiting:
+        source = waiting.pop()
+        if source.computes and source.operator not in _MOVES:
+            yield source
+        elif source.is_call:
+            waiting += [flow.values[k] for k in source.inputs if k in flow.values]
 
 
 def _may_be_moved(sides: Sides, value: Value) -> bool:

@@ -1,7 +1,8 @@
 """What a loader does wrong to the parameters of one layer it does to those of the others.
 
-In all layers of a kind, whose names differ in their numbers; and in all modules that have
-parameters of the same names, as the two directions of an encoder do.
+In all layers of a kind, whose names differ in their numbers; in all modules that have
+parameters of the same names, as the two directions of an encoder do; and in all that one
+line reads, as the cells of a class do, whatever size they have.
 """
 
 from __future__ import annotations
@@ -50,6 +51,31 @@ def in_all_modules(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
     ]
     groups = [[by_name.get(f"{module}{kind}") for kind in kinds] for module in modules]
     return _changed_alike(flow, change, groups)
+
+
+def in_all_read_alike(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
+    """Return what parameters hold if all that the same line reads as one are changed alike.
+
+    The change itself where it is of several.
+    """
+    if len(change.tensors) != 1:
+        return {**change.tensors}
+    [key] = change.tensors
+    place = _read_at(flow, flow.values[key])
+    if place is None:
+        return {**change.tensors}
+    alike = [leaf for leaf in _parameters(flow) if _read_at(flow, leaf) == place]
+    return _changed_alike(flow, change, [[leaf] for leaf in alike])
+
+
+def _read_at(flow: Flow, leaf: Value) -> tuple[object, ...] | None:
+    """Return the line that reads a parameter first, its operator and which operand it is."""
+    readers = [flow.values[key] for key in flow.readers.get(leaf.key, ())]
+    readers = [each for each in readers if not each.inner and leaf.key in each.inputs]
+    if not readers:
+        return None
+    first = min(readers, key=lambda each: each.order)
+    return first.row.line, first.operator, first.inputs.index(leaf.key)
 
 
 def _module_of(names: Sequence[str]) -> str:

@@ -57,6 +57,22 @@ def changes_nothing(flow: Flow, value: Value) -> bool:
     )
 
 
+def handed_on(value: Value, readers: Sequence[Value]) -> str | None:
+    """Return the line that hands a value to what reads it: the reader's, if it is one line.
+
+    What several lines of one function read was handed to the function.
+    """
+    stacks = [stack_of(reader.row) for reader in readers]
+    first = stacks[0]
+    if not first:
+        return None
+    place = min((shared(first, stack) for stack in stacks[1:]), default=len(first) - 1)
+    is_one_line = all(stack[place] == first[place] for stack in stacks)
+    if not is_one_line and place > shared(stack_of(value.row), first):
+        place -= 1
+    return first[place]
+
+
 def alike_inside(one: Sequence[str], other: Sequence[str]) -> int:
     """Return how many lines two stacks share at their inner end."""
     pairs = zip(reversed(one), reversed(other), strict=False)

@@ -509,7 +509,7 @@ def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed |
         return repair
     if repair is not None and repair.ends:
         return blamed_for(sides, repair, part.region, part.reference)
-    return repaired_behind(sides, trials_of_value(sides, end), end)
+    return repaired_behind(sides, near.alone(), end)
 
 
 def _behind(

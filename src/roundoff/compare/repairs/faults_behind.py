@@ -421,7 +421,7 @@ def left_out(
     right. With ``several`` it may be several calls, one after the other.
     """
     # in other turns of a loop it is left out too
-    everywhere = Trials(trials.program, trials.goal, only=trials.only)
+    everywhere = trials.alone()
     near = trials
     flow = sides.candidate
     reference = sides.reference

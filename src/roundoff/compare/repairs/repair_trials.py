@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -246,6 +246,39 @@ def apart(wanted: Tensor, tensor: Tensor) -> float:
     return float(apart.norm()) / max(float(seen.norm()), TINY)
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a trial gave.
+
+    Attributes:
+        agrees: all ends agree.
+        gained: the lost values that are there.
+        price: how much of the budget it took.
+    """
+
+    agrees: bool
+    gained: frozenset[int]
+    price: int
+
+
+def _what_is_tried(edits: Mapping[int, Edit], leaves: Mapping[int, Tensor]) -> object:
+    """Return what two trials have in common that are the same."""
+    edited = [
+        (call, repr(edit.steps), edit.places, _contents(edit.held))
+        for call, edit in sorted(edits.items())
+    ]
+    return tuple(edited), _contents(leaves)
+
+
+def _contents(tensors: Mapping[int, Tensor]) -> object:
+    return tuple((key, _content(tensor)) for key, tensor in sorted(tensors.items()))
+
+
+def _content(tensor: Tensor) -> object:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return tensor.shape, tensor.dtype, hash(flat.view(torch.uint8).numpy().tobytes())
+
+
 @dataclass(slots=True)
 class Trials:
     """The candidate's forward pass, edited and run again.
@@ -256,6 +289,7 @@ class Trials:
             there too.
         is_unconfirmed: True where what was tried last agreed in the part alone.
         unconfirmed: how often that was so.
+        known: what was tried before, with what it cost: several rules try the same.
     """
 
     program: TracedProgram
@@ -265,6 +299,7 @@ class Trials:
     whole: Trials | None = None
     is_unconfirmed: bool = False
     unconfirmed: int = 0
+    known: dict[object, _Outcome] = field(default_factory=dict)
     families: Mapping[int, Sequence[TracedCall]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -284,7 +319,7 @@ class Trials:
         of a loop counted each, and not at all once there is one; with ``is_patient`` it
         is never given up.
         """
-        agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
+        agrees, gained = self._known_outcome(edits, leaves, to_the_end, is_patient)
         self.is_unconfirmed = False
         if not agrees or self.whole is None:
             return agrees, gained
@@ -293,6 +328,32 @@ class Trials:
         self.is_unconfirmed = not agrees
         self.unconfirmed += not agrees
         return agrees, gained
+
+    def alone(self) -> Trials:
+        """Return the same trials where what agrees need not agree in the whole."""
+        return replace(self, whole=None, left=BUDGET)
+
+    def _known_outcome(
+        self,
+        edits: Mapping[int, Edit],
+        leaves: Mapping[int, Tensor] | None,
+        to_the_end: bool,
+        is_patient: bool,
+    ) -> tuple[bool, set[int]]:
+        """Return what a trial gives; of one that is tried again what it gave, at its price."""
+        tried = _what_is_tried(edits, leaves or {})
+        key = (tried, to_the_end, is_patient)
+        known = self.known.get(key)
+        if known is None:
+            before = self.left
+            agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
+            if self.left < 0:
+                return agrees, gained
+            known = _Outcome(agrees, frozenset(gained), before - self.left)
+            self.known[key] = known
+        else:
+            self.left -= known.price
+        return known.agrees, {*known.gained}
 
     def _outcome(
         self,

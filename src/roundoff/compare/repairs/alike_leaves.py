@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.records.parameter_content import axis_orders
+from roundoff.compare.records.parameter_names import name_in_module
 from roundoff.compare.repairs.call_edits import label_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -134,4 +135,4 @@ def _as_read(values: Sequence[Value]) -> list[Value]:
 
 
 def _last(value: Value) -> str:
-    return label_of(value.row).rpartition(".")[2]
+    return name_in_module(label_of(value.row))

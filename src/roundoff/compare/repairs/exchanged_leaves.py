@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations, product
 
@@ -25,16 +26,15 @@ from roundoff.compare.blame.blamed_leaves import (
     turned,
 )
 from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.records.parameter_names import numbers_in, without_numbers
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
 from roundoff.compare.repairs.found_rows import moved_rows
-from roundoff.compare.repairs.leaf_changes import LeafChange, made_ready, recut
+from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
     in_all_read_alike,
-    numbers_in,
-    without_numbers,
 )
 from roundoff.compare.repairs.packed_leaves import (
     PARTS,
@@ -81,6 +81,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         moved_rows(sides, present),
         recut(sides, present),
         made_ready(sides.reference, present),
+        _of_stacked(present),
     )
     search = _Search(sides, trials)
     tried = (search.first_right(kind) for kind in kinds)
@@ -312,7 +313,7 @@ def _layers_of(leaves: Sequence[Value]) -> dict[str, dict[str, Value]]:
     layers: dict[str, dict[str, Value]] = {}
     for leaf in leaves:
         name = leaf.row.name or ""
-        last = re.split(r"[._]", name)[-1]
+        last = re.split(r"[._/]", name)[-1]
         layers.setdefault(name[: -len(last) - 1], {})[last] = leaf
     return layers
 
@@ -364,9 +365,10 @@ def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[LeafChange
 def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
     """Return True where one of so many parts along an axis is more than a number.
 
-    Of an axis of that size they are layers that stand in one tensor.
+    Of an axis of that size they are layers or gates that stand in one tensor.
     """
-    return tensor.shape[axis] > count or (axis == 0 and tensor.dim() > 2)
+    is_last = axis in (-1, tensor.dim() - 1)
+    return tensor.shape[axis] > count or (not is_last and tensor.dim() > 2)
 
 
 def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor:
@@ -415,6 +417,17 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
                 )
                 made = partial(_parts_in_order, order, axis)
                 yield LeafChange({leaf.key: turned}, words, made)
+
+
+def _of_stacked(present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield two parts exchanged of what stands in one tensor for several layers at once.
+
+    None of these computes what the reference does before they are taken apart.
+    """
+    for leaf, tensor in present:
+        if tensor.dim() > 2:
+            for change in _of_parts(leaf, tensor):
+                yield replace(change, is_patient=True)
 
 
 def _parts_in_order(order: Sequence[int], axis: int, tensor: Tensor) -> Tensor:

@@ -42,7 +42,12 @@ from roundoff.compare.repairs.transplants import (
     in_layout_of,
     trials_of_value,
 )
-from roundoff.compare.values.fault_lines import FaultLines, changes_nothing
+from roundoff.compare.values.fault_lines import (
+    FaultLines,
+    changes_nothing,
+    computing_readers,
+    is_read_rightly,
+)
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import (
@@ -180,7 +185,9 @@ def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | N
         return likely
     read = leaves_of(sides.candidate, sorted(rejoin.region))
     is_read = any(leaf.key == likely.value.key for leaf in read)
-    return likely if is_read and likely.value.key not in sides.twins else None
+    if not is_read or likely.value.key in sides.twins:
+        return None
+    return None if is_read_rightly(sides, likely.value) else likely
 
 
 def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -271,8 +278,7 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
         near = _in_region_alone(flow, near, rejoin, value)
         if torch.equal(first, second) or not near.outcome({}, {value.key: second})[0]:
             continue
-        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-        readers = [v for v in readers if v.key in rejoin.region and not v.inner]
+        readers = [v for v in computing_readers(flow, value) if v.key in rejoin.region]
         if readers:
             first_reader = min(readers, key=lambda each: each.order)
             return _misread(sides, rejoin, first_reader, (value, other))

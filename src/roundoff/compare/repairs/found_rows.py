@@ -18,8 +18,12 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.records.parameter_names import (
+    module_of,
+    numbers_in,
+    without_numbers,
+)
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange, cuts_of, order_of
-from roundoff.compare.repairs.other_layers import numbers_in, without_numbers
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -126,10 +130,10 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
 def _beside(flow: Flow, present: Sequence[Held]) -> Iterator[Held]:
     """Yield the other parameters of the modules that some are of."""
     known = {leaf.key for leaf, _ in present}
-    modules = {(leaf.row.name or "").rpartition(".")[0] for leaf, _ in present}
+    modules = {module_of(leaf.row.name or "") for leaf, _ in present}
     for value in flow.in_order():
         is_leaf = bool(value.row.name) and not value.is_call and value.key not in known
-        if is_leaf and (value.row.name or "").rpartition(".")[0] in modules:
+        if is_leaf and module_of(value.row.name or "") in modules:
             tensor = flow.tensor(value.key)
             if tensor is not None:
                 yield value, tensor

@@ -7,12 +7,17 @@ line reads, as the cells of a class do, whatever size they have.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from roundoff.compare.records.parameter_names import (
+    module_of,
+    numbers_in,
+    shared_module,
+    without_numbers,
+)
 from roundoff.compare.records.value_sketch import rising
 from roundoff.compare.repairs.leaf_changes import LeafChange
 from roundoff.compare.values.value_flow import Flow, Value
@@ -43,7 +48,9 @@ def in_all_modules(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
     not have in common.
     """
     names = [flow.values[key].row.name or "" for key in change.tensors]
-    shared = _module_of(names)
+    shared = shared_module(names)
+    if len(names) == 1:
+        shared = module_of(shared[:-1])
     kinds = [name[len(shared) :] for name in names]
     by_name = {value.row.name or "": value for value in _parameters(flow)}
     modules = [
@@ -76,23 +83,6 @@ def _read_at(flow: Flow, leaf: Value) -> tuple[object, ...] | None:
         return None
     first = min(readers, key=lambda each: each.order)
     return first.row.line, first.operator, first.inputs.index(leaf.key)
-
-
-def _module_of(names: Sequence[str]) -> str:
-    """Return the name of the module that has all of these, with the dot behind it.
-
-    >>> _module_of(["a.0.left.weight", "a.0.right.weight"]), _module_of(["a.0.left.weight"])
-    ('a.0.', 'a.0.')
-    """
-    parts = [name.split(".") for name in names]
-    shared = []
-    for same in zip(*(each[:-1] for each in parts), strict=False):
-        if len(set(same)) > 1:
-            break
-        shared.append(same[0])
-    if len(names) == 1:
-        shared = shared[:-1]
-    return "".join(f"{part}." for part in shared)
 
 
 def _parameters(flow: Flow) -> list[Value]:
@@ -160,21 +150,3 @@ def _place_of(tensor: Tensor, tensors: Sequence[Tensor]) -> int | None:
     """Return which of several tensors one is."""
     same = (place for place, each in enumerate(tensors) if torch.equal(each, tensor))
     return next(same, None)
-
-
-def numbers_in(name: str) -> tuple[str, ...]:
-    """Return the numbers in a name, those of its layer.
-
-    >>> numbers_in("blocks.1.heads.0.key")
-    ('1', '0')
-    """
-    return tuple(re.findall(r"\d+", name))
-
-
-def without_numbers(name: str) -> str:
-    """Return a name as it is in all layers.
-
-    >>> without_numbers("blocks.1.heads.0.key")
-    'blocks.#.heads.#.key'
-    """
-    return re.sub(r"\d+", "#", name)

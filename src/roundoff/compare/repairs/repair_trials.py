@@ -36,6 +36,7 @@ from roundoff.compare.records.parameter_content import (
     SHUFFLED,
     relation,
 )
+from roundoff.compare.records.parameter_names import name_in_module
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.records.value_sketch import (
@@ -1031,9 +1032,9 @@ def parameters_alike(flow: Flow, leaf: Value) -> list[Value]:
 
 def _have_one_name(one: RecordedRow, other: RecordedRow) -> bool:
     """Return True for the same parameter of two layers, or of two models of one class."""
-    last = (one.name or "").rpartition(".")[2]
+    last = name_in_module(one.name or "")
     return label_of(one) == label_of(other) or (
-        bool(last) and last == (other.name or "").rpartition(".")[2]
+        bool(last) and last == name_in_module(other.name or "")
     )
 
 

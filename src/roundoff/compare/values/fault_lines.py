@@ -304,7 +304,7 @@ class FaultLines:
         """Return the first that computes with a value and does not agree."""
         wrong = [
             reader
-            for reader in _computing_readers(self.sides.candidate, value)
+            for reader in computing_readers(self.sides.candidate, value)
             if reader.key in self.region
             and reader.row.line is not None
             and not self._agrees(reader)
@@ -326,10 +326,10 @@ class FaultLines:
         reading = {
             reader.operator
             for twin in theirs
-            for reader in _computing_readers(self.sides.reference, twin)
+            for reader in computing_readers(self.sides.reference, twin)
             if reader.key != missing.key and not twin.inner
         }
-        readers = _computing_readers(self.sides.candidate, value)
+        readers = computing_readers(self.sides.candidate, value)
         return [v for v in readers if self._agrees(v) or v.operator in reading]
 
     def _places_in_reference(
@@ -341,7 +341,7 @@ class FaultLines:
         twins = set(self.sides.all_twins(value))
         source = _source(flow, missing, twins)
         beside = _place(at, stack_of(source.row) if source is not None else ())
-        readers = sorted(_computing_readers(flow, missing), key=lambda v: v.order)
+        readers = sorted(computing_readers(flow, missing), key=lambda v: v.order)
         read = _place(at, stack_of(readers[0].row) if readers else ())
         return beside, read
 
@@ -406,7 +406,7 @@ def _readers(flow: Flow, key: int) -> Iterator[Value]:
             yield value
 
 
-def _computing_readers(flow: Flow, value: Value) -> Iterator[Value]:
+def computing_readers(flow: Flow, value: Value) -> Iterator[Value]:
     """Yield the calls that compute with a value, or with what it is moved to."""
     waiting = [value.key]
     seen = {value.key}
@@ -424,6 +424,34 @@ def _computing_readers(flow: Flow, value: Value) -> Iterator[Value]:
                 waiting.append(reader.key)
             else:
                 yield reader
+
+
+def is_read_rightly(sides: Sides, leaf: Value) -> bool:
+    """Return True where all that follows from one place that reads a value agrees.
+
+    The place itself may agree with values in another order, which what follows does not.
+    """
+    return any(
+        _all_agrees_behind(sides, reader)
+        for reader in computing_readers(sides.candidate, leaf)
+    )
+
+
+def _all_agrees_behind(sides: Sides, value: Value) -> bool:
+    waiting = list(computing_readers(sides.candidate, value))
+    seen = {each.key for each in waiting}
+    if not waiting:
+        return False
+    while waiting:
+        reader = waiting.pop(0)
+        if reader.key in sides.twins and not reader.says_nothing:
+            continue
+        after = list(computing_readers(sides.candidate, reader))
+        if not after or len(seen) > FAR:
+            return False
+        waiting += [each for each in after if each.key not in seen]
+        seen.update(each.key for each in after)
+    return True
 
 
 def _source(flow: Flow, missing: Value, twins: Collection[int]) -> Value | None:

@@ -634,9 +634,17 @@ def _alike_alone(sides: Sides, part: Part, ours: Sequence[Value]) -> Blamed | No
     """
     if len(_in_groups(sides.reference, ours)) < len(ours):
         return None
-    read = {leaf.key for leaf in leaves_of(sides.candidate, sorted(part.region))}
+    read = _read_or_chosen(sides.candidate, part.region)
+    for leaf in read:
+        count = _times_in_itself(sides.candidate.tensor(leaf.key))
+        if count > 1 and leaf.key not in sides.twins:
+            words = (
+                f"{leaf.row.name} holds the same {count} times, one after the other; no two "
+                "parameters of the reference do"
+            )
+            return Blamed(leaf, None, words)
     for group in _in_groups(sides.candidate, _parameters(sides.candidate)):
-        wrong = [leaf for leaf in group if leaf.key in read]
+        wrong = [leaf for leaf in group if leaf in read]
         if len(group) < 2 or not wrong or group[0].key in sides.twins:
             continue
         leaf = wrong[-1]
@@ -647,6 +655,30 @@ def _alike_alone(sides: Sides, part: Part, ours: Sequence[Value]) -> Blamed | No
         )
         return Blamed(leaf, None, words)
     return None
+
+
+def _read_or_chosen(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return the parameters that a region reads, and those of which it reads a part."""
+    inputs = {key for each in region for key in flow.values[each].inputs}
+    calls = [flow.values[key] for key in inputs if key in flow.values]
+    chosen = [v.key for v in calls if v.is_call and of_leaves_alone(flow, v)]
+    return leaves_of(flow, sorted({*region, *chosen}))
+
+
+def _times_in_itself(held: Tensor | None) -> int:
+    """Return how many equal parts a parameter has along its first axis, if all are equal.
+
+    Parts of one value say nothing.
+
+    >>> _times_in_itself(torch.tensor([[1.0, 2.0], [1.0, 2.0]])), _times_in_itself(torch.eye(2))
+    (2, 1)
+    """
+    if held is None or held.dim() < 2 or not held.numel():
+        return 1
+    is_same = bool((held == held[:1]).all()) and bool(
+        (held[0] != held.flatten()[0]).any()
+    )
+    return len(held) if is_same else 1
 
 
 def _in_groups(flow: Flow, leaves: Sequence[Value]) -> list[list[Value]]:

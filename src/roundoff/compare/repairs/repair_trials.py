@@ -470,10 +470,26 @@ def _of_kinds(
             repair = _tried(trials, proposal, call, edited)
             if repair is None and proposal.is_copied:
                 repair = _tried_in_copies(trials, proposal, call, edited)
+            if repair is None and kind != LAYOUT:
+                repair = _tried_where_wrong(sides, trials, proposal, call, edited)
             if repair is None and kind == INPUT:
                 repair = _tried_for_callers(trials, proposal, call, edited)
             if repair is not None:
                 yield repair
+
+
+def _tried_where_wrong(
+    sides: Sides,
+    trials: Trials,
+    proposal: Proposal,
+    call: TracedCall,
+    family: Sequence[TracedCall],
+) -> Repair | None:
+    """Return what an edit repairs in the turns of a loop that do not agree alone."""
+    wrong = [each for each in family if each.first.record not in sides.twins]
+    if call not in wrong or len(wrong) == len(family):
+        return None
+    return _tried(trials, proposal, call, wrong, is_whole=False)
 
 
 def _tried_for_callers(

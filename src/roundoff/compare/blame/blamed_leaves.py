@@ -624,14 +624,15 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
         if other is not None:
             leaf = leaves[-1] if other > piece else leaves[0]
             return _held_twice(sides, leaf, piece, other)
-    return _alike_alone(sides, part, ours)
+    return None
 
 
-def _alike_alone(sides: Sides, part: Part, ours: Sequence[Value]) -> Blamed | None:
+def blamed_repeat(sides: Sides, part: Part) -> Blamed | None:
     """Return a parameter that holds what another one does, where the reference has no two alike.
 
     Of several of the reference's that are fused in one no other rule knows which it holds.
     """
+    ours = _parameters(sides.reference)
     if len(_in_groups(sides.reference, ours)) < len(ours):
         return None
     read = _read_or_chosen(sides.candidate, part.region)

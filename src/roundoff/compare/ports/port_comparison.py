@@ -20,6 +20,7 @@ from roundoff.compare.blame.blamed_leaves import (
     blamed_duplicate,
     blamed_layout,
     blamed_leaf,
+    blamed_repeat,
     blamed_step,
     blamed_values,
 )
@@ -450,6 +451,7 @@ def _blamed(
         return (
             _blamed_on_made_up_values(sides, part)
             or blamed_table(sides, part)
+            or blamed_repeat(sides, part)
             or blamed_leaf(sides, part)
             or blamed_step(sides, part)
         )
@@ -564,7 +566,8 @@ def _tried(
         if repaired is not None:
             return repaired
     if end is not None:
-        missing = blamed_move(sides, part) or _behind(sides, part, end, likely)
+        missing = blamed_move(sides, part) or blamed_repeat(sides, part)
+        missing = missing or _behind(sides, part, end, likely)
         if missing is not None:
             return missing
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):

@@ -75,6 +75,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
     kinds = (
         _exchanges(sides, leaves),
+        _parts_of_all(sides.candidate, present),
         _alike(sides, leaves),
         _cuts(sides, ours, leaves),
         _packed_otherwise(sides, leaves),
@@ -417,6 +418,19 @@ def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
                 )
                 made = partial(_parts_in_order, order, axis)
                 yield LeafChange({leaf.key: turned}, words, made)
+
+
+def _parts_of_all(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield two parts exchanged in all that one line reads: one alone may show nowhere."""
+    seen: set[int] = set()
+    for leaf, tensor in present:
+        if leaf.key in seen:
+            continue
+        for change in _of_parts(leaf, tensor):
+            tensors = in_all_read_alike(flow, change)
+            seen.update(tensors)
+            if len(tensors) > 1:
+                yield replace(change, tensors=tensors)
 
 
 def _of_stacked(present: Sequence[Held]) -> Iterator[LeafChange]:

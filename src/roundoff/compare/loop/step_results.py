@@ -135,9 +135,9 @@ def _agree(
         return False  # a forward pass alone leaves nothing that all of it shows in
     if not all(_is_rounding(divergence, ours, theirs) for ours, theirs in pairs):
         return False
-    if not _have_same_losses(divergence):
-        return False
     candidate = divergence.candidate
+    if not have_same_losses(divergence.reference, candidate):
+        return False
     if not all(_has_counterpart(divergence, row) for row in _unread(candidate)):
         return False
     without_name = map(divergence.findings.get, _gradients_without_name(candidate))
@@ -179,16 +179,17 @@ def _are_same(
     )
 
 
-def _have_same_losses(divergence: Divergence) -> bool:
-    ours = _losses(divergence.reference)
-    theirs = _losses(divergence.candidate)
+def have_same_losses(reference: Rows, candidate: Rows) -> bool:
+    """Return True where the losses of two steps are as large together, but for rounding."""
+    ours = losses_of(reference)
+    theirs = losses_of(candidate)
     rounding = max((unit(row.dtype) for row in (*ours, *theirs)), default=0.0)
     return math.isclose(
         _sum(ours), _sum(theirs), rel_tol=min(REGION * rounding, REGION_LIMIT)
     )
 
 
-def _losses(rows: Rows) -> list[RecordedRow]:
+def losses_of(rows: Rows) -> list[RecordedRow]:
     """Return the numbers that the backward passes of a step begin at."""
     passes = (row for row in rows.values() if row.phase == _BACKWARD)
     read_backward = {record for row in passes for record in row.inputs}

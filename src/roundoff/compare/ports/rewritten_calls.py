@@ -15,14 +15,16 @@ from torch import Tensor
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
 from roundoff.compare.ports.port_comparison import (
     explained_by_values,
     values_compared,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.value_sketch import SketchIndex, sketch_of_row
 from roundoff.compare.rounding.findings import OWN
-from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.compare.rounding.rounding_bound import REGION, unit
 from roundoff.ops import operators_that
 
 _FORWARD = "forward"
@@ -52,7 +54,7 @@ def compared_by_values(
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None:
         # then nothing that was compared says that the result is right
-        if not _lacks_results(sides.candidate.rows, rows):
+        if not _lacks_results(sides, rows):
             return None
         return explained_by_values(sides, suspect=None)
     is_forward_call = (first.call or 0) >= 0 and first.phase == _FORWARD
@@ -193,10 +195,26 @@ def _in_order(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).sort().values
 
 
-def _lacks_results(candidate: Rows, rows: Sequence[ComparedRow]) -> bool:
-    """Return True where a result of the candidate's forward pass has no counterpart."""
+def _lacks_results(sides: Sides, rows: Sequence[ComparedRow]) -> bool:
+    """Return True where a result of the candidate's forward pass has no counterpart.
+
+    Nor is a value of the reference, by its statistics. The sum of all losses is one where
+    the reference goes back from each by itself.
+    """
+    candidate = sides.candidate.rows
     alone = {row.record for row in rows if row.status == CANDIDATE_ONLY}
-    return any(row.record in alone for row in _results(candidate))
+    if have_same_losses(sides.reference.rows, candidate):
+        alone -= {row.record for row in losses_of(candidate)}
+    results = [row for row in _results(candidate) if row.record in alone]
+    return bool(results) and not all(_stand_in(sides.reference.rows, results))
+
+
+def _stand_in(reference: Rows, results: Sequence[RecordedRow]) -> Iterator[bool]:
+    sketches = [(record, sketch_of_row(row)) for record, row in reference.items()]
+    index = SketchIndex((key, sketch) for key, sketch in sketches if sketch is not None)
+    for row in results:
+        sketch = sketch_of_row(row)
+        yield sketch is not None and bool(index.near(sketch, REGION * unit(row.dtype)))
 
 
 def _results(candidate: Rows) -> Iterator[RecordedRow]:

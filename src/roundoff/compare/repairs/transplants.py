@@ -316,7 +316,9 @@ class _Search:
             return
         if any(each.is_complex() for each in (*whole, *held)):
             return
-        if {each.numel() * count for each in held} != {each.numel() for each in whole}:
+        sizes = {each.numel() * count for each in held}
+        shapes = {each.shape for each in whole}
+        if len(shapes) > 1 or sizes != {each.numel() for each in whole}:
             return  # turns of several sizes
         for parts in _cut_in(whole, count):
             for order in orders_of(parts[0], held[0]):

@@ -171,15 +171,17 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
 
 def explained_by_values(
-    steps: RecordedSides, suspect: int | None
+    steps: RecordedSides, suspect: int | None, *, is_left_out: bool = False
 ) -> list[ComparedRow] | None:
     """Return the rows of ``compare_port`` where something differs; else None.
 
     ``suspect``: the record of the candidate that names would blame, if any. Where the
-    reference has no such value, only what was found to make all right goes before it.
+    reference has no such value, only what was found to make all right goes before it; so
+    with ``is_left_out``: the reference has it, and goes on with an operator that is missing.
     """
     compared = values_compared(steps)
     is_right = suspect is None or _is_in_phase(compared.sides, suspect)
+    is_right = is_right and not is_left_out
     if not compared.differences or not (compared.is_sure or is_right):
         return None
     return compared.rows()

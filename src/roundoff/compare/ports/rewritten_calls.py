@@ -60,7 +60,8 @@ def compared_by_values(
     is_forward_call = (first.call or 0) >= 0 and first.phase == _FORWARD
     if _is_told(first) or not is_forward_call:
         return None
-    return explained_by_values(sides, suspect=first.record)
+    is_left_out = first.looks_like == "missing operator"
+    return explained_by_values(sides, suspect=first.record, is_left_out=is_left_out)
 
 
 def _is_told(row: ComparedRow) -> bool:

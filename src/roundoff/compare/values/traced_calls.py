@@ -269,8 +269,11 @@ class TracedProgram:
             if overload is None or text is None:
                 raise CannotRun("its arguments were not recorded")
             required = self._shapes_read(call)
-            if len(call.rows) > len(overload_of(overload)._schema.returns):
-                overload = _RETURNING.get(overload, overload)
+            returning = _RETURNING.get(overload)
+            if returning is not None and len(call.rows) > len(
+                overload_of(overload)._schema.returns
+            ):
+                overload = returning
             self._prepared[number] = _PreparedCall(
                 overload, text, required, keeps_strides=self._keeps_strides
             )

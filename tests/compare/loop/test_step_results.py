@@ -146,3 +146,43 @@ def test_a_number_beside_the_loss_is_told(tmp_path):
         tmp_path / "b", with_accuracy(lambda kind: kind.sigmoid().neg()), a_pass_each
     )
     assert not roundoff.compare(reference=reference, candidate=candidate).agrees
+
+
+def averaged(folder: Path, step_of, write) -> Path:
+    """Record two steps that keep an average of the parameters, which has no name."""
+    average: list[torch.Tensor] = []
+
+    def step_and_write(losses, parameters):
+        parameters = [*parameters]
+        average.extend(p.detach().clone() for p in parameters[len(average) :])
+        step_of(losses, parameters)
+        with torch.no_grad():
+            for slow, fast in zip(average, parameters, strict=True):
+                write(slow, fast)
+
+    return trained(folder, losses, step_and_write)
+
+
+def stacked(losses, parameters):
+    torch.stack(losses).sum().backward()
+
+
+def written(decay):
+    def write(slow, fast):
+        slow.copy_(fast + decay * (slow - fast))
+
+    return write
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.5])
+def test_an_average_beside_losses_in_one_pass_back(tmp_path, decay):
+    """The sum of the losses and the copies are in the candidate only: they are values of
+    the reference, unless the average is another one."""
+
+    def moved(slow, fast):
+        slow.mul_(0.9).add_(fast, alpha=0.1)
+
+    reference = averaged(tmp_path / "a", a_pass_each, moved)
+    candidate = averaged(tmp_path / "b", stacked, written(decay))
+    comparison = roundoff.compare(reference=reference, candidate=candidate)
+    assert comparison.agrees == (decay == 0.9), comparison.answer

@@ -90,3 +90,17 @@ def test_memory_that_nothing_was_written_to_holds_no_number(program, step_of, st
     result = last_of(traced, edits={call.first.call: edit})
     # one product and one exponential in fp32
     torch.testing.assert_close(result, (3 * X[starts:]).exp(), rtol=1e-6, atol=0.0)
+
+
+def test_a_call_that_torch_no_longer_knows_cannot_run(program, step_of):
+    library = torch.library.Library("roundoff_gone", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    net = program(
+        lambda m, x: torch.ops.roundoff_gone.twice(x * m.scale), scale=torch.ones(4)
+    )
+    traced = TracedProgram(flow_of(step_of(net, X)))
+    [leaf] = [r.record for r in traced.flow.step.rows.values() if r.name == "scale"]
+    library._destroy()
+    with pytest.raises(CannotRun):
+        list(traced.again({}, {leaf: torch.full((4,), 2.0)}))

@@ -280,8 +280,25 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             continue
         readers = [v for v in computing_readers(flow, value) if v.key in rejoin.region]
         if readers:
-            first_reader = min(readers, key=lambda each: each.order)
+            first_reader = _joining(sides, value, rejoin) or min(
+                readers, key=lambda each: each.order
+            )
             return _misread(sides, rejoin, first_reader, (value, other))
+    return None
+
+
+def _joining(sides: Sides, value: Value, rejoin: Rejoin) -> Value | None:
+    """Return what joins a value to others for a wrong region, where nothing else that reads
+    them so is right."""
+    flow = sides.candidate
+    readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
+    for reader in readers:
+        is_join = reader.operator in _JOIN and reader.row.phase == value.row.phase
+        if is_join and reader.row.line is not None and not reader.inner:
+            computing = {each.key for each in computing_readers(flow, reader)}
+            is_read_there = not computing.isdisjoint(rejoin.region)
+            if is_read_there and computing.isdisjoint(sides.twins):
+                return reader
     return None
 
 

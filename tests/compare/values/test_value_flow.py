@@ -97,3 +97,12 @@ def test_a_tensor_that_was_written_as_a_whole_is_made_of_what_was_written(
     made_of = upstream(flow, [values["mul"].key], lambda _value: True)
     assert values["sin"].key in made_of
     assert values["exp"].key not in made_of
+
+
+def test_memory_that_nothing_was_written_to_has_no_values(program, step_of):
+    """It holds what an earlier tensor has left, which may be a value of the other side."""
+    net = program(lambda m, x: torch.empty_like(x).copy_(x * 2))
+    for tensors in (True, False):
+        values = by_operator(flow_of(step_of(net, drawn(5), tensors=tensors)))
+        assert values["empty_like"].sketch is None
+        assert values["copy"].sketch is not None

@@ -27,6 +27,8 @@ _PRIMITIVE = operators_that("hand on in decompositions")
 _CREATE = operators_that("create")
 #: The parts of a complex value, which another program may compute apart.
 PARTS = ("real", "imag")
+#: They give memory as it is.
+_UNWRITTEN = operators_that("leave memory unwritten")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +233,12 @@ def _trained(step: RecordedStep) -> frozenset[str]:
 def _sketch(
     step: RecordedStep, row: RecordedRow, by_blob: dict[object, Sketch | None]
 ) -> Sketch | None:
-    """Return the sketch of a row; views of all of a tensor share it."""
+    """Return the sketch of a row; views of all of a tensor share it.
+
+    None of memory that nothing was written to: it holds what happens to be there.
+    """
+    if row.base_operator in _UNWRITTEN:
+        return None
     key = (row.blob, row.numel, row.l2, row.mean, row.min, row.max)
     if row.blob is not None and key in by_blob:
         return by_blob[key]

@@ -87,7 +87,8 @@ def in_cells(m, x, fault):
         x = normed(x, m[f"norm{i}/scale"], m[f"norm{i}/shift"]).clamp_min(0)
     forth = over_time(x, m["forth/kernel"], m["forth/bias"])
     back = over_time(x.flip(1), m["back/kernel"], m["back/bias"]).flip(1)
-    x = torch.cat([forth, back], -1)
+    both = [forth, forth] if fault == "one direction joined twice" else [forth, back]
+    x = torch.cat(both, -1)
     x = over_time(x, m["last/kernel"], m["last/bias"], fault * (fault[:5] == "state"))
     return finished(m, x, fault)
 
@@ -213,6 +214,7 @@ def test_the_parameter_is_named(program, step_of, port, fault, names):
     [
         ("tanh on the last layer", "x = x.tanh()"),
         ("state exchanged", "torch.cat([x, h], -1) @ kernel"),
+        ("one direction joined twice", "x = torch.cat(both, -1)"),
     ],
 )
 def test_the_line_is_named(program, step_of, fault, text):

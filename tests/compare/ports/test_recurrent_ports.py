@@ -95,11 +95,11 @@ def in_cells(m, x, fault):
 
 def leaves_of_cells(w, fault):
     held = {}
-    for i in range(2):
-        held[f"layer{i}/w"] = w[f"layers.{i}.weight"].t()
-        held[f"layer{i}/b"] = w[f"layers.{i}.bias"]
-        held[f"norm{i}/scale"] = w[f"norms.{i}.weight"]
-        held[f"norm{i}/shift"] = w[f"norms.{i}.bias"]
+    for n in range(2):
+        held[f"layer{n}/w"] = w[f"layers.{n}.weight"].t()
+        held[f"layer{n}/b"] = w[f"layers.{n}.bias"]
+        held[f"norm{n}/scale"] = w[f"norms.{n}.weight"]
+        held[f"norm{n}/shift"] = w[f"norms.{n}.bias"]
     for name, source in (("forth", "both"), ("back", "both"), ("last", "last")):
         end = "_l0_reverse" if name == "back" else "_l0"
         if fault == "one direction twice":
@@ -122,9 +122,9 @@ def leaves_of_cells(w, fault):
 
 
 def in_stacks(m, x, fault):
-    for i in range(2):
-        x = x @ m["layers/w"][i] + m["layers/b"][i]
-        x = normed(x, m["norms/scale"][i], m["norms/shift"][i]).clamp_min(0)
+    for n in range(2):
+        x = x @ m["layers/w"][n] + m["layers/b"][n]
+        x = normed(x, m["norms/scale"][n], m["norms/shift"][n]).clamp_min(0)
     both = torch.stack([x, x.flip(1)])
     z = torch.einsum("dbtx,dxgh->tdbgh", both, m["both/x"]) + m["both/b"][:, None]
     h, c = torch.zeros(2, 2, len(x), UNITS)

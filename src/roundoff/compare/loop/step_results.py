@@ -22,7 +22,12 @@ from roundoff.compare.records.recorded_rows import (
     maker,
 )
 from roundoff.compare.rounding.findings import OWN, Finding
-from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
+from roundoff.compare.rounding.rounding_bound import (
+    REGION,
+    REGION_LIMIT,
+    unit,
+    working_formats,
+)
 from roundoff.compare.rounding.two_formulas import explained_by_a_region
 
 _FORWARD = "forward"
@@ -101,18 +106,20 @@ def _left(rows: Rows) -> list[dict[str, RecordedRow]]:
     """Return what backward passes have left before each optimizer steps, and at the end,
     and all that has a name at the end, by name.
 
-    A clip, and an optimizer that divides by their size, hide a factor of gradients.
+    A clip, and an optimizer that divides by their size, hide a factor of gradients. What is
+    computed between two parts of an optimizer is no pass.
     """
     names = _names(rows)
     before_optimizers = []
     gradients: dict[str, RecordedRow] = {}
-    phase = None
+    is_changed = False
     for row in rows.values():
-        if row.phase == _OPTIMIZER != phase:
+        if row.phase == _OPTIMIZER and is_changed:
             before_optimizers.append({**gradients})
-        phase = row.phase
-        if phase == _BACKWARD and row.record in names:
+            is_changed = False
+        if row.phase == _BACKWARD and row.record in names:
             gradients[names[row.record]] = row
+            is_changed = True
     return [*before_optimizers, gradients, last_named(rows)]
 
 
@@ -133,7 +140,9 @@ def _agree(
     """Return True where all that the step leaves agrees."""
     if not any((row.name or "").endswith(GRADIENT) for _, row in pairs):
         return False  # a forward pass alone leaves nothing that all of it shows in
-    if not all(_is_rounding(divergence, ours, theirs) for ours, theirs in pairs):
+    formats = working_formats(divergence.reference.values())
+    coarsest = max(map(unit, formats), default=0.0)
+    if not all(_is_rounding(divergence, *pair, coarsest) for pair in pairs):
         return False
     candidate = divergence.candidate
     if not have_same_losses(divergence.reference, candidate):
@@ -157,8 +166,13 @@ def _gradients_without_name(rows: Rows) -> Iterator[int]:
 
 
 def _is_rounding(
-    divergence: Divergence, ours: RecordedRow, theirs: RecordedRow
+    divergence: Divergence, ours: RecordedRow, theirs: RecordedRow, coarsest: float
 ) -> bool:
+    """Return True where two values of a name agree.
+
+    A gradient may be one rounding of the coarsest format off that the reference's products
+    are made in: two passes add up what each has rounded, one pass rounds it once.
+    """
     are_paired = divergence.counterpart.get(theirs.record) == ours.record
     if are_paired and _is_without_cause(divergence.findings.get(theirs.record)):
         return True
@@ -167,7 +181,10 @@ def _is_rounding(
         maker(divergence.reference, ours, HANDS_ON),
         maker(divergence.candidate, theirs, HANDS_ON),
     )
-    return error is not None and error <= bound.tolerance * bound.condition
+    allowed = bound.tolerance * bound.condition
+    if theirs.phase == _BACKWARD or (theirs.name or "").endswith(GRADIENT):
+        allowed = max(allowed, coarsest)
+    return error is not None and error <= allowed
 
 
 def _are_same(

@@ -186,3 +186,30 @@ def test_an_average_beside_losses_in_one_pass_back(tmp_path, decay):
     candidate = averaged(tmp_path / "b", stacked, written(decay))
     comparison = roundoff.compare(reference=reference, candidate=candidate)
     assert comparison.agrees == (decay == 0.9), comparison.answer
+
+
+LIMIT = 0.05
+
+
+def clipped_by_the_library(losses, parameters):
+    one_pass(losses, [*parameters], limit=LIMIT)
+
+
+def clipped_by_hand(limit):
+    def step(losses, parameters):
+        parameters = [*parameters]
+        a_pass_each(losses, parameters)
+        gradients = [p.grad for p in parameters]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+    return step
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_two_passes_that_are_clipped_by_hand(tmp_path, factor):
+    reference = trained(tmp_path / "a", losses, clipped_by_the_library)
+    candidate = trained(tmp_path / "b", losses, clipped_by_hand(factor * LIMIT))
+    comparison = roundoff.compare(reference=reference, candidate=candidate)
+    assert comparison.agrees == (factor == 1.0), comparison.answer

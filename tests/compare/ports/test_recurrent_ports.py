@@ -17,7 +17,7 @@ from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
 
 WIDTH, UNITS, LAST = 6, 5, 4
-X = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+X = torch.randn(3, 3, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 class Reference(nn.Module):
@@ -105,7 +105,9 @@ def leaves_of_cells(w, fault):
         if fault == "one direction twice":
             end = "_l0"
         kernel = torch.cat([w[f"{source}.weight_{k}{end}"] for k in ("ih", "hh")], 1)
-        bias = w[f"{source}.bias_ih{end}"] + w[f"{source}.bias_hh{end}"]
+        bias = w[f"{source}.bias_ih{end}"]
+        if fault != "biases of the state left out":
+            bias = bias + w[f"{source}.bias_hh{end}"]
         i, f, j, o = kernel.t().chunk(4, 1)
         gates = (
             [i, f, j, o]
@@ -199,6 +201,11 @@ def test_the_port_is_right(program, step_of, port):
             {"forth/kernel", "back/kernel", "last/kernel"},
         ),
         ("cells", "one direction twice", {"back/kernel", "back/bias"}),
+        (
+            "cells",
+            "biases of the state left out",
+            {"forth/bias", "back/bias", "last/bias"},
+        ),
         ("stacks", "gates of the biases as they are", {"both/b"}),
         ("stacks", "directions exchanged", {"both/x", "both/h", "both/b"}),
         ("stacks", "first norm in all layers", {"norms/scale", "norms/shift"}),

@@ -29,6 +29,7 @@ from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.parameter_names import numbers_in, without_numbers
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.repairs.added_leaves import with_what_is_added
 from roundoff.compare.repairs.found_rows import moved_rows
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
 from roundoff.compare.repairs.other_layers import (
@@ -74,6 +75,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
     present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
     kinds = (
+        with_what_is_added(sides, present),
         _exchanges(sides, leaves),
         _parts_of_all(sides.candidate, present),
         _alike(sides, leaves),

@@ -68,11 +68,16 @@ def in_all_read_alike(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
     if len(change.tensors) != 1:
         return {**change.tensors}
     [key] = change.tensors
-    place = _read_at(flow, flow.values[key])
-    if place is None:
-        return {**change.tensors}
-    alike = [leaf for leaf in _parameters(flow) if _read_at(flow, leaf) == place]
+    alike = read_alike(flow, flow.values[key])
     return _changed_alike(flow, change, [[leaf] for leaf in alike])
+
+
+def read_alike(flow: Flow, leaf: Value) -> list[Value]:
+    """Return the parameters that the same line reads first, as the same operand; with it."""
+    place = _read_at(flow, leaf)
+    if place is None:
+        return [leaf]
+    return [each for each in _parameters(flow) if _read_at(flow, each) == place]
 
 
 def _read_at(flow: Flow, leaf: Value) -> tuple[object, ...] | None:

@@ -1,0 +1,127 @@
+"""A parameter that a port holds alone, to which the reference adds another one.
+
+A recurrent layer of one library has a bias for its input and one for its state, that of
+another has their sum. A loader that leaves one out leaves no value that is the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.records.parameter_names import module_of, name_in_module
+from roundoff.compare.repairs.leaf_changes import Held, LeafChange
+from roundoff.compare.repairs.other_layers import read_alike
+from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_regions import Sides
+
+#: Parts of a vector, as gates are, that may stand in another order.
+PARTS = (1, 2, 3, 4)
+#: Of a part, as fp32 leaves it where a constant was added and taken away.
+APART = 1e-5
+
+
+def with_what_is_added(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield vectors with another one of the reference's module added: alone, then all that
+    one line reads.
+
+    Args:
+        sides: both programs.
+        present: the parameters that a wrong region reads.
+    """
+    ours = _vectors(sides)
+    seen: set[int] = set()
+    for leaf, tensor in present:
+        for change in _sums(sides, ours, leaf, tensor):
+            yield change
+            alike = read_alike(sides.candidate, leaf)
+            if len(alike) > 1 and leaf.key not in seen:
+                seen.update(each.key for each in alike)
+                yield from _of_all(sides, ours, alike, change.words)
+
+
+def _of_all(
+    sides: Sides, ours: Sequence[Held], leaves: Sequence[Value], words: str
+) -> Iterator[LeafChange]:
+    """Yield all of several parameters with what is added to each."""
+    tensors: dict[int, Tensor] = {}
+    for leaf in leaves:
+        held = sides.candidate.tensor(leaf.key)
+        if held is not None:
+            first = next(_sums(sides, ours, leaf, held), None)
+            tensors |= {} if first is None else first.tensors
+    if len(tensors) > 1:
+        yield LeafChange(tensors, words)
+
+
+def _vectors(sides: Sides) -> list[Held]:
+    """Return the vectors among the reference's parameters."""
+    named = [v for v in sides.reference.in_order() if v.row.name and not v.is_call]
+    held = [(leaf, sides.reference.tensor(leaf.key)) for leaf in named]
+    present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
+    return [(leaf, tensor) for leaf, tensor in present if _is_vector(tensor)]
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_floating_point()
+
+
+def _sums(
+    sides: Sides, ours: Sequence[Held], leaf: Value, tensor: Tensor
+) -> Iterator[LeafChange]:
+    """Yield one vector with each of those added that the candidate lacks, the next first."""
+    if not _is_vector(tensor):
+        return
+    for number, (alone, held) in enumerate(ours):
+        order = _order_of_parts(tensor, held)
+        if order is None:
+            continue
+        for added, more in (*ours[number:], *reversed(ours[:number])):
+            is_lost = added.key not in sides.agreeing and more.shape == held.shape
+            if not is_lost or not _are_of_one_module(alone, added):
+                continue
+            parts = more.chunk(len(order))
+            total = tensor + torch.cat([parts[place] for place in order])
+            words = (
+                f"{leaf.row.name} holds {alone.row.name} alone; the reference adds "
+                f"{added.row.name} to it"
+            )
+            yield LeafChange({leaf.key: total}, words)
+
+
+def _are_of_one_module(one: Value, other: Value) -> bool:
+    names = one.row.name or "", other.row.name or ""
+    is_another = name_in_module(names[0]) != name_in_module(names[1])
+    return is_another and module_of(names[0]) == module_of(names[1])
+
+
+def _order_of_parts(tensor: Tensor, held: Tensor) -> list[int] | None:
+    """Return which part of one vector each of another's is, but for a constant.
+
+    >>> _order_of_parts(torch.tensor([3.0, 4.5, 1.0, 2.0]), torch.tensor([1.0, 2.0, 2.0, 3.5]))
+    [1, 0]
+    """
+    if tensor.shape != held.shape:
+        return None
+    for count in PARTS:
+        if len(tensor) % count or len(tensor) < 2 * count:
+            continue
+        theirs = held.chunk(count)
+        order = [_which(part, theirs) for part in tensor.chunk(count)]
+        places = [place for place in order if place is not None]
+        if len(set(places)) == count:
+            return places
+    return None
+
+
+def _which(part: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """Return the number of the part that is this one, but for a constant; None for one value."""
+    spread = part - part.mean()
+    size = float(spread.norm())
+    for place, other in enumerate(parts):
+        apart = float((spread - (other - other.mean())).norm())
+        if apart <= APART * size:
+            return place
+    return None

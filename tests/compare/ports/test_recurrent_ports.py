@@ -17,7 +17,7 @@ from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
 
 WIDTH, UNITS, LAST = 6, 5, 4
-X = torch.randn(3, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+X = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 class Reference(nn.Module):

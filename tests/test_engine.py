@@ -30,6 +30,7 @@ quiet = pytest.mark.filterwarnings(
 SOURCE = """
 import os
 import threading
+import time
 
 from roundoff.errors import InfeasibleError, RunError
 
@@ -57,6 +58,7 @@ def note(folder, name, fails):
     open(os.path.join(folder, name), "w").close()
     if fails:
         raise ValueError(name)
+    time.sleep(0.001)  # longer than it takes to hand out a task: all are waiting at the error
 """
 
 

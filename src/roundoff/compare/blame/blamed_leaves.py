@@ -613,7 +613,7 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     }
     if not lost:
         return None
-    ours = _parameters(sides.reference)
+    ours = parameters_of(sides.reference)
     holders = _holders(sides, ours, list(lost.values()))
     missing: list[_Piece] = [(key,) for key in lost]
     missing += [piece for piece in _pieces_beside(holders) if piece not in holders]
@@ -625,77 +625,6 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
             leaf = leaves[-1] if other > piece else leaves[0]
             return _held_twice(sides, leaf, piece, other)
     return None
-
-
-def blamed_repeat(sides: Sides, part: Part) -> Blamed | None:
-    """Return a parameter that holds what another one does, where the reference has no two alike.
-
-    Of several of the reference's that are fused in one no other rule knows which it holds.
-    """
-    ours = _parameters(sides.reference)
-    if len(_in_groups(sides.reference, ours)) < len(ours):
-        return None
-    read = _read_or_chosen(sides.candidate, part.region)
-    for leaf in read:
-        count = _times_in_itself(sides.candidate.tensor(leaf.key))
-        if count > 1 and leaf.key not in sides.twins:
-            words = (
-                f"{leaf.row.name} holds the same {count} times, one after the other; no two "
-                "parameters of the reference do"
-            )
-            return Blamed(leaf, None, words)
-    for group in _in_groups(sides.candidate, _parameters(sides.candidate)):
-        wrong = [leaf for leaf in group if leaf in read]
-        if len(group) < 2 or not wrong or group[0].key in sides.twins:
-            continue
-        leaf = wrong[-1]
-        other = next(each for each in group if each.key != leaf.key)
-        words = (
-            f"{leaf.row.name} holds the same as {other.row.name}; no two parameters of the "
-            "reference do"
-        )
-        return Blamed(leaf, None, words)
-    return None
-
-
-def _read_or_chosen(flow: Flow, region: Collection[int]) -> list[Value]:
-    """Return the parameters that a region reads, and those of which it reads a part."""
-    inputs = {key for each in region for key in flow.values[each].inputs}
-    calls = [flow.values[key] for key in inputs if key in flow.values]
-    chosen = [v.key for v in calls if v.is_call and of_leaves_alone(flow, v)]
-    return leaves_of(flow, sorted({*region, *chosen}))
-
-
-def _times_in_itself(held: Tensor | None) -> int:
-    """Return how many equal parts a parameter has along its first axis, if all are equal.
-
-    Parts of one value say nothing.
-
-    >>> _times_in_itself(torch.tensor([[1.0, 2.0], [1.0, 2.0]])), _times_in_itself(torch.eye(2))
-    (2, 1)
-    """
-    if held is None or held.dim() < 2 or not held.numel():
-        return 1
-    is_same = bool((held == held[:1]).all()) and bool(
-        (held[0] != held.flatten()[0]).any()
-    )
-    return len(held) if is_same else 1
-
-
-def _in_groups(flow: Flow, leaves: Sequence[Value]) -> list[list[Value]]:
-    """Return parameters with those that hold the same beside each other."""
-    groups: list[tuple[Tensor, list[Value]]] = []
-    for leaf in leaves:
-        held = flow.tensor(leaf.key)
-        if held is None:
-            continue
-        alike = (group for first, group in groups if torch.equal(first, held))
-        group = next(alike, None)
-        if group is not None:
-            group.append(leaf)
-        else:
-            groups.append((held, [leaf]))
-    return [group for _, group in groups]
 
 
 def _held_twice(sides: Sides, leaf: Value, piece: _Piece, other: _Piece) -> Blamed:
@@ -716,7 +645,7 @@ def _times_in_reference(sides: Sides, ours: Sequence[Value], leaf: Value) -> int
 _Piece = tuple[int, ...]
 
 
-def _parameters(flow: Flow) -> list[Value]:
+def parameters_of(flow: Flow) -> list[Value]:
     """Return the named leaves of the forward pass, in order."""
     return [
         value
@@ -738,7 +667,7 @@ def _holders(
     )
     pieces = [piece for piece, _ in _parts_of(sides, lost)]
     holders: dict[_Piece, list[Value]] = {}
-    for leaf in _parameters(sides.candidate):
+    for leaf in parameters_of(sides.candidate):
         for key in sides.all_twins(leaf):
             if key in names:
                 holders.setdefault((key,), []).append(leaf)

@@ -20,7 +20,6 @@ from roundoff.compare.blame.blamed_leaves import (
     blamed_duplicate,
     blamed_layout,
     blamed_leaf,
-    blamed_repeat,
     blamed_step,
     blamed_values,
 )
@@ -29,6 +28,7 @@ from roundoff.compare.blame.contained_values import blamed_after_contained
 from roundoff.compare.blame.misused_leaves import as_misused
 from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading
+from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.judging.explain import EarlierSteps

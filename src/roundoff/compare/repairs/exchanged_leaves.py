@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import combinations, permutations, product
 
 import torch
@@ -30,8 +28,14 @@ from roundoff.compare.records.parameter_names import numbers_in, without_numbers
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
 from roundoff.compare.repairs.added_leaves import with_what_is_added
+from roundoff.compare.repairs.exchanged_parts import (
+    exchanged_parts,
+    parts_of_all_read_alike,
+    parts_of_several,
+    parts_of_stacked,
+)
 from roundoff.compare.repairs.found_rows import moved_rows
-from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
+from roundoff.compare.repairs.leaf_changes import LeafChange, made_ready, recut
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
@@ -77,14 +81,14 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     kinds = (
         with_what_is_added(sides, present),
         _exchanges(sides, leaves),
-        _parts_of_all(sides.candidate, present),
+        parts_of_all_read_alike(sides.candidate, present),
         _alike(sides, leaves),
         _cuts(sides, ours, leaves),
         _packed_otherwise(sides, leaves),
         moved_rows(sides, present),
         recut(sides, present),
         made_ready(sides.reference, present),
-        _of_stacked(present),
+        parts_of_stacked(present),
     )
     search = _Search(sides, trials)
     tried = (search.first_right(kind) for kind in kinds)
@@ -266,7 +270,7 @@ def _exchanges(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     for leaf in leaves:
         tensor = held[leaf.key]
         if tensor is not None:
-            yield from _of_parts(leaf, tensor)
+            yield from exchanged_parts(leaf, tensor)
 
 
 def _of_layers(flow: Flow, leaves: Sequence[Value]) -> Iterator[LeafChange]:
@@ -328,7 +332,7 @@ def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
     for layer in _layers_of(leaves).values():
         members = [(leaf, tensor) for leaf, tensor in present if leaf in layer.values()]
         if len(members) > 1:
-            yield from _parts_alike(members)
+            yield from parts_of_several(members)
     for places in combinations(range(-MOST_AXES, 0), 2):
         for group in _of_equal_axes(present, places):
             for change in (_axes_exchanged, _axes_split_otherwise):
@@ -346,32 +350,6 @@ def _of_equal_axes(
             sizes = tuple(tensor.shape[place] for place in places)
             groups.setdefault(sizes, []).append((leaf, tensor))
     yield from (group for group in groups.values() if len(group) > 1)
-
-
-def _parts_alike(members: Sequence[tuple[Value, Tensor]]) -> Iterator[LeafChange]:
-    """Yield all parameters of a layer with their parts, as gates are, in another order."""
-    for axis, count in product((0, -1), PARTS):
-        if any(tensor.shape[axis] % count for _, tensor in members if tensor.dim()):
-            continue
-        for order in list(permutations(range(count)))[1:]:
-            tensors = {
-                leaf.key: torch.cat([tensor.chunk(count, axis)[i] for i in order], axis)
-                for leaf, tensor in members
-                if tensor.dim() and _has_parts(tensor, axis, count)
-            }
-            if len(tensors) > 1:
-                names = ", ".join(leaf.row.name or "" for leaf, _ in members)
-                words = f"{names} have their {count} parts in another order: {order}"
-                yield LeafChange(tensors, words)
-
-
-def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
-    """Return True where one of so many parts along an axis is more than a number.
-
-    Of an axis of that size they are layers or gates that stand in one tensor.
-    """
-    is_last = axis in (-1, tensor.dim() - 1)
-    return tensor.shape[axis] > count or (not is_last and tensor.dim() > 2)
 
 
 def _axes_exchanged(tensor: Tensor, places: tuple[int, int]) -> Tensor:
@@ -399,59 +377,6 @@ def _together(
             names = " and ".join(leaf.row.name or "" for leaf, _ in group)
             words = f"{names} have axes {places[0]} and {places[1]} the other way round"
             yield LeafChange(tensors, words)
-
-
-def _of_parts(leaf: Value, tensor: Tensor) -> Iterator[LeafChange]:
-    """Yield one parameter with two of its equal parts exchanged."""
-    for axis, size in enumerate(tensor.shape):
-        for count in PARTS:
-            if size % count or not _has_parts(tensor, axis, count):
-                continue
-            for first, second in combinations(range(count), 2):
-                order = list(range(count))
-                order[first] = second
-                order[second] = first
-                turned = _parts_in_order(order, axis, tensor)
-                if torch.equal(turned, tensor):
-                    continue
-                words = (
-                    f"parts {first + 1} and {second + 1} of {count} along axis {axis} of "
-                    f"{leaf.row.name} stand in for each other"
-                )
-                made = partial(_parts_in_order, order, axis)
-                yield LeafChange({leaf.key: turned}, words, made)
-
-
-def _parts_of_all(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
-    """Yield two parts exchanged in all that one line reads: one alone may show nowhere."""
-    seen: set[int] = set()
-    for leaf, tensor in present:
-        if leaf.key in seen:
-            continue
-        for change in _of_parts(leaf, tensor):
-            tensors = in_all_read_alike(flow, change)
-            seen.update(tensors)
-            if len(tensors) > 1:
-                yield replace(change, tensors=tensors)
-
-
-def _of_stacked(present: Sequence[Held]) -> Iterator[LeafChange]:
-    """Yield two parts exchanged of what stands in one tensor for several layers at once.
-
-    None of these computes what the reference does before they are taken apart.
-    """
-    for leaf, tensor in present:
-        if tensor.dim() > 2:
-            for change in _of_parts(leaf, tensor):
-                yield replace(change, is_patient=True)
-
-
-def _parts_in_order(order: Sequence[int], axis: int, tensor: Tensor) -> Tensor:
-    """Return the equal parts along an axis in another order; as it is where it has none."""
-    if axis >= tensor.dim() or tensor.shape[axis] % len(order):
-        return tensor
-    parts = tensor.chunk(len(order), axis)
-    return torch.cat([parts[place] for place in order], axis)
 
 
 def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafChange]:

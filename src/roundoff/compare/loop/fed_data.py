@@ -488,11 +488,6 @@ def _affine(
     return f"times {factor:.4g} plus {offset:.4g}" if all(fits) else None
 
 
-def _are_same(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return which elements are the same; NaN is NaN."""
-    return (ours == theirs) | (ours.isnan() & theirs.isnan())
-
-
 def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
     """Return how the candidate's data differ from the reference's, in words.
 
@@ -605,7 +600,8 @@ def _fits_by_row(x: Tensor, y: Tensor) -> bool:
 
 
 def _few(ours: Tensor, theirs: Tensor) -> str:
-    differing = int((~_are_same(ours, theirs)).sum())
+    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    differing = int((~is_same).sum())
     if differing == ours.numel():
         return OTHER_VALUES
     return f"has {differing:,} of {ours.numel():,} values unlike the reference's"

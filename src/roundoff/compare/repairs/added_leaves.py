@@ -14,13 +14,13 @@ from torch import Tensor
 from roundoff.compare.records.parameter_names import module_of, name_in_module
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange
 from roundoff.compare.repairs.other_layers import read_alike
+from roundoff.compare.repairs.packed_leaves import PARTS
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides
 
-#: Parts of a vector, as gates are, that may stand in another order.
-PARTS = (1, 2, 3, 4)
-#: Of a part, as fp32 leaves it where a constant was added and taken away.
-APART = 1e-5
+#: A constant of up to 128 times the spread of a part, added and taken away in fp32: two
+#: roundings of 2**-24 of it.
+APART = 2 * 128 * 2.0**-24
 
 
 def with_what_is_added(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
@@ -36,8 +36,8 @@ def with_what_is_added(sides: Sides, present: Sequence[Held]) -> Iterator[LeafCh
     for leaf, tensor in present:
         for change in _sums(sides, ours, leaf, tensor):
             yield change
-            alike = read_alike(sides.candidate, leaf)
-            if len(alike) > 1 and leaf.key not in seen:
+            if leaf.key not in seen:
+                alike = read_alike(sides.candidate, leaf)
                 seen.update(each.key for each in alike)
                 yield from _of_all(sides, ours, alike, change.words)
 
@@ -105,7 +105,7 @@ def _order_of_parts(tensor: Tensor, held: Tensor) -> list[int] | None:
     """
     if tensor.shape != held.shape:
         return None
-    for count in PARTS:
+    for count in (1, *PARTS):
         if len(tensor) % count or len(tensor) < 2 * count:
             continue
         theirs = held.chunk(count)
@@ -120,6 +120,8 @@ def _which(part: Tensor, parts: Sequence[Tensor]) -> int | None:
     """Return the number of the part that is this one, but for a constant; None for one value."""
     spread = part - part.mean()
     size = float(spread.norm())
+    if not size:
+        return None
     for place, other in enumerate(parts):
         apart = float((spread - (other - other.mean())).norm())
         if apart <= APART * size:

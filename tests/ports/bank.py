@@ -76,6 +76,7 @@ NETWORKS = (
     "gemma",
     "sam",
     "tacotron",
+    "stylegan",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -98,6 +99,7 @@ KEPT_APART = (
     "gemma",
     "sam",
     "tacotron",
+    "stylegan",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

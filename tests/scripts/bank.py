@@ -33,6 +33,7 @@ KEPT_APART = (
     "radiance",
     "fewshot",
     "tracker",
+    "dreamer",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

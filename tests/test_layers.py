@@ -4,12 +4,13 @@ packages load late."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def modules(source: Path = SOURCE) -> Iterator[tuple[Path, str]]:
         yield path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def imports_of(path: Path, module: str) -> Sequence[tuple[int, str]]:
+    """(line, dotted name) of every import of a module: to parse all of them takes seconds."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return list(imported(tree, module, is_package=path.name == "__init__.py"))
+
+
 def breaches(source: Path = SOURCE) -> Iterator[str]:
     """One line for each import against the order, and for each module without a place in it."""
     for path, module in modules(source):
@@ -77,10 +85,7 @@ def breaches(source: Path = SOURCE) -> Iterator[str]:
             continue
         if module == "roundoff":
             continue  # the front names everything, and imports it when it is asked for
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        for line, name in dict.fromkeys(
-            imported(tree, module, is_package=path.name == "__init__.py")
-        ):
+        for line, name in dict.fromkeys(imports_of(path, module)):
             if name.split(".")[0] != "roundoff" or layer(name) == mine:
                 continue
             if layer(name) not in ORDER or ORDER.index(layer(name)) > ORDER.index(mine):
@@ -138,9 +143,7 @@ def test_each_room_of_compare_imports_only_from_those_above_it():
         f"{path.relative_to(SOURCE)}:{line}: {room_of(module)} imports {name}"
         for path, module in modules()
         if module.startswith("roundoff.compare.") and room_of(module) in COMPARE_ORDER
-        for line, name in imported(
-            ast.parse(path.read_text(encoding="utf-8")), module, is_package=False
-        )
+        for line, name in imports_of(path, module)
         if name.startswith("roundoff.compare.") and is_below(name, room_of(module))
     ]
     assert not found, "\n".join([*found, REASON])
@@ -184,7 +187,7 @@ def test_the_map_names_files_that_exist():
     assert not missing
 
 
-def behind_a_face(imports: Iterator[tuple[int, str]], room: str | None) -> list[str]:
+def behind_a_face(imports: Iterable[tuple[int, str]], room: str | None) -> list[str]:
     """The imports of modules that lie behind the face of another room."""
     found = []
     for line, name in imports:
@@ -207,10 +210,8 @@ def test_rooms_are_used_by_their_faces():
     for path, module in modules():
         if module == "roundoff":
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        imports = imported(tree, module, is_package=path.name == "__init__.py")
         where = path.relative_to(SOURCE.parent)
-        behind = behind_a_face(imports, layer(module))
+        behind = behind_a_face(imports_of(path, module), layer(module))
         breaches += [f"{where}:{breach}" for breach in behind]
     assert not breaches, "\n".join([*breaches, FACE])
 
@@ -253,9 +254,7 @@ def test_report_never_names_torch():
         f"{path.name}:{line} imports {name}"
         for path, module in modules()
         if layer(module) == "report"
-        for line, name in imported(
-            ast.parse(path.read_text(encoding="utf-8")), module, is_package=False
-        )
+        for line, name in imports_of(path, module)
         if name.split(".")[0] in ("torch", "transformers")
     ]
     assert not found, "\n".join(

@@ -8,6 +8,7 @@ decided, 130 interrupted. No two outcomes share one.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import traceback
@@ -131,7 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     talk.begin()
     try:
         with plainer_output(), loading_said():
-            result = app(args=arguments, prog_name="roundoff", standalone_mode=False)
+            command = _command()
+            result = command(
+                args=arguments, prog_name="roundoff", standalone_mode=False
+            )
             sys.stdout.flush()
     except typer.Exit as done:
         result = done.exit_code
@@ -170,6 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
     return int(result or 0)
+
+
+@functools.cache
+def _command() -> Any:
+    """Return the parser of all verbs. To build it takes longer than to use it."""
+    return typer.main.get_command(app)
 
 
 def _show_traceback() -> None:

@@ -538,15 +538,18 @@ def _gives_only_right(sides: Sides, leaf: Value) -> bool:
     return bool(readers) and all(reader.key in sides.twins for reader in readers)
 
 
-def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
+def is_right_elsewhere(sides: Sides, leaf: Value, but: Value | None = None) -> bool:
     """Return True where another call reads the leaf, and agrees, not only as a part of more.
 
     What agrees in another order than that of axes may be wrong for all that reads it.
+    ``but``: what the same operator of the same line makes as this value is no other call.
     """
     waiting = list(sides.candidate.readers.get(leaf.key, ()))
     while waiting:
         reader = sides.candidate.values[waiting.pop()]
         if reader.row.phase != leaf.row.phase:
+            continue
+        if but is not None and _are_of_one_place(reader, but):
             continue
         if not reader.computes or reader.operator in _MOVES:
             waiting += sides.candidate.readers.get(reader.key, ())
@@ -555,6 +558,11 @@ def is_right_elsewhere(sides: Sides, leaf: Value) -> bool:
         if is_whole and not reader.inner and is_in_order(sides, reader):
             return True
     return False
+
+
+def _are_of_one_place(one: Value, other: Value) -> bool:
+    """Return True for what one operator of one line makes, in turns of a loop too."""
+    return (one.row.line, one.operator) == (other.row.line, other.operator)
 
 
 def is_in_order(sides: Sides, value: Value) -> bool:

@@ -41,7 +41,7 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     # a turn of a loop that is right by chance is no other place
     if right_lines and reader.row.line not in right_lines:
         line = reader.row.line
-    elif _has_its_number(blamed.value, held, wanted):
+    elif wanted.key in sides.agreeing and _has_its_number(blamed.value, held, wanted):
         line = _line_of_block(sides.candidate, blamed.value, reader)
     else:
         return blamed
@@ -70,6 +70,8 @@ def _readers(flow: Flow, leaf: Value) -> list[Value]:
     For a step inside a call that is the call.
     """
     read = [flow.values[key] for key in flow.readers.get(leaf.key, ())]
+    # of what nothing reads only the size was asked
+    read = [v for v in read if v.inner or flow.readers.get(v.key)]
     records = sorted({v.row.record for v in read if v.row.phase == "forward"})
     return [flow.values[record] for record in records]
 

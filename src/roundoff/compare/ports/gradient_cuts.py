@@ -29,7 +29,7 @@ from roundoff.compare.ports.differentiated_flow import (
 )
 from roundoff.compare.ports.port_results import least_gradient, same_parameters
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
-from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_flow import Value, values_of_parameters
 from roundoff.compare.values.value_regions import Sides
 
 LABEL = "gradient cut"
@@ -166,7 +166,9 @@ class _Pair:
             twins = _twins(self.sides, key, is_candidate)
             return any(other.hands_on(twin) for twin in twins)
 
+        learned = values_of_parameters(losing.flow)
         lost_here = lost_gradients(losing, is_known)
+        lost_here = [lost for lost in lost_here if lost.key in learned]
         for lost in list(reversed(lost_here))[:MOST]:
             twins = _twins(self.sides, lost.key, is_candidate)
             # the same value stands before and behind a factor of its gradient

@@ -119,6 +119,19 @@ def whole_before(
     return source
 
 
+def was_there_before(rows: Rows, row: RecordedRow) -> bool:
+    """Return True for a value from before the step, and for another view of its memory.
+
+    What a batch is cut into shares memory that nothing in the step has written.
+    """
+    while not row.is_call:
+        source = rows.get(row.inputs[0]) if row.inputs else None
+        if source is None:
+            return True
+        row = source
+    return False
+
+
 _COLUMNS = tuple(field.name for field in fields(RecordedRow))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed_leaves import (
     Blamed,
     is_close,
+    is_in_order,
     of_leaves_alone,
     same_layout,
 )
@@ -47,8 +48,9 @@ def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     for value in _read_by_region(sides, rejoin):
         if trials.left < 0:
             return None
-        if _are_right_otherwise(sides, trials, [value]):
-            if _stands_as_in_reference(sides, value):
+        right = _right_order(sides, trials, [value])
+        if right is not None:
+            if _stands_rightly(sides, value, right[0]):
                 return _blamed_reader(sides, rejoin.region, value)
             return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
     common = common_order(sides, trials, rejoin.region)
@@ -67,7 +69,7 @@ def common_order(
     """Return what a function reads several times, and has to be handed in another order."""
     trials.left = BUDGET
     for value in _read_by_several(sides, region):
-        if _are_right_otherwise(sides, trials, [value]):
+        if _right_order(sides, trials, [value]) is not None:
             return _blamed_reader(sides, region, value)
     return None
 
@@ -147,7 +149,7 @@ def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
         inputs = [each for each in inputs if not _stands_as_in_reference(sides, each)]
         groups = [[each] for each in inputs]
         groups += [inputs] if len(inputs) > 1 else []
-        tried = (g for g in groups if _are_right_otherwise(sides, trials, g))
+        tried = (g for g in groups if _stand_wrongly(sides, trials, g))
         earlier = next(tried, None)
         if earlier is None:
             break
@@ -179,14 +181,43 @@ def _stands_as_in_reference(sides: Sides, value: Value) -> bool:
     return held is not None and any(t is not None and is_close(t, held) for t in twins)
 
 
-def _are_right_otherwise(sides: Sides, trials: Trials, values: Sequence[Value]) -> bool:
-    """Return True where all is right with the reference's values in the place of some that
-    have the same elements: each in the order of axes of as high a number."""
-    ways = [list(_in_other_orders(sides, value)) for value in values]
-    return any(
-        trials.outcome({}, {v.key: t for v, t in zip(values, way, strict=True)})[0]
-        for way in zip(*ways, strict=False)
+def _stands_rightly(sides: Sides, value: Value, right: Tensor) -> bool:
+    """Return True for a value as the reference has it, which only what reads it regroups.
+
+    It may be laid out otherwise: the order in which all is right is then none of its axes.
+    """
+    if _stands_as_in_reference(sides, value):
+        return True
+    held = sides.candidate.tensor(value.key)
+    return (
+        held is not None
+        and is_in_order(sides, value)
+        and not same_layout(held, right.to(held.dtype))
     )
+
+
+def _stand_wrongly(sides: Sides, trials: Trials, values: Sequence[Value]) -> bool:
+    """Return True where these values have to stand in another order."""
+    right = _right_order(sides, trials, values)
+    if right is None:
+        return False
+    pairs = zip(values, right, strict=True)
+    return not any(_stands_rightly(sides, value, tensor) for value, tensor in pairs)
+
+
+def _right_order(
+    sides: Sides, trials: Trials, values: Sequence[Value]
+) -> Sequence[Tensor] | None:
+    """Return the reference's values with which, in the place of some, all is right.
+
+    They have the same elements: each in the order of axes of as high a number.
+    """
+    ways = [list(_in_other_orders(sides, value)) for value in values]
+    for way in zip(*ways, strict=False):
+        moved = {v.key: t for v, t in zip(values, way, strict=True)}
+        if trials.outcome({}, moved)[0]:
+            return way
+    return None
 
 
 def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:

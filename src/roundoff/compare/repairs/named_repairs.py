@@ -15,7 +15,7 @@ from roundoff.compare.repairs.call_edits import INPUT, LAYOUT
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Sides
+from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 _JOIN = operators_that("join")
@@ -85,11 +85,14 @@ def _only_turned(sides: Sides, value: Value) -> Value | None:
     None for one that another call reads rightly: then the call is wrong.
     """
     flow = sides.candidate
-    leaves = leaves_of(flow, [value.key])
-    if len(leaves) != 1 or not of_leaves_alone(flow, value):
+    if not of_leaves_alone(flow, value):
+        return None
+    behind = [flow.values[key] for key in upstream(flow, [value.key], lambda _: True)]
+    leaves = [each for each in behind if not each.is_call]
+    if len(leaves) != 1:
         return None
     [leaf] = leaves
-    return None if is_right_elsewhere(sides, leaf) else leaf
+    return None if is_right_elsewhere(sides, leaf, but=value) else leaf
 
 
 def _turned_factor(sides: Sides, moved: Value) -> Value | None:

@@ -48,6 +48,7 @@ from roundoff.compare.records.value_sketch import (
     sketch_of_tensor,
 )
 from roundoff.compare.repairs.call_edits import (
+    CHANGE,
     INPUT,
     LAYOUT,
     ONE_MORE,
@@ -556,6 +557,8 @@ def _tried(
     least = 1 if proposal.unlikely == LAYOUT else SEVERAL
     if not agrees and len(gained) < least:
         return None
+    if proposal.unlikely == CHANGE and _levels(trials.program, call, edit):
+        return None
     if not agrees and proposal.everywhere:
         # a default that is not the reference's is wrong in every layer that takes it
         edits = _edits_of(proposal.template, trials.program.calls.values())
@@ -571,6 +574,17 @@ def _tried(
         is_first,
         proposal.exchanges,
         is_whole=is_whole and len(edits) >= len(family),
+    )
+
+
+def _levels(program: TracedProgram, call: TracedCall, edit: Edit) -> bool:
+    """Return True for an edit that makes one number of values that differ.
+
+    With a factor that is 1 everywhere all is right where the reference has no such factor.
+    """
+    return all(
+        tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
+        for _, tensor in program.one(call, {}, edit)
     )
 
 

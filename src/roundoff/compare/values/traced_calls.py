@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.records.recorded_calls import CannotRun, is_written_in_python
-from roundoff.compare.records.recorded_rows import RecordedRow, whole_before
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    was_there_before,
+    whole_before,
+)
 from roundoff.compare.values.value_flow import Flow
 from roundoff.errors import RunError
 from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
@@ -155,7 +159,7 @@ class TracedProgram:
             if phases is not None and row.phase not in phases:
                 continue
             if not row.is_call:
-                if row.inputs:
+                if not was_there_before(flow.step.rows, row):
                     self.order.append(row)
                 continue
             rows_by_call.setdefault(row.call, []).append(row)

@@ -13,6 +13,7 @@ from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
     first_rows,
+    was_there_before,
     whole_before,
 )
 from roundoff.compare.records.value_sketch import (
@@ -203,7 +204,7 @@ def constants_of(flow: Flow) -> set[int]:
     """Return the values made of no parameter and no data; buffers are constants."""
     constant: set[int] = set()
     for value in flow.in_order():
-        if value.is_call or value.row.inputs:
+        if value.is_call or value.inputs:
             is_constant = all(k in constant for k in value.inputs)
         else:
             is_constant = bool(value.row.name) and value.row.name not in flow.trained
@@ -212,11 +213,27 @@ def constants_of(flow: Flow) -> set[int]:
     return constant
 
 
+def values_of_parameters(flow: Flow) -> set[int]:
+    """Return the parameters, and the values that are made of any."""
+    learned: set[int] = set()
+    for value in flow.in_order():
+        if value.is_call or value.inputs:
+            is_learned = any(key in learned for key in value.inputs)
+        else:
+            is_learned = bool(value.row.name) and value.operator != "buffer"
+        if is_learned:
+            learned.add(value.key)
+    return learned
+
+
 def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
     """Return the records that a row is made of.
 
-    A tensor of which a view was written is also made of what it was before.
+    A tensor of which a view was written is also made of what it was before. What was
+    there before the step is made of nothing.
     """
+    if was_there_before(rows, row):
+        return []
     read = row.values_read()
     written = rows.get(read[0]) if len(read) == 1 and not row.is_call else None
     if written is None or not written.inplace or written.numel == row.numel:

@@ -77,6 +77,7 @@ NETWORKS = (
     "sam",
     "tacotron",
     "stylegan",
+    "rwkv",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -100,6 +101,7 @@ KEPT_APART = (
     "sam",
     "tacotron",
     "stylegan",
+    "rwkv",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

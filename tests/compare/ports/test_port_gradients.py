@@ -49,7 +49,14 @@ def compared(program, tmp_path):
 
     numbers = itertools.count()
 
-    def compare(reference, port, *, prepare=(None, None), optimizers=(None, None)):
+    def compare(
+        reference,
+        port,
+        *,
+        prepare=(None, None),
+        optimizers=(None, None),
+        data=(X, Y),
+    ):
         folders = []
         for function, prepared, made in zip(
             (reference, port), prepare, optimizers, strict=True
@@ -58,7 +65,7 @@ def compared(program, tmp_path):
             optimizer = (made or adam)(net.parameters())
             folders.append(tmp_path / str(next(numbers)))
             with roundoff.capture(folders[-1], net, keep="tensors"):
-                net(X, Y).backward()
+                net(*data).backward()
                 if prepared is not None:
                     prepared(net)
                 optimizer.step()
@@ -171,9 +178,22 @@ def focal(scores, y, handed_on):
     return ((1 - handed_on(sure)) * (scores - y) ** 2).mean()
 
 
+def weighed(m, x, y):
+    h = F.linear(x, m.a)
+    return F.mse_loss(F.linear(F.softmax(h, 1) * h, m.c), y)
+
+
+def weighed_by_a_fixed_total(m, x, y):
+    h = product(x, m.a)
+    # the reference has no such value: only the shares
+    total = torch.logsumexp(h, 1, keepdim=True).detach()
+    return far(product((h - total).exp() * h, m.c), y)
+
+
 @pytest.mark.parametrize(
     ("reference", "port", "line"),
     [
+        (weighed, weighed_by_a_fixed_total, "total = torch.logsumexp"),
         (with_mask, with_mask_and_detached, "sure.detach()"),
         (with_branch, detached_branch, "h.detach()"),
         (with_branch, detached_twice_in_one_call, "h.detach()"),
@@ -188,6 +208,15 @@ def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
     assert culprit.looks_like == "gradient cut"
     assert culprit.phase == "forward"
     assert line in text(culprit.line)
+
+
+def test_a_batch_may_be_cut_out_of_one_tensor(compared):
+    """Tokens and targets are, mostly: neither is what became of the other."""
+    both = torch.cat([X, Y], 1)
+    data = both[:, : X.shape[1]], both[:, X.shape[1] :]
+    [culprit] = compared(with_branch, detached_branch, data=data).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
 
 
 class Slower(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +76,35 @@ def test_the_table_has_the_operators_that_autograd_asks_for_their_result():
     for name, value in others.items():
         assert not hasattr(value.grad_fn, "_saved_result"), name
         assert name not in kept
+
+
+def divergence(post, prior):
+    p = post.softmax(-1).log()
+    return (p.exp() * (p - prior.softmax(-1).log())).sum()
+
+
+def balanced(x):
+    post, prior = x, x.flip(-1)
+    return divergence(post.detach(), prior) + 0.1 * divergence(post, prior.detach())
+
+
+def balanced_the_other_way(x):
+    post, prior = x, x.flip(-1)
+    return divergence(post, prior.detach()) + 0.1 * divergence(post.detach(), prior)
+
+
+def test_results_that_autograd_keeps_of_other_calls_are_no_fault(tmp_path):
+    """Which of two calls keeps its result follows from what was detached before."""
+    folders = []
+    for function in (balanced, balanced_the_other_way):
+        torch.manual_seed(0)
+        model = Net(function)
+        folders.append(tmp_path / function.__name__)
+        with roundoff.capture(folders[-1], model, keep="tensors") as run:
+            model(torch.tensor([[1.0, -2.0, 0.5, 3.0]])).backward()
+            run.step()
+    [first, *_] = roundoff.compare(
+        reference=folders[0], candidate=folders[1]
+    ).culprits()
+    written = linecache.getline(__file__, int(first.line.rpartition(":")[2]))
+    assert "detach()" in written, first.evidence

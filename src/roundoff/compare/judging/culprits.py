@@ -128,10 +128,18 @@ def _likeliest_first(culprit: Culprit) -> tuple[Any, ...]:
         culprit.step,
         culprit.inputs_error > _EXACTLY,
         not (culprit.dtype or "").startswith(_CHOOSING),
-        culprit.phase != "forward" or culprit.contribution < _SHARE,
+        culprit.phase != "forward" or _is_by_product(culprit),
         -culprit.contribution,
         culprit.record,
     )
+
+
+def _is_by_product(culprit: Culprit) -> bool:
+    """Return True for a fault of the forward pass that makes hardly any of the error.
+
+    What is detached makes none in the forward pass, and decides the gradients.
+    """
+    return culprit.contribution < _SHARE and culprit.operator != "detach"
 
 
 def _follows_in_size(culprit: Culprit, others: Sequence[Culprit]) -> tuple[int, bool]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from roundoff.compare.records.recorded_calls import is_written_in_python
+from roundoff.compare.records.kept_results import is_kept_for_gradient
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.rounding.findings import INHERITED, OWN, Bound, Distance, Finding
@@ -166,7 +167,13 @@ class Divergence:
         finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
         if distance.error is None:
             return finding
-        if distance.equal or is_without_value(row, twin) or is_workspace(row):
+        is_kept = is_kept_for_gradient(row, self.candidate)
+        if (
+            distance.equal
+            or is_without_value(row, twin)
+            or is_workspace(row)
+            or is_kept
+        ):
             finding.own_error = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)

@@ -10,7 +10,7 @@ call reads a value to which it hands nothing on, the gradient that is lost there
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -137,16 +137,33 @@ class DifferentiatedFlow:
         tensor = self.tensors.get(key)
         return tensor is not None and tensor.requires_grad
 
+    @property
+    def cut_off(self) -> list[int]:
+        """The detached values of which some read hands nothing on, in order."""
+        return sorted({record for _, record, _ in self.way.cut})
+
+    def handing_on(self, detached: Collection[int]) -> DifferentiatedFlow | None:
+        """Return the same where each read of some detached values hands its gradient on.
+
+        None where that cannot run.
+        """
+        cut = frozenset(edge for edge in self.way.cut if edge[1] not in detached)
+        return self._going(replace(self.way, cut=cut))
+
     def scaled(self, key: int, scaling: Scaling | None) -> DifferentiatedFlow | None:
         """Return the same with another factor at a value; None where that cannot run."""
-        end = last_result(self.flow)
         others = {k: each for k, each in self.way.scaled.items() if k != key}
         if scaling is not None:
             others[key] = scaling
+        return self._going(replace(self.way, scaled=others))
+
+    def _going(self, way: _Way) -> DifferentiatedFlow | None:
+        """Return the same forward pass, differentiated in another way."""
+        end = last_result(self.flow)
         if end is None:
             return None
         try:
-            return _Run(self.flow, replace(self.way, scaled=others)).run(end)
+            return _Run(self.flow, way).run(end)
         except CannotRun:
             return None
 

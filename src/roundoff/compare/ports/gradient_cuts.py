@@ -38,6 +38,11 @@ MOST = 64
 #: Axes whose orders are tried.
 MOST_AXES = 5
 
+_HANDS_NONE_ON = (
+    "it hands no gradient on, as the reference does here: with it all gradients are the "
+    "reference's"
+)
+
 Gradients = Mapping[str, Tensor]
 
 
@@ -76,7 +81,25 @@ def blamed_cut(sides: Sides) -> Blamed | None:
     for losses in _groups([*pair.losses(True), *pair.losses(False)]):
         if pair.is_explained_by(losses):
             return _blamed(losses[0])
-    return _blamed_scaling(pair)
+    return _blamed_alone(pair) or _blamed_scaling(pair)
+
+
+def _blamed_alone(pair: _Pair) -> Blamed | None:
+    """Return what a line of the candidate detaches where the reference has no such value.
+
+    With its gradients all gradients are the reference's.
+    """
+    candidate = pair.candidate
+    values = candidate.flow.values
+    by_line: dict[str | None, list[int]] = {}
+    for record in candidate.cut_off:
+        by_line.setdefault(values[record].row.line, []).append(record)
+    for records in by_line.values():
+        mended = candidate.handing_on(records)
+        if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
+            value = values[records[0]]
+            return Blamed(value, None, _HANDS_NONE_ON, is_operator=True, label=LABEL)
+    return None
 
 
 def _blamed_scaling(pair: _Pair) -> Blamed | None:
@@ -290,11 +313,9 @@ def _first(
 
 def _blamed(lost: _Lost) -> Blamed:
     if lost.is_candidate:
-        words = (
-            "it hands no gradient on, as the reference does here: with it all gradients "
-            "are the reference's"
+        return Blamed(
+            lost.cut, lost.twin, _HANDS_NONE_ON, is_operator=True, label=LABEL
         )
-        return Blamed(lost.cut, lost.twin, words, is_operator=True, label=LABEL)
     line = f" ({lost.cut.row.line})" if lost.cut.row.line else ""
     words = (
         f"it hands a gradient on, and the reference's {lost.cut.row.site}{line} does not: "

@@ -535,7 +535,7 @@ def leaves_of_pass(flow: Flow) -> list[Value]:
     return [
         value
         for value in flow.values.values()
-        if not value.is_call and not value.row.inputs and value.row.phase == "forward"
+        if not value.is_call and not value.inputs and value.row.phase == "forward"
     ]
 
 

@@ -18,12 +18,21 @@ def cuts_a_gradient(row: RecordedRow, rows: Rows) -> bool:
     The first one behind a call that keeps its result is autograd's; a user's comes after
     it, and reads what it leaves.
     """
-    if row.operator != "detach" or row.phase != "forward" or not row.is_call:
+    return _is_forward_detach(row) and not is_kept_for_gradient(row, rows)
+
+
+def is_kept_for_gradient(row: RecordedRow, rows: Rows) -> bool:
+    """Return True for what autograd detaches of a result to keep it."""
+    if not _is_forward_detach(row) or not row.inputs:
         return False
-    source = rows.get(row.inputs[0]) if row.inputs else None
+    source = rows.get(row.inputs[0])
     if source is None or source.base_operator not in _KEEPING:
-        return True
-    return row.call != source.call + 1
+        return False
+    return row.call == source.call + 1
+
+
+def _is_forward_detach(row: RecordedRow) -> bool:
+    return row.operator == "detach" and row.phase == "forward" and row.is_call
 
 
 def cutting_detach(rows: Rows, record: int) -> RecordedRow | None:

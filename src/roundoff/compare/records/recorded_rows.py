@@ -122,14 +122,20 @@ def whole_before(
 def was_there_before(rows: Rows, row: RecordedRow) -> bool:
     """Return True for a value from before the step, and for another view of its memory.
 
-    What a batch is cut into shares memory that nothing in the step has written.
+    What a batch is cut into shares memory that nothing in the step has written. A call's
+    own view of it is made in the step.
     """
-    while not row.is_call:
-        source = rows.get(row.inputs[0]) if row.inputs else None
+    if row.is_call:
+        return False
+    while row.inputs:
+        source = rows.get(row.inputs[0])
         if source is None:
-            return True
+            break
+        is_written = source.inplace or source.base_operator not in _CHANGE_NOTHING
+        if source.is_call and is_written:
+            return False
         row = source
-    return False
+    return True
 
 
 _COLUMNS = tuple(field.name for field in fields(RecordedRow))

@@ -11,6 +11,7 @@ that stand in several axes may have two of these exchanged.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, permutations, product
 
@@ -56,7 +57,7 @@ from roundoff.ops import operators_that
 _MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
-MOST_LEAVES = 12
+MOST_LEAVES = 16
 #: Calls between the layers and what a region reads of them: moves, a bias, a norm, a turn.
 MOST_BEFORE = 48
 #: Axes from the last on of which two may stand the other way round.
@@ -218,7 +219,7 @@ def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
     """Return the parameters that a region reads, and what it is made of.
 
     The nearest to where it begins first: parts that were cut otherwise agree as long as
-    they are taken together.
+    they are taken together. Those of one name in several layers wait for other names.
     """
     heads = [value.key for value in first_of(flow, set(region))]
     near: dict[Value, None] = {}
@@ -227,7 +228,13 @@ def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:
         layers = [value.key for value in _layers_of_values(flow, source)]
         for key in (*keys, *layers):
             near |= dict.fromkeys(leaves_of(flow, [key]))
-    return [*near][:MOST_LEAVES]
+    alike: Counter[str] = Counter()
+    turns: dict[Value, int] = {}
+    for leaf in near:
+        name = without_numbers(leaf.row.name or "")
+        turns[leaf] = alike[name]
+        alike[name] += 1
+    return sorted(near, key=lambda leaf: turns[leaf])[:MOST_LEAVES]
 
 
 def _layers_of_values(flow: Flow, values: Sequence[Value]) -> Iterator[Value]:

@@ -90,7 +90,7 @@ def _has_parts(tensor: Tensor, axis: int, count: int) -> bool:
     Of an axis of that size they are layers or gates that stand in one tensor.
     """
     is_last = axis in (-1, tensor.dim() - 1)
-    return tensor.shape[axis] > count or (not is_last and tensor.dim() > 2)
+    return tensor.shape[axis] > count or (not is_last and tensor.dim() > 1)
 
 
 def _parts_in_order(order: Sequence[int], axis: int, tensor: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from roundoff.compare.records.recorded_calls import is_written_in_python
 from roundoff.compare.records.kept_results import is_kept_for_gradient
+from roundoff.compare.records.recorded_calls import is_written_in_python
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.rounding.findings import INHERITED, OWN, Bound, Distance, Finding

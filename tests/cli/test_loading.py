@@ -96,7 +96,7 @@ def test_quiet_is_quiet(
 
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(app, "app", command)
+    monkeypatch.setattr(app, "_command", lambda: command)
     assert app.main([]) == 0
     assert ("loading" in stream.getvalue()) == (option != "quiet")
 
@@ -104,6 +104,6 @@ def test_quiet_is_quiet(
 def test_a_command_says_it(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(app, "app", lambda **_: _load())
+    monkeypatch.setattr(app, "_command", lambda: lambda **_: _load())
     assert app.main([]) == 0
     assert "roundoff: loading outer_library" in stream.getvalue()

@@ -47,7 +47,7 @@ def reference(m, z, x):
     style = z
     for i in range(STAGES):
         style = torch.tanh(F.linear(style, getattr(m, f"map{i}") * 0.1))
-    colours = 0
+    colours = torch.zeros(())
     for i in range(STAGES):
         stage, colour = getattr(m, f"stage{i}"), getattr(m, f"colour{i}")
         own = F.linear(style, getattr(m, f"style{i}"))
@@ -64,7 +64,7 @@ def scaled(w):
 
 
 def tone_of(m, style, i):
-    return style @ scaled(getattr(m, f"rgb{i}_tone"))
+    return style @ scaled(getattr(m, f"rgb{i + 1}_tone"))
 
 
 def normed(x, weight, style):
@@ -77,12 +77,13 @@ def plain(x, weight, style):
 
 
 def apart_in_groups(x, fault):
+    x = x.mT.contiguous()
     if fault == "groups of neighbours":
-        groups = x.reshape(2, 2, PLACES, DIM)
+        groups = x.reshape(2, 2, DIM, PLACES)
         groups = groups - groups.mean(1, keepdim=True)
         spread = groups.square().mean(1)
     else:
-        groups = x.reshape(2, 2, PLACES, DIM)
+        groups = x.reshape(2, 2, DIM, PLACES)
         groups = groups - groups.mean(0, keepdim=True)
         spread = groups.square().mean(0)
     return (spread + 1e-8).sqrt().mean((1, 2))
@@ -98,7 +99,7 @@ def port(m, z, x, fault):
         own = style @ getattr(m, f"conv{i}_style")
         x = normed(x, getattr(m, f"conv{i}_w"), own).tanh()
         tone = tone_of(m, style, i)
-        image = image + colour(x, getattr(m, f"rgb{i}_w"), tone)
+        image = image + colour(x, getattr(m, f"rgb{i + 1}_w"), tone)
     far = apart_in_groups(x, fault)
     far = far.tile(2)[:, None, None].expand(-1, PLACES, -1)
     return torch.cat([image, far], 2)
@@ -112,9 +113,11 @@ def leaves(fault):
     for i in range(STAGES):
         held[f"conv{i}_w"] = LEAVES[f"stage{i}"].t()
         held[f"conv{i}_style"] = LEAVES[f"style{i}"].t()
-        held[f"rgb{i}_w"] = LEAVES[f"colour{i}"].t()
-        tone = f"style{i}" if fault == "tone of the stage" and i == 1 else f"toned{i}"
-        held[f"rgb{i}_tone"] = LEAVES[tone].t()
+        held[f"rgb{i + 1}_w"] = LEAVES[f"colour{i}"].t()
+        tone = f"toned{i}"
+        if fault == "tone of the next stage" and i == 0:
+            tone = "style1"
+        held[f"rgb{i + 1}_tone"] = LEAVES[tone].t()
     return {name: tensor.contiguous() for name, tensor in held.items()}
 
 
@@ -135,7 +138,7 @@ def test_the_port_is_right(program, step_of):
         ("mapping as it is", "maps"),
         ("two layers of the mapping exchanged", "maps"),
         # it has the number of what it holds by chance, and nothing holds what it should
-        ("tone of the stage", "rgb1_tone"),
+        ("tone of the next stage", "rgb1_tone"),
     ],
 )
 def test_the_parameter_is_named(program, step_of, fault, name):

@@ -44,6 +44,8 @@ MOST_LEAVES = 12
 MOST_PARTS = 4
 #: Values after the first that differs, which are tried too.
 NEXT = 4
+#: Fewer elements are a turn of what the reference does at once by chance.
+FEWEST_IN_TURN = 8
 #: Values that are tried in parameters, at most.
 TRIALS = 200
 #: A part of a parameter may agree though it stands in another place.
@@ -161,7 +163,7 @@ def _proven(
     def agrees(leaf: Value, other: Tensor) -> bool:
         values = values_with(program, needed[leaf.key], leaf.key, other)
         return any(
-            _is_in_reference(sides, tensor)
+            _is_in_reference(sides, tensor) or _is_a_turn_of(sides, part, tensor)
             for record, tensor in values
             if record in named
         )
@@ -360,6 +362,22 @@ def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
         key not in sides.agreeing and not sides.reference.values[key].says_nothing
         for key in sides.near_in_reference(sketch)
     )
+
+
+def _is_a_turn_of(sides: Sides, part: Part, tensor: Tensor) -> bool:
+    """Return True where what the reference goes on with has these elements side by side.
+
+    A turn of a loop, such as one sample's, of what the reference does at once.
+    """
+    if part.reference is None or tensor.numel() < FEWEST_IN_TURN:
+        return False
+    wanted = sides.reference.tensor(part.reference.key)
+    if wanted is None or wanted.numel() % tensor.numel():
+        return False
+    present = in_reals(tensor).reshape(-1).to(torch.float64)
+    turns = in_reals(wanted).to(torch.float64).reshape(-1, present.numel())
+    apart = torch.linalg.vector_norm(turns - present, dim=1)
+    return bool((apart <= sides.limit * present.norm()).any())
 
 
 def values_with(

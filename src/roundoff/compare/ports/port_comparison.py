@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from torch import Tensor
+
 from roundoff.compare.blame.blamed_leaves import (
     Blamed,
     blamed_duplicate,
@@ -72,8 +74,10 @@ from roundoff.compare.repairs.faults_behind import (
     unlike_behind,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
+from roundoff.compare.repairs.leaf_changes import LeafChange
 from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     CLEARLY,
@@ -471,15 +475,8 @@ def _blamed_on_tensors(
     if follows is not None:
         return follows
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
-    if blamed is not None and blamed.other is not None:
-        leaves = {blamed.value.key: blamed.other}
-        if trials.outcome({}, leaves)[0]:
-            return blamed
-        twin = blamed.reference
-        if twin is not None and not twin.is_call:
-            for alike in leaves_alike(sides, blamed.value, twin, blamed.other):
-                if trials.outcome({}, alike)[0]:
-                    return blamed
+    if blamed is not None and _is_right_with(sides, trials, blamed):
+        return blamed
     end: Rejoin | None = None
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
@@ -496,6 +493,29 @@ def _blamed_on_tensors(
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )
+
+
+def _is_right_with(sides: Sides, trials: Trials, blamed: Blamed) -> bool:
+    """Return True where all results agree with what a parameter should hold.
+
+    With others that have the same mistake, if not alone. Where a loop runs in another no
+    single value need be the reference's before the end.
+    """
+    if blamed.other is None:
+        return False
+    alone = LeafChange({blamed.value.key: blamed.other}, blamed.evidence)
+    changes: list[Mapping[int, Tensor]] = [alone.tensors]
+    everywhere = in_all_layers(sides.candidate, alone)
+    if len(everywhere) > 1:
+        changes.append(everywhere)
+    twin = blamed.reference
+    if twin is not None and not twin.is_call:
+        changes += leaves_alike(sides, blamed.value, twin, blamed.other)
+    for leaves in changes:
+        trials.left = BUDGET
+        if trials.outcome({}, leaves, is_patient=True)[0]:
+            return True
+    return False
 
 
 def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed | None:

@@ -21,7 +21,7 @@ from roundoff.compare.values.value_flow import Flow, Value
 
 #: Turns of a loop that are taken together, at most.
 MOST_TURNS = 32
-#: Calls of one operator on one line in each turn, at most.
+#: Turns around these, or calls of one operator on one line in each turn, at most.
 MOST_ON_LINE = 8
 #: Turns of fewer elements together may be a value of the other program by chance.
 FEWEST = 16
@@ -79,14 +79,14 @@ def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
     """Yield the values in equal stretches of two, of three, and so on.
 
     And of each stretch every second one, every third one and so on, where a line calls the
-    operator twice, three times and so on in each turn.
+    operator twice, three times and so on in each turn, or where one loop runs in another.
     """
     for count in range(2, min(len(members), MOST_TURNS * MOST_ON_LINE) + 1):
         if len(members) % count:
             continue
         steps = [
             step
-            for step in range(1, min(MOST_ON_LINE, count // 2) + 1)
+            for step in range(1, count // 2 + 1)
             if count % step == 0 and count // step <= MOST_TURNS
         ]
         for start in range(0, len(members), count):

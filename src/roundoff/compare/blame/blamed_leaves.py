@@ -375,6 +375,8 @@ def _is_a_turn_of(sides: Sides, part: Part, tensor: Tensor) -> bool:
     if wanted is None or wanted.numel() % tensor.numel():
         return False
     present = in_reals(tensor).reshape(-1).to(torch.float64)
+    if not present.any():
+        return False
     turns = in_reals(wanted).to(torch.float64).reshape(-1, present.numel())
     apart = torch.linalg.vector_norm(turns - present, dim=1)
     return bool((apart <= sides.limit * present.norm()).any())

@@ -167,16 +167,15 @@ class Divergence:
         finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
         if distance.error is None:
             return finding
-        is_kept = is_kept_for_gradient(row, self.candidate)
-        if (
-            distance.equal
-            or is_without_value(row, twin)
-            or is_workspace(row)
-            or is_kept
-        ):
+        if distance.equal or is_without_value(row, twin) or is_workspace(row):
             finding.own_error = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)
+        if is_kept_for_gradient(row, self.candidate):
+            # of which call a result is kept follows from what was detached before
+            finding.own_error = 0.0
+            self._inherit(finding)
+            return finding
         self._decide(finding, row, twin, distance.error, wrong_input)
         if self.measures.can_replay:
             self._check_alone(finding, row)

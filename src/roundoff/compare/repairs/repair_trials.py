@@ -582,10 +582,18 @@ def _levels(program: TracedProgram, call: TracedCall, edit: Edit) -> bool:
 
     With a factor that is 1 everywhere all is right where the reference has no such factor.
     """
-    return all(
-        tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
-        for _, tensor in program.one(call, {}, edit)
+    made = list(program.one(call, {}, edit))
+    return bool(made) and all(
+        _is_one_number(tensor) and not _is_one_number(program.tensor(row.record))
+        for row, tensor in made
     )
+
+
+def _is_one_number(tensor: Tensor | None) -> bool:
+    """Return True for several elements that are all the same."""
+    if tensor is None or tensor.numel() < 2:
+        return False
+    return bool((tensor == tensor.reshape(-1)[0]).all())
 
 
 def best_repair(

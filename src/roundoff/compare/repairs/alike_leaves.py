@@ -36,7 +36,7 @@ def leaves_alike(
     content = sides.reference.tensor(wanted.key)
     if held is None or content is None or content.numel() != held.numel():
         return
-    if _is_one_number(held):
+    if is_one_number(held):
         leaves = _not_loaded(sides, wanted, held)
     else:
         leaves = _in_order(sides, held, content, other)
@@ -98,7 +98,8 @@ def _moved(
 # -- not loaded ----------------------------------------------------------------------
 
 
-def _is_one_number(tensor: Tensor) -> bool:
+def is_one_number(tensor: Tensor) -> bool:
+    """Return True for several elements that are all the same."""
     return tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
 
 
@@ -111,7 +112,7 @@ def _not_loaded(sides: Sides, wanted: Value, held: Tensor) -> dict[int, Tensor]:
     empty: dict[int, list[Value]] = defaultdict(list)
     for value in _parameters(sides.candidate):
         tensor = sides.candidate.tensor(value.key)
-        if tensor is None or tensor.dim() != held.dim() or not _is_one_number(tensor):
+        if tensor is None or tensor.dim() != held.dim() or not is_one_number(tensor):
             continue
         if tensor.reshape(-1)[0] == held.reshape(-1)[0]:
             empty[tensor.numel()].append(value)

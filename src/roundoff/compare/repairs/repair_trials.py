@@ -47,6 +47,7 @@ from roundoff.compare.records.value_sketch import (
     rising,
     sketch_of_tensor,
 )
+from roundoff.compare.repairs.alike_leaves import is_one_number
 from roundoff.compare.repairs.call_edits import (
     CHANGE,
     INPUT,
@@ -583,17 +584,9 @@ def _levels(program: TracedProgram, call: TracedCall, edit: Edit) -> bool:
     With a factor that is 1 everywhere all is right where the reference has no such factor.
     """
     made = list(program.one(call, {}, edit))
-    return bool(made) and all(
-        _is_one_number(tensor) and not _is_one_number(program.tensor(row.record))
-        for row, tensor in made
-    )
-
-
-def _is_one_number(tensor: Tensor | None) -> bool:
-    """Return True for several elements that are all the same."""
-    if tensor is None or tensor.numel() < 2:
-        return False
-    return bool((tensor == tensor.reshape(-1)[0]).all())
+    recorded = [program.tensor(row.record) for row, _ in made]
+    differ = any(each is not None and not is_one_number(each) for each in recorded)
+    return differ and all(is_one_number(tensor) for _, tensor in made)
 
 
 def best_repair(

@@ -208,6 +208,8 @@ def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
     assert culprit.looks_like == "gradient cut"
     assert culprit.phase == "forward"
     assert line in text(culprit.line)
+    # a total of exponentials is no value of a softmax: nothing of it is named in its place
+    assert (culprit.reference_site is None) == (reference is weighed)
 
 
 def test_a_batch_may_be_cut_out_of_one_tensor(compared):

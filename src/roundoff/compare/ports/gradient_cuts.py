@@ -38,11 +38,6 @@ MOST = 64
 #: Axes whose orders are tried.
 MOST_AXES = 5
 
-_HANDS_NONE_ON = (
-    "it hands no gradient on, as the reference does here: with it all gradients are the "
-    "reference's"
-)
-
 Gradients = Mapping[str, Tensor]
 
 
@@ -98,7 +93,8 @@ def _blamed_alone(pair: _Pair) -> Blamed | None:
         mended = candidate.handing_on(records)
         if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
             value = values[records[0]]
-            return Blamed(value, None, _HANDS_NONE_ON, is_operator=True, label=LABEL)
+            words = "it hands no gradient on; with it all gradients are the reference's"
+            return Blamed(value, None, words, is_operator=True, label=LABEL)
     return None
 
 
@@ -313,9 +309,11 @@ def _first(
 
 def _blamed(lost: _Lost) -> Blamed:
     if lost.is_candidate:
-        return Blamed(
-            lost.cut, lost.twin, _HANDS_NONE_ON, is_operator=True, label=LABEL
+        words = (
+            "it hands no gradient on, as the reference does here: with it all gradients "
+            "are the reference's"
         )
+        return Blamed(lost.cut, lost.twin, words, is_operator=True, label=LABEL)
     line = f" ({lost.cut.row.line})" if lost.cut.row.line else ""
     words = (
         f"it hands a gradient on, and the reference's {lost.cut.row.site}{line} does not: "

@@ -44,6 +44,7 @@ from roundoff.compare.pairing.alignment import (
 )
 from roundoff.compare.ports.early_ends import blamed_end
 from roundoff.compare.ports.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
+from roundoff.compare.ports.gradient_cuts import LABEL as GRADIENT_CUT
 from roundoff.compare.ports.gradient_cuts import blamed_cut
 from roundoff.compare.ports.made_up_values import on_made_up_values
 from roundoff.compare.ports.port_results import (
@@ -847,9 +848,11 @@ class _Rows:
 
 
 def _named_reference(difference: Difference) -> RecordedRow | None:
-    if difference.blamed is not None and difference.blamed.reference is not None:
-        return difference.blamed.reference.row
+    blamed = difference.blamed
     reference = difference.part.reference
+    # what was cut may be no value of the reference: none of its own stands for it
+    if blamed is not None and (blamed.reference or blamed.label == GRADIENT_CUT):
+        reference = blamed.reference
     return reference.row if reference is not None else None
 
 

@@ -150,6 +150,22 @@ def test_optimizers_in_another_order_or_cut_off_take_the_same_turns(ours, theirs
     assert [cause for cause in causes if cause.name == TURNS] == []
 
 
+def test_optimizers_that_step_in_another_order_are_known_by_what_they_hold():
+    """They are numbered in the order in which they step first."""
+
+    def of_two(*pairs):
+        names = ("Adam", "Adam#1")
+        return [
+            (0, event("optimizer.step", call, name, lr=lr, **{HELD: held}))
+            for call, (name, (held, lr)) in enumerate(zip(names, pairs, strict=True))
+        ]
+
+    ours = of_two((100.0, 0.1), (40.0, 0.3))
+    assert loop_causes(ours, of_two((40.0, 0.3), (100.0, 0.1)), rank=0) == []
+    (cause,) = loop_causes(ours, of_two((40.0, 0.2), (100.0, 0.1)), rank=0)
+    assert "0.2 where the reference has 0.3" in cause.evidence
+
+
 def test_gradients_without_a_graph_of_their_own_are_told():
     def penalty(**numbers):
         return [(0, event("autograd.grad", 3, **numbers)), *loop(*USUAL)]

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, with_line
-from roundoff.compare.loop.optimizer_settings import differing_settings, same_number
+from roundoff.compare.loop.optimizer_settings import (
+    differing_settings,
+    same_number,
+    values_held,
+)
 from roundoff.record import LoopEvent
 
 #: The name of the cause that there are more or fewer backward passes.
@@ -219,12 +223,22 @@ def _same_optimizers(
 def _optimizers(
     ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep]
 ) -> list[tuple[str, str]]:
-    """Pair the names of the optimizers; as many of other classes in their order."""
-    mine = [*dict.fromkeys(step.event.of for step in ours)]
-    others = [*dict.fromkeys(step.event.of for step in theirs)]
+    """Pair the names of the optimizers: by how much they hold, where that tells all apart.
+
+    They are named in the order in which they step, which may be another one. Else as many
+    of other classes in their order.
+    """
+    mine = {step.event.of: values_held(step.event) for step in reversed(ours)}
+    others = {step.event.of: values_held(step.event) for step in reversed(theirs)}
+    by_values = {values: name for name, values in others.items()}
+    tells_apart = len(by_values) == len(others) == len(mine)
+    names = [*dict.fromkeys(step.event.of for step in ours)]
+    if tells_apart and {*mine.values()} == {*by_values}:
+        return [(name, by_values[mine[name]]) for name in names]
     if len(mine) == len(others) and {*mine} != {*others}:
-        return list(zip(mine, others, strict=True))
-    return [(name, name) for name in mine if name in others]
+        other_names = dict.fromkeys(step.event.of for step in theirs)
+        return list(zip(names, other_names, strict=True))
+    return [(name, name) for name in names if name in others]
 
 
 def _steps_left_out(

@@ -45,6 +45,11 @@ def differing_settings(reference: LoopEvent, candidate: LoopEvent) -> dict[str, 
     return {name: text for name, text in words.items() if text}
 
 
+def values_held(event: LoopEvent) -> float:
+    """Return how many values the groups of an optimizer hold together; 0 where none says."""
+    return sum(group.get(HELD, 0.0) for group in _by_group(event).values())
+
+
 def _by_group(event: LoopEvent) -> _Groups:
     """Return the settings by their names, for each group of parameters: `` (group 1)``."""
     groups: dict[str, dict[str, float]] = {}

@@ -44,7 +44,8 @@ MOST_LEAVES = 12
 MOST_PARTS = 4
 #: Values after the first that differs, which are tried too.
 NEXT = 4
-#: Fewer elements are a turn of what the reference does at once by chance.
+#: A turn of what the reference does at once has at least so many elements: all of eight
+#: within a limit of 2**-14 of some turn's are not there by chance, of two or three may be.
 FEWEST_IN_TURN = 8
 #: Values that are tried in parameters, at most.
 TRIALS = 200

@@ -17,7 +17,7 @@ from roundoff.compare.judging.divergence import (
 from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
-from roundoff.compare.records.kept_results import cutting_detach
+from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.record import StepTensors
@@ -214,21 +214,17 @@ def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None
     if row.phase != "backward":
         return None
     for candidate in divergence.candidate.values():
-        if candidate.record not in divergence.exact and _is_forward_detach(candidate):
+        if candidate.record not in divergence.exact and is_forward_detach(candidate):
             written = cutting_detach(divergence.candidate, candidate.record)
             if written is not None:
                 return written
     paired = set(divergence.counterpart.values())
     for reference in divergence.reference.values():
-        if reference.record not in paired and _is_forward_detach(reference):
+        if reference.record not in paired and is_forward_detach(reference):
             written = cutting_detach(divergence.reference, reference.record)
             if written is not None:
                 return written
     return None
-
-
-def _is_forward_detach(row: RecordedRow) -> bool:
-    return row.operator == "detach" and row.phase == "forward" and row.is_call
 
 
 def _expected(

@@ -18,12 +18,12 @@ def cuts_a_gradient(row: RecordedRow, rows: Rows) -> bool:
     The first one behind a call that keeps its result is autograd's; a user's comes after
     it, and reads what it leaves.
     """
-    return _is_forward_detach(row) and not is_kept_for_gradient(row, rows)
+    return is_forward_detach(row) and not is_kept_for_gradient(row, rows)
 
 
 def is_kept_for_gradient(row: RecordedRow, rows: Rows) -> bool:
     """Return True for what autograd detaches of a result to keep it."""
-    if not _is_forward_detach(row) or not row.inputs:
+    if not is_forward_detach(row) or not row.inputs:
         return False
     source = rows.get(row.inputs[0])
     if source is None or source.base_operator not in _KEEPING:
@@ -31,7 +31,8 @@ def is_kept_for_gradient(row: RecordedRow, rows: Rows) -> bool:
     return row.call == source.call + 1
 
 
-def _is_forward_detach(row: RecordedRow) -> bool:
+def is_forward_detach(row: RecordedRow) -> bool:
+    """Return True for any detach of the forward pass."""
     return row.operator == "detach" and row.phase == "forward" and row.is_call
 
 
@@ -41,8 +42,7 @@ def cutting_detach(rows: Rows, record: int) -> RecordedRow | None:
     It is the last of several, each of the one before it; None where autograd made all.
     """
     for row in rows.values():
-        again = row.operator == "detach" and row.phase == "forward"
-        if again and record in row.inputs:
+        if is_forward_detach(row) and record in row.inputs:
             record = row.record
     last = rows.get(record)
     return last if last is not None and cuts_a_gradient(last, rows) else None

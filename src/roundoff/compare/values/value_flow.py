@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -202,28 +202,37 @@ def _add_parts(flow: Flow) -> None:
 
 def constants_of(flow: Flow) -> set[int]:
     """Return the values made of no parameter and no data; buffers are constants."""
-    constant: set[int] = set()
-    for value in flow.in_order():
-        if value.is_call or value.inputs:
-            is_constant = all(k in constant for k in value.inputs)
-        else:
-            is_constant = bool(value.row.name) and value.row.name not in flow.trained
-        if is_constant:
-            constant.add(value.key)
-    return constant
+
+    def is_constant(leaf: Value) -> bool:
+        return bool(leaf.row.name) and leaf.row.name not in flow.trained
+
+    return _made_of_leaves(flow, is_constant, all)
 
 
 def values_of_parameters(flow: Flow) -> set[int]:
     """Return the parameters, and the values that are made of any."""
-    learned: set[int] = set()
+
+    def is_parameter(leaf: Value) -> bool:
+        return bool(leaf.row.name) and leaf.operator != "buffer"
+
+    return _made_of_leaves(flow, is_parameter, any)
+
+
+def _made_of_leaves(
+    flow: Flow,
+    test: Callable[[Value], bool],
+    how_many: Callable[[Iterable[bool]], bool],
+) -> set[int]:
+    """Return the leaves that pass a test, and what is made of such ones: all, or any."""
+    passing: set[int] = set()
     for value in flow.in_order():
         if value.is_call or value.inputs:
-            is_learned = any(key in learned for key in value.inputs)
+            passes = how_many(key in passing for key in value.inputs)
         else:
-            is_learned = bool(value.row.name) and value.operator != "buffer"
-        if is_learned:
-            learned.add(value.key)
-    return learned
+            passes = test(value)
+        if passes:
+            passing.add(value.key)
+    return passing
 
 
 def _made_of(rows: Rows, row: RecordedRow) -> list[int]:

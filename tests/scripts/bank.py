@@ -34,6 +34,7 @@ KEPT_APART = (
     "fewshot",
     "tracker",
     "dreamer",
+    "continual",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

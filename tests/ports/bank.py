@@ -78,6 +78,7 @@ NETWORKS = (
     "tacotron",
     "stylegan",
     "rwkv",
+    "raft",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -102,6 +103,7 @@ KEPT_APART = (
     "tacotron",
     "stylegan",
     "rwkv",
+    "raft",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

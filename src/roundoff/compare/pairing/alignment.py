@@ -157,18 +157,18 @@ class _Alignment:
             yield twin, row
 
     def pair_named_leaves(self) -> None:
-        """Pair parameters, buffers and inputs that have the same name."""
-        named = {
-            self._rename(row.name): row
-            for row in self._reference.values()
-            if row.name and not row.is_call
-        }
-        for row in self._candidate.values():
-            if row.is_call or row.record in self._by_candidate:
-                continue
-            twin = named.get(row.name) if row.name else None
-            if twin is not None:
-                self._add(twin, row, MATCHED)
+        """Pair parameters, buffers and inputs that have the same name.
+
+        What is written part by part, and read between, is a leaf after each write: these
+        pair in turns where both runs have as many. Otherwise the first two do, and the
+        last two; those between pair by what reads them.
+        """
+        ours = _leaves_by_name(self._reference, self._rename)
+        theirs = _leaves_by_name(self._candidate, lambda name: name)
+        for name, rows in theirs.items():
+            for twin, row in _in_turns(ours.get(name, []), rows):
+                if row.record not in self._by_candidate:
+                    self._add(twin, row, MATCHED)
 
     def pair_last_values(self) -> None:
         """Pair what the step leaves in parameters, buffers and gradients.
@@ -235,6 +235,29 @@ class _Alignment:
                 why = _why_unpaired(row, "candidate")
                 pairs.append(Pair(record, None, REFERENCE_ONLY, why))
         return pairs
+
+
+def _leaves_by_name(
+    rows: Rows, rename: Callable[[str], str]
+) -> dict[str, list[RecordedRow]]:
+    leaves: dict[str, list[RecordedRow]] = {}
+    for row in rows.values():
+        if row.name and not row.is_call:
+            leaves.setdefault(rename(row.name), []).append(row)
+    return leaves
+
+
+def _in_turns(
+    ours: list[RecordedRow], theirs: list[RecordedRow]
+) -> list[tuple[RecordedRow, RecordedRow]]:
+    if len(ours) == len(theirs):
+        return list(zip(ours, theirs, strict=True))
+    if not ours:
+        return []
+    ends = [(ours[0], theirs[0])]
+    if len(ours) > 1 and len(theirs) > 1:
+        ends.append((ours[-1], theirs[-1]))
+    return ends
 
 
 #: Stands for "no record": records count from 0.

@@ -495,7 +495,7 @@ class Recorder:
         name = self.name_of(tensor)
         operator = _leaf_operator(tensor, name)
         inputs: list[int] = []
-        latest = None if name is not None else self._latest(tensor)
+        latest = self._latest(tensor)
         if latest is not None:  # another view of memory that a call has written
             operator = "alias"
             inputs = [latest]

@@ -100,7 +100,7 @@ def upsample(p, h, flow):
     share = F.pixel_shuffle(logits, FACTOR).softmax(1)
     padded = F.pad(flow * FACTOR, (1, 1, 1, 1))
     rows, columns = flow.shape[2:]
-    fine = 0
+    fine = torch.zeros_like(flow[:, :1, :1, :1])
     for k in range(9):
         i, j = divmod(k, 3)
         coarse = padded[:, :, i : i + rows, j : j + columns]
@@ -122,7 +122,7 @@ def network(p, first, second):
     context1 = conv(p, "gru1/context", c, (1, 5))
     context2 = conv(p, "gru2/context", c, (5, 1))
 
-    origin = pixel_grid(*f1.shape[2:], f1)
+    origin = pixel_grid(f1.shape[2], f1.shape[3], f1)
     flow = torch.zeros_like(f1[:, :2])
     states, flows = [], []
     for _ in range(STEPS):

@@ -280,6 +280,21 @@ def test_a_missing_operator_is_named():
     assert found[4].missing == 2, "the view only hands it on"
 
 
+def test_a_write_to_a_part_of_memory_is_named_where_it_is_missing():
+    """4 is the memory of 0 after its part 1 was written; the graph reads 0 as it was."""
+    reference = {
+        0: (LEAF, []),
+        1: ("select", [0]),
+        2: ("copy_", [1]),
+        4: (LEAF, [2]),
+        5: ("mm", [4]),
+    }
+    graph = {0: (LEAF, []), 5: ("mm", [0])}
+    found = run(graph, {5: 0.5}, reference=reference, cross={(4, 0): Distance(0.6)})
+    assert causes(found) == {5: (OWN, 5)}
+    assert found[5].missing == 2
+
+
 def test_an_extra_operator_stands_between():
     reference = {0: (LEAF, []), 1: ("mm", [0]), 4: ("softmax", [1])}
     graph = {0: (LEAF, []), 1: ("mm", [0]), 2: ("mul", [1]), 4: ("softmax", [2])}
@@ -355,6 +370,31 @@ def test_a_gradient_that_nothing_makes_is_of_the_step_before():
     assert OWN not in {cause for cause, _ in causes(left).values()}
     new = run(graph, {0: 3e-2, 1: 3e-2}, carried=lambda _: (3e-3, False), **options)
     assert causes(new)[0] == (OWN, 0), "ten times what the step before has left"
+
+
+@pytest.mark.parametrize(("adds_in_place", "cause"), [(True, OWN), (False, None)])
+def test_a_gradient_that_was_left_is_seen_and_one_of_a_compiled_pass_is_not(
+    adds_in_place, cause
+):
+    """By statistics, where bf16 may hide more than the error: 0 is left by the step before.
+
+    The reference hands on its new gradient, 1, in the place of the sum.
+    """
+    graph = {0: (LEAF, []), 1: ("mm", []), 2: ("add_", [0, 1])}
+    reference = {1: ("mm", []), 2: ("detach", [1])}
+    columns = {
+        "phase": dict.fromkeys(graph, "backward"),
+        "inplace": {2: adds_in_place},
+    }
+    found = run(
+        graph,
+        {2: 5 * TOLERANCE},
+        reference=reference,
+        exact=[1],
+        hidden_error=1.0,
+        columns=columns,
+    )
+    assert found[2].cause == cause
 
 
 def test_memory_that_nothing_was_written_to_leaves_no_error():

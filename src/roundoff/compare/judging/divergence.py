@@ -259,7 +259,7 @@ class Divergence:
     ) -> tuple[int, int] | None:
         """Note how far the inputs are off; return a pair that should be one value."""
         read, finding.region = self._values_read(row, twin)
-        finding.unknown |= any(self._is_unseen_gradient(r) for r in finding.region)
+        finding.unknown |= any(self._is_unseen_gradient(r, row) for r in finding.region)
         wrong_input = None
         for ours, theirs in read:
             distance = self.measures.distance(ours, theirs)
@@ -277,10 +277,14 @@ class Divergence:
             finding.tolerance *= EQUAL_INPUTS
         return wrong_input
 
-    def _is_unseen_gradient(self, record: int) -> bool:
-        """Return True for a gradient of a compiled backward pass, whose calls nobody sees."""
+    def _is_unseen_gradient(self, record: int, reader: RecordedRow) -> bool:
+        """Return True for a gradient of a compiled backward pass, whose calls nobody sees.
+
+        What ``reader`` adds to in place was there before the pass.
+        """
         row = self.candidate[record]
-        return row.phase == "backward" and row.is_leaf
+        is_added_to = reader.inplace and reader.inputs[:1] == [record]
+        return row.phase == "backward" and row.is_leaf and not is_added_to
 
     def _values_read(
         self, row: RecordedRow, twin: RecordedRow
@@ -366,7 +370,10 @@ class Divergence:
         finding.missing = self._left_out(expected)
 
     def _left_out(self, expected: int) -> int | None:
-        """Return the reference's call without counterpart that made an expected value."""
+        """Return the reference's call without counterpart that made an expected value.
+
+        Of memory that was written in part, the last write.
+        """
         paired = set(self.counterpart.values())
         record = expected
         while record in self.reference and record not in paired:
@@ -376,7 +383,11 @@ class Divergence:
             if not row.inputs:
                 break
             record = row.inputs[0]
-        return None if expected in paired else expected
+        if expected in paired:
+            return None
+        whole = self.reference[expected]
+        is_written = not whole.is_call and whole.inputs
+        return whole.inputs[0] if is_written else expected
 
     # -- judging -----------------------------------------------------------------
 

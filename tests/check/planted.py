@@ -7,12 +7,15 @@ told for is written beside it: words that the first line must have, and both val
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import runpy
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.forked import side_by_side
+
+from roundoff.record import capture_script
 
 SCRIPT = """
 import torch
@@ -425,25 +428,12 @@ def record_in_fork(
     environment: Sequence[tuple[str, str]] = (),
     **options: str,
 ) -> None:
-    """Record a script in a process of its own, whose settings end with it.
+    """Record a script in a process of its own, whose settings end with it."""
+    side_by_side(_record, [str(script), str(run), options], [dict(environment)])
 
-    The process is the fork of one that has imported torch, and used neither it nor
-    polars, whose threads a fork lacks.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch._dynamo", "polars", "roundoff.record.script"]
-    )
-    arguments = (str(script), str(run), tuple(environment), options)
-    child = str(Path(__file__).with_name("record_child.py"))
-    process = context.Process(
-        target=runpy.run_path, args=(child, {"arguments": arguments})
-    )
-    process.start()
-    process.join(120)
-    if process.exitcode != 0:
-        process.kill()
-    assert process.exitcode == 0, f"{script} could not be recorded"
+
+def _record(script: str, run: str, options: dict[str, Any]) -> None:
+    capture_script([script], run, **options)
 
 
 @functools.cache

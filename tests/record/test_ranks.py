@@ -12,6 +12,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
+from tests.forked import command, side_by_side
 
 from roundoff.record.disk.loading import load
 
@@ -52,7 +53,7 @@ for step in range(3):
 END = "\ndist.destroy_process_group()\n"
 
 
-ARGUMENTS = ["-m", "roundoff", "capture", "-o", "run", "--steps"]
+ARGUMENTS = ["capture", "-o", "run", "--steps"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
@@ -61,7 +62,17 @@ def launch(tmp_path, text, *options, steps="0-1", head=HEAD, code=0):
     """Record two processes that torchrun starts."""
     (tmp_path / "train.py").write_text(head + textwrap.dedent(text) + END)
     done = subprocess.run(
-        [sys.executable, *TORCHRUN, *ARGUMENTS, steps, *options, "--", "train.py"],
+        [
+            sys.executable,
+            *TORCHRUN,
+            "-m",
+            "roundoff",
+            *ARGUMENTS,
+            steps,
+            *options,
+            "--",
+            "train.py",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -83,19 +94,12 @@ def start_both(tmp_path, text, *options, steps="0-1"):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     both = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *ARGUMENTS, steps, *options, "--", "train.py"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT | both | {"RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    printed = [process.communicate(timeout=400) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    printed = side_by_side(
+        command,
+        [[*ARGUMENTS, steps, *options, "--", "train.py"]],
+        [both | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")],
+        folder=tmp_path,
+    )
     return tuple("".join(texts) for texts in zip(*printed, strict=True))
 
 

@@ -1,14 +1,12 @@
 """One process against several that share its work: right, and with one thing wrong.
 
-``python -m faults.equivalent.layouts FOLDER STORES NAME...`` is one process of ``launch``; it records each layout into
-a folder of its name. The whole batch is in every process; what of it a process reads is part of its layout.
+Each process of ``launch`` records its part of a layout into a folder of its name.
+The whole batch is in every process; what of it a process reads is part of its layout.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.forked import side_by_side
 from torch import Tensor, nn
 
 import roundoff
@@ -101,30 +100,12 @@ def launch(folder: Path, names: Sequence[str]) -> None:
     """Record layouts into folders of their names, in as many processes as they need."""
     chosen = [layout for layout in LAYOUTS if layout.name in names]
     world = max(layout.world for layout in chosen)
-    tests = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as stores:
-        processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "faults.equivalent.layouts",
-                    str(folder),
-                    stores,
-                    *names,
-                ],
-                env=os.environ
-                | {"PYTHONPATH": paths, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        printed = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(printed))
+        side_by_side(
+            work,
+            [str(folder), stores, tuple(names)],
+            [{"RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(world)],
+        )
 
 
 def work(folder: str, stores: str, names: Sequence[str]) -> None:
@@ -758,7 +739,3 @@ def head_gathered_in_reverse(model):
 
     with_methods(head, forward=forward)
     return _inferred(model)
-
-
-if __name__ == "__main__":
-    work(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -10,13 +10,13 @@ import contextlib
 import io
 import os
 import socket
-import subprocess
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
+
+from tests.forked import command, side_by_side
 
 from roundoff.record import capture_script
 
@@ -88,10 +88,10 @@ class ScriptCase:
         """Record one of the two, in as many processes as it needs, and return the run."""
         script = self._written(folder, candidate=candidate)
         run = script.parent / "run"
-        command = [sys.executable, "-m", "roundoff", "capture", "-q", "-o", str(run)]
-        command += ["--keep", keep, *(["--whole"] if self.whole else [])]
+        words = ["capture", "-q", "-o", str(run), "--keep", keep]
+        words += ["--whole"] if self.whole else []
         world = self.world if candidate else 1
-        _launch([*command, "--", str(script)], world)
+        _launch([*words, "--", str(script)], world)
         return run
 
     def record_here(self, folder: Folder, *, candidate: bool, keep: str) -> Path:
@@ -128,25 +128,17 @@ class ScriptCase:
         )
 
 
-def _launch(command: list[str], world: int) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def _launch(words: list[str], world: int) -> None:
+    environment = {"OMP_NUM_THREADS": "1"}
     if world > 1:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment
-            | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    printed = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(printed))
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    side_by_side(
+        command,
+        [words],
+        [environment | (rank if world > 1 else {}) for rank in ranks],
+    )

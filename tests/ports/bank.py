@@ -79,6 +79,7 @@ NETWORKS = (
     "stylegan",
     "rwkv",
     "raft",
+    "hyena",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -104,6 +105,7 @@ KEPT_APART = (
     "stylegan",
     "rwkv",
     "raft",
+    "hyena",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

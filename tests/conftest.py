@@ -163,6 +163,8 @@ def pytest_collection_finish() -> None:
     """Take what is imported out of the collector's sight: it is no garbage of any test."""
     gc.collect()
     gc.freeze()
+    # what a test makes holds few cycles: looking for them costs a tenth of some tests
+    gc.set_threshold(20_000, 20, 20)
 
 
 def _listed() -> set[str]:

@@ -204,6 +204,12 @@ def test_fsdp2_and_dtensor(tmp_path):
         unread = rows.filter(
             pl.col("nan").is_null(), pl.col("dtype").is_not_null()
         ).collect()
+        (scattered,) = (
+            rows.filter(pl.col("operator") == "c10d::_reduce_scatter_base_")
+            .collect()["reason"]
+            .unique()
+        )
+        assert scattered is None
         # one that another process still writes to is not read; the wait for it gives a tensor of its own
         assert set(unread["reason"]) <= {
             "values inside AsyncCollectiveTensor cannot be read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def finished(operator: str, result: Any) -> bool:
             torch.ops._c10d_functional.wait_tensor(tensor)
         return True
     patience = 0.0 if "recv" in operator or "send" in operator else _PATIENCE
-    deadline = time.monotonic() + patience
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in((result,)))
     for value in tree_leaves(result):
         if not isinstance(value, torch.ScriptObject):
             continue
@@ -33,12 +34,24 @@ def finished(operator: str, result: Any) -> bool:
             work = torch.distributed.Work.unbox(value)
         except (RuntimeError, TypeError):
             continue  # some other object
-        if not _completes(work, deadline):
+        if not _completes(work, patience, waits=on_cpu and patience > 0.0):
             return False
     return True
 
 
-def _completes(work: Any, deadline: float) -> bool:
+def _completes(work: Any, patience: float, *, waits: bool) -> bool:
+    """Return True where a collective completes within ``patience`` seconds.
+
+    ``waits`` waits for it, since some of gloo's never say that they have completed
+    (reduce-scatter); a wait for NCCL's in vain would end its group.
+    """
+    if waits:
+        try:
+            work.wait(timedelta(seconds=patience))
+        except RuntimeError:
+            return bool(work.is_completed())
+        return True
+    deadline = time.monotonic() + patience
     while not work.is_completed():
         if time.monotonic() >= deadline:
             return False

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 import roundoff as ro
-from roundoff.compare.ports.port_updates import UPDATE, _statistics_apart, _Updated
+from roundoff.compare.ports.port_updates import (
+    UPDATE,
+    _Parameters,
+    _statistics_apart,
+    _Updated,
+)
 from roundoff.compare.records.recorded_rows import RecordedRow
 
 RATE = 0.05
@@ -110,8 +115,13 @@ def row(values):
 
 
 def apart(start, change, other_change):
-    ours = (row(start), row(start + change))
-    return _statistics_apart(_Updated(ours, (row(start), row(start + other_change))))
+    return _statistics_apart(
+        _Updated(updated(start, change), updated(start, other_change))
+    )
+
+
+def updated(start, change):
+    return _Parameters((row(start),), (row(start + change),))
 
 
 @pytest.mark.parametrize(("size", "factor"), [(1e-1, 1.02), (1e-3, 1.02), (1e-5, 1.5)])
@@ -133,6 +143,6 @@ def test_updates_of_what_is_not_finite_or_not_known_are_not_apart():
     start = torch.ones(4)
     nan = torch.full((4,), torch.nan)
     assert apart(start, nan, start) == 0
-    ours = (row(start), row(2 * start))
     unknown = RecordedRow(record=0, call=-1, operator="", numel=4)
-    assert _statistics_apart(_Updated(ours, (unknown, unknown))) == 0
+    theirs = _Parameters((unknown,), (unknown,))
+    assert _statistics_apart(_Updated(updated(start, start), theirs)) == 0

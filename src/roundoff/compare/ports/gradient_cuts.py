@@ -20,6 +20,11 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.ports.counterparts import (
+    Counterparts,
+    counterparts,
+    named_leaves,
+)
 from roundoff.compare.ports.differentiated_flow import (
     DifferentiatedFlow,
     LostGradient,
@@ -27,9 +32,9 @@ from roundoff.compare.ports.differentiated_flow import (
     differentiated,
     lost_gradients,
 )
-from roundoff.compare.ports.port_results import least_gradient, same_parameters
+from roundoff.compare.ports.port_results import least_gradient
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
-from roundoff.compare.values.value_flow import Value, values_of_parameters
+from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
 from roundoff.compare.values.value_regions import Sides
 
 LABEL = "gradient cut"
@@ -72,7 +77,7 @@ def blamed_cut(sides: Sides) -> Blamed | None:
     candidate = differentiated(sides.candidate, sides.limit, least)
     if candidate is None:
         return None
-    pair = _Pair(sides, reference, candidate, same_parameters(sides))
+    pair = _Pair(sides, reference, candidate, counterparts(sides))
     for losses in _groups([*pair.losses(True), *pair.losses(False)]):
         if pair.is_explained_by(losses):
             return _blamed(losses[0])
@@ -170,7 +175,7 @@ class _Pair:
     sides: Sides
     reference: DifferentiatedFlow
     candidate: DifferentiatedFlow
-    names: Sequence[tuple[str, str]]
+    names: Sequence[Counterparts]
 
     def losing(self, is_candidate: bool) -> DifferentiatedFlow:
         """Return one of the programs."""
@@ -208,15 +213,18 @@ class _Pair:
         What one program loses is in the other's gradients.
         """
         pairs = []
-        for name, other in self.names:
-            ours = self._without(self.reference, name, losses, is_candidate=True)
-            theirs = self._without(self.candidate, other, losses, is_candidate=False)
+        for each in self.names:
+            ours = self._without(self.reference, each.ours, losses, is_candidate=True)
+            theirs = self._without(
+                self.candidate, each.theirs, losses, is_candidate=False
+            )
             if ours is None and theirs is None:
                 continue
-            whole = self.reference.gradients.get(name)
+            whole = self._without(self.reference, each.ours, [], is_candidate=True)
             if whole is None:
-                whole = self.candidate.gradients[other]
-            pairs.append((ours, theirs, float(whole.norm())))
+                whole = theirs
+            size = float(whole.norm()) if whole is not None else 0.0
+            pairs.append((ours, theirs, size))
         largest = max((size for *_, size in pairs), default=0.0)
         least = least_gradient(self.sides) * largest
         return all(
@@ -227,19 +235,39 @@ class _Pair:
     def _without(
         self,
         program: DifferentiatedFlow,
-        name: str,
+        names: Sequence[str],
         losses: Sequence[_Lost],
         *,
         is_candidate: bool,
     ) -> Tensor | None:
-        """Return a gradient without what the other program loses; None for no gradient."""
-        gradient = program.gradients.get(name)
-        if gradient is None:
-            return None
+        """Return a gradient without what the other program loses; None for no gradient.
+
+        Of several parameters, theirs together.
+        """
+        gradients = {n: program.gradients[n] for n in names if n in program.gradients}
         for lost in losses:
-            if lost.is_candidate == is_candidate and name in lost.share:
-                gradient = gradient - lost.share[name]
-        return gradient
+            if lost.is_candidate == is_candidate:
+                for name in gradients.keys() & lost.share.keys():
+                    gradients[name] = gradients[name] - lost.share[name]
+        return _joined(program.flow, gradients, names)
+
+
+def _joined(flow: Flow, gradients: Gradients, names: Sequence[str]) -> Tensor | None:
+    """Return the gradients of these parameters in one tensor; None where there are none.
+
+    Those of a parameter without are zeros.
+    """
+    if len(names) == 1 or not gradients:
+        return next(iter(gradients.values()), None)
+    leaves = named_leaves(flow)
+    like = next(iter(gradients.values()))
+    parts = [
+        gradients[name].reshape(-1)
+        if name in gradients
+        else like.new_zeros(leaves[name].row.numel or 0)
+        for name in names
+    ]
+    return torch.cat(parts)
 
 
 def _apart(one: Tensor | None, other: Tensor | None) -> float:

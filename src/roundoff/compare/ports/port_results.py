@@ -7,11 +7,13 @@ parameters that hold the same values, and what the optimizer makes of these.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from roundoff.compare.ports.counterparts import counterparts, joined_sketch
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.value_sketch import Sketch
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 
@@ -206,32 +208,20 @@ def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
     ]
 
 
-def same_parameters(sides: Sides) -> list[tuple[str, str]]:
-    """Return names of parameters that are each other's only counterpart."""
-    ours = named_leaves(sides.reference)
-    theirs = named_leaves(sides.candidate)
-    pairs = []
-    for name, value in theirs.items():
-        if value.sketch is None or value.says_nothing:
-            continue
-        limit = sides.limit_for(value)
-        twins = {
-            other
-            for other, twin in ours.items()
-            if twin.sketch and twin.sketch.distance(value.sketch) <= limit
-        }
-        if len(twins) == 1:
-            pairs.append((twins.pop(), name))
-    counted = Counter(name for name, _ in pairs)
-    return [pair for pair in pairs if counted[pair[0]] == 1]
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientPair:
+    """The gradients of parameters that are counterparts, and of each side their values
+    without places."""
 
+    ours: tuple[Value, ...]
+    theirs: tuple[Value, ...]
+    sketch: Sketch | None
+    twin: Sketch | None
 
-def named_leaves(flow: Flow) -> dict[str, Value]:
-    leaves: dict[str, Value] = {}
-    for value in flow.values.values():
-        if value.row.name and not value.is_call:
-            leaves.setdefault(value.row.name, value)
-    return leaves
+    @property
+    def is_one_to_one(self) -> bool:
+        """True for the gradients of one parameter of each side."""
+        return len(self.ours) == len(self.theirs) == 1
 
 
 def gradients(sides: Sides) -> Results:
@@ -248,9 +238,9 @@ def gradients_but(sides: Sides, undone: Collection[str]) -> Results:
     ``undone``."""
     pairs = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
     apart = [pair for name, pair in pairs.items() if name not in undone]
-    ours = [value.key for value, _ in apart]
+    ours = [value.key for pair in apart for value in pair.ours]
     ours += [value.key for value in _missing_gradients(sides)]
-    return ours, [value.key for _, value in apart], _BACKWARD
+    return ours, [value.key for pair in apart for value in pair.theirs], _BACKWARD
 
 
 def undone_gradients(sides: Sides) -> frozenset[str]:
@@ -262,37 +252,51 @@ def undone_gradients(sides: Sides) -> frozenset[str]:
 
 def _missing_gradients(sides: Sides) -> list[Value]:
     """Return the reference's gradients of parameters for which the candidate has none."""
-    ours = gradients_left(sides.reference.step.rows)
-    theirs = gradients_left(sides.candidate.step.rows)
+    ours = _values_of(sides.reference, gradients_left)
+    theirs = _values_of(sides.candidate, gradients_left)
     if not theirs:
         return []
-    values = {n: sides.reference.values[row.record] for n, row in ours.items()}
-    sizes = {n: value.sketch.size for n, value in values.items() if value.sketch}
+    sizes = {name: v.sketch.size for name, v in ours.items() if v.sketch}
     least = least_gradient(sides) * max(sizes.values(), default=0.0)
     return [
-        values[f"{name}.grad"]
-        for name, other in same_parameters(sides)
-        if sizes.get(f"{name}.grad", 0.0) > least and f"{other}.grad" not in theirs
+        ours[name]
+        for pair in counterparts(sides)
+        if not any(other in theirs for other in pair.theirs)
+        for name in pair.ours
+        if sizes.get(name, 0.0) > least
     ]
 
 
 def gradient_pairs(
     sides: Sides, named: Callable[[Rows], Mapping[str, RecordedRow]]
-) -> dict[str, tuple[Value, Value]]:
+) -> dict[str, GradientPair]:
     """Return the gradients of parameters that hold the same values, of both sides.
 
-    By the name of the reference's. ``named`` says which row of a gradient is meant.
+    By the name of the reference's, or the first of them. ``named`` says which row of a
+    gradient is meant.
     """
-    ours = named(sides.reference.step.rows)
-    theirs = named(sides.candidate.step.rows)
+    ours = _values_of(sides.reference, named)
+    theirs = _values_of(sides.candidate, named)
     pairs = {}
-    for name, other in same_parameters(sides):
-        row = ours.get(f"{name}.grad")
-        twin = theirs.get(f"{other}.grad")
-        if row is not None and twin is not None:
-            value = sides.reference.values[row.record]
-            pairs[name] = (value, sides.candidate.values[twin.record])
+    for each in counterparts(sides):
+        values = tuple(ours[name] for name in each.ours if name in ours)
+        twins = tuple(theirs[name] for name in each.theirs if name in theirs)
+        if values and twins:
+            sketch = joined_sketch(sides.reference, each.ours, ours)
+            twin = joined_sketch(sides.candidate, each.theirs, theirs)
+            pairs[each.ours[0]] = GradientPair(values, twins, sketch, twin)
     return pairs
+
+
+def _values_of(
+    flow: Flow, named: Callable[[Rows], Mapping[str, RecordedRow]]
+) -> dict[str, Value]:
+    """Return gradients by the names of their parameters."""
+    return {
+        name.removesuffix(".grad"): flow.values[row.record]
+        for name, row in named(flow.step.rows).items()
+        if name.endswith(".grad")
+    }
 
 
 def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
@@ -315,14 +319,13 @@ def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
 
 
 def pairs_far_apart(
-    sides: Sides, pairs: Mapping[str, tuple[Value, Value]]
-) -> dict[str, tuple[Value, Value]]:
+    sides: Sides, pairs: Mapping[str, GradientPair]
+) -> dict[str, GradientPair]:
     """Return the gradients that do not agree; small ones may be rounding."""
-    sketches = [value.sketch for value, _ in pairs.values()]
-    largest = max((sketch.size for sketch in sketches if sketch), default=0.0)
+    largest = max((p.sketch.size for p in pairs.values() if p.sketch), default=0.0)
     limit = gradient_limit(sides)
     least = least_gradient(sides) * largest
-    return {name: p for name, p in pairs.items() if _far(*p, limit, least)}
+    return {name: p for name, p in pairs.items() if _far(p, limit, least)}
 
 
 def least_gradient(sides: Sides) -> float:
@@ -339,11 +342,11 @@ def gradient_limit(sides: Sides) -> float:
     return math.sqrt(sides.limit) if sides.is_narrow else sides.limit
 
 
-def _far(one: Value, other: Value, limit: float, least: float) -> bool:
-    """Return True where two values are further apart than ``limit`` of a size."""
-    if one.sketch is None or other.sketch is None:
+def _far(pair: GradientPair, limit: float, least: float) -> bool:
+    """Return True where gradients are further apart than ``limit`` of a size."""
+    if pair.sketch is None or pair.twin is None:
         return False
-    apart = one.sketch.distance(other.sketch)
+    apart = pair.sketch.distance(pair.twin)
     if math.isinf(apart):
         return True
-    return apart * one.sketch.size > limit * max(one.sketch.size, least)
+    return apart * pair.sketch.size > limit * max(pair.sketch.size, least)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.port_results import (
     Results,
     gradient_limit,
     least_gradient,
-    named_leaves,
-    same_parameters,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, last_named
 from roundoff.compare.records.value_sketch import in_reals
@@ -27,16 +27,24 @@ _OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
-class _Updated:
-    """A parameter of both programs, before and after the optimizer."""
+class _Parameters:
+    """Parameters of one program, each before and after the optimizer."""
 
-    ours: tuple[RecordedRow, RecordedRow]
-    theirs: tuple[RecordedRow, RecordedRow]
+    starts: tuple[RecordedRow, ...]
+    ends: tuple[RecordedRow, ...]
 
     @property
     def numel(self) -> int:
-        """How many values the parameter has."""
-        return self.ours[1].numel or 0
+        """How many values they have."""
+        return sum(row.numel or 0 for row in self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Updated:
+    """Parameters of both programs that hold together the same values; mostly one of each."""
+
+    ours: _Parameters
+    theirs: _Parameters
 
 
 def updates(sides: Sides) -> Results:
@@ -47,38 +55,51 @@ def updates(sides: Sides) -> Results:
         apart = [each for each in updated if _statistics_apart(each) > limit]
         # gradients that are rounding move their values anywhere; an optimizer that
         # computes something else does so with most of the values
-        if 2 * sum(e.numel for e in apart) < sum(e.numel for e in updated):
+        if 2 * sum(e.ours.numel for e in apart) < sum(e.ours.numel for e in updated):
             apart = []
     else:
         apart = [each for each in updated if _updates_apart(sides, each) > limit]
-    ours = [each.ours[1].record for each in apart]
-    return ours, [each.theirs[1].record for each in apart], _OPTIMIZER
+    ours = [row.record for each in apart for row in each.ours.ends]
+    theirs = [row.record for each in apart for row in each.theirs.ends]
+    return ours, theirs, _OPTIMIZER
 
 
 def _are_kept(sides: Sides, updated: _Updated) -> bool:
-    """Return True where the tensors of a parameter are known, before and after."""
-    ours = [sides.reference.step.tensor(row.record) for row in updated.ours]
-    theirs = [sides.candidate.step.tensor(row.record) for row in updated.theirs]
-    return all(tensor is not None for tensor in (*ours, *theirs))
+    """Return True where the tensors of parameters are known, before and after."""
+    programs = (
+        (sides.reference.step, updated.ours),
+        (sides.candidate.step, updated.theirs),
+    )
+    return all(
+        step.tensor(row.record) is not None
+        for step, parameters in programs
+        for row in (*parameters.starts, *parameters.ends)
+    )
 
 
 def _updated(sides: Sides) -> list[_Updated]:
     """Return the parameters that an optimizer wrote, and whose gradient is no rounding."""
-    ends = last_named(sides.reference.step.rows)
-    other_ends = last_named(sides.candidate.step.rows)
-    starts = named_leaves(sides.reference)
-    other_starts = named_leaves(sides.candidate)
     sure = _with_gradients(sides)
-    return [
-        _Updated(
-            (starts[name].row, ends[name]), (other_starts[other].row, other_ends[other])
-        )
-        for name, other in same_parameters(sides)
-        if name in sure
-        and name in ends
-        and other in other_ends
-        and _OPTIMIZER in (ends[name].phase, other_ends[other].phase)
-    ]
+    updated = []
+    for each in counterparts(sides):
+        ours = _parameters(sides.reference, each.ours)
+        theirs = _parameters(sides.candidate, each.theirs)
+        if ours is None or theirs is None or sure.isdisjoint(each.ours):
+            continue
+        if any(row.phase == _OPTIMIZER for row in (*ours.ends, *theirs.ends)):
+            updated.append(_Updated(ours, theirs))
+    return updated
+
+
+def _parameters(flow: Flow, names: Sequence[str]) -> _Parameters | None:
+    """Return parameters before and after a step; None where one has no last row."""
+    starts = named_leaves(flow)
+    ends = last_named(flow.step.rows)
+    if not all(name in ends for name in names):
+        return None
+    return _Parameters(
+        tuple(starts[name].row for name in names), tuple(ends[name] for name in names)
+    )
 
 
 def _with_gradients(sides: Sides) -> set[str]:
@@ -96,8 +117,8 @@ def _with_gradients(sides: Sides) -> set[str]:
 
 def _updates_apart(sides: Sides, updated: _Updated) -> float:
     """Return the relative distance of two updates, where the gradient is no rounding."""
-    ours = _change(sides, sides.reference, *updated.ours)
-    theirs = _change(sides, sides.candidate, *updated.theirs)
+    ours = _change(sides, sides.reference, updated.ours)
+    theirs = _change(sides, sides.candidate, updated.theirs)
     if ours is None or theirs is None:
         return 0.0
     change = ours.values
@@ -122,22 +143,30 @@ class _Change:
     unsure: int
 
 
-def _change(
-    sides: Sides, flow: Flow, start: RecordedRow, end: RecordedRow
-) -> _Change | None:
+def _change(sides: Sides, flow: Flow, parameters: _Parameters) -> _Change | None:
     """Return what an optimizer added; None where it was not kept."""
-    before = flow.step.tensor(start.record)
-    after = flow.step.tensor(end.record)
-    gradient = last_named(flow.step.rows).get(f"{start.name}.grad")
-    slope = flow.step.tensor(gradient.record) if gradient is not None else None
-    if before is None or after is None or slope is None or slope.shape != after.shape:
-        return None
-    size = slope.abs()
+    slopes = last_named(flow.step.rows)
+    added, sizes = [], []
+    for start, end in zip(parameters.starts, parameters.ends, strict=True):
+        before = flow.step.tensor(start.record)
+        after = flow.step.tensor(end.record)
+        gradient = slopes.get(f"{start.name}.grad")
+        slope = flow.step.tensor(gradient.record) if gradient is not None else None
+        if (
+            before is None
+            or after is None
+            or slope is None
+            or slope.shape != after.shape
+        ):
+            return None
+        wide = torch.complex128 if after.is_complex() else torch.float64
+        added.append((after.to(wide) - before.to(wide)).reshape(-1))
+        sizes.append(slope.abs().reshape(-1))
+    size = torch.cat(sizes)
     least = least_gradient(sides) * size.max()
     sure = size > least
     unsure = (size - least).abs() <= sides.limit * size
-    wide = torch.complex128 if after.is_complex() else torch.float64
-    change = in_reals((after.to(wide) - before.to(wide))[sure])
+    change = in_reals(torch.cat(added)[sure])
     return _Change(change.reshape(-1).sort().values, int(unsure.sum()))
 
 
@@ -148,31 +177,37 @@ def _statistics_apart(updated: _Updated) -> float:
     Smallest, largest, mean and norm of the parameter before and after: each says what
     was added to an element, or on average.
     """
-    change = _change_of_statistics(*updated.ours)
-    other = _change_of_statistics(*updated.theirs)
-    if change is None or other is None or updated.numel != updated.theirs[1].numel:
+    change = _change_of_statistics(updated.ours)
+    other = _change_of_statistics(updated.theirs)
+    if change is None or other is None or updated.ours.numel != updated.theirs.numel:
         return 0.0
     apart = max(abs(a - b) for a, b in zip(change, other, strict=True))
     size = max(map(abs, [*change, *other]))
     # each side rounds the sum once; both may go another way
-    rounding = 2 * unit(updated.ours[1].dtype) * _largest(updated.ours[1])
+    ends = updated.ours.ends
+    rounding = 2 * max(unit(row.dtype) * _largest(row) for row in ends)
     return (apart - rounding) / size if apart > rounding else 0.0
 
 
-def _change_of_statistics(start: RecordedRow, end: RecordedRow) -> list[float] | None:
-    before = _statistics(start)
-    after = _statistics(end)
+def _change_of_statistics(parameters: _Parameters) -> list[float] | None:
+    before = _statistics(parameters.starts)
+    after = _statistics(parameters.ends)
     if not all(map(math.isfinite, [*before, *after])):
         return None
     return [b - a for a, b in zip(before, after, strict=True)]
 
 
-def _statistics(row: RecordedRow) -> list[float]:
+def _statistics(rows: Sequence[RecordedRow]) -> list[float]:
     """Return smallest, largest, mean and root mean square; NaN for an unknown one."""
-    statistics = [row.min, row.max, row.mean, row.l2]
-    values = [math.nan if value is None else value for value in statistics]
-    values[-1] /= math.sqrt(row.numel or 1)
-    return values
+    if any(None in (row.min, row.max, row.mean, row.l2) for row in rows):
+        return [math.nan] * 4
+    numel = sum(row.numel or 0 for row in rows) or 1
+    return [
+        min(row.min or 0.0 for row in rows),
+        max(row.max or 0.0 for row in rows),
+        sum((row.mean or 0.0) * (row.numel or 0) for row in rows) / numel,
+        math.sqrt(sum((row.l2 or 0.0) ** 2 for row in rows) / numel),
+    ]
 
 
 def _largest(row: RecordedRow) -> float:

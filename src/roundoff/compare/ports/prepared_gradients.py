@@ -9,9 +9,10 @@ optimizer makes of it first, among the values that it makes of its own gradient.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from roundoff.compare.ports.port_results import (
+    GradientPair,
     Results,
     gradient_limit,
     gradient_pairs,
@@ -29,14 +30,14 @@ _OPTIMIZER = "optimizer"
 
 def prepared_gradients(sides: Sides) -> Results:
     """What is made of gradients that agree before the optimizer reads them."""
-    left = gradient_pairs(sides, gradients_left)
-    read = gradient_pairs(sides, last_named)
+    left = _of_one(gradient_pairs(sides, gradients_left))
+    read = _of_one(gradient_pairs(sides, last_named))
     far = pairs_far_apart(sides, read)
     limit = gradient_limit(sides) + _farthest(sides, left)
     keys: Results = ([], [], _OPTIMIZER)
     for name in far.keys() & left.keys():
-        before, other_before = left[name]
-        after, other_after = read[name]
+        (before,), (other_before,) = left[name].ours, left[name].theirs
+        (after,), (other_after,) = read[name].ours, read[name].theirs
         if _distance(after, other_after) <= limit:
             continue
         ours: Value | None = after
@@ -57,14 +58,21 @@ def prepared_gradients(sides: Sides) -> Results:
     return keys
 
 
-def _farthest(sides: Sides, pairs: dict[str, tuple[Value, Value]]) -> float:
+def _of_one(pairs: Mapping[str, GradientPair]) -> dict[str, GradientPair]:
+    """Return the gradients of one parameter of each side: what is made of one is followed."""
+    return {name: pair for name, pair in pairs.items() if pair.is_one_to_one}
+
+
+def _farthest(sides: Sides, pairs: Mapping[str, GradientPair]) -> float:
     """Return how far gradients are apart already: a clip by their norm hands it on."""
-    sizes = [value.sketch.size for value, _ in pairs.values() if value.sketch]
+    sizes = [pair.sketch.size for pair in pairs.values() if pair.sketch]
     least = least_gradient(sides) * max(sizes, default=0.0)
     shares = [
-        _distance(value, other) * value.sketch.size / max(value.sketch.size, least)
-        for value, other in pairs.values()
-        if value.sketch is not None and value.sketch.size
+        pair.sketch.distance(pair.twin)
+        * pair.sketch.size
+        / max(pair.sketch.size, least)
+        for pair in pairs.values()
+        if pair.sketch is not None and pair.twin is not None and pair.sketch.size
     ]
     return max(shares, default=0.0)
 

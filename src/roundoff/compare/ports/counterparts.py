@@ -1,0 +1,190 @@
+"""Which parameters of two programs by different hands hold the same values.
+
+One is another's counterpart, or several are together that of one or of several: queries,
+keys and values packed into one, all layers stacked, a part of each layer in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roundoff.compare.records.value_sketch import Sketch, in_reals, sketch_of_tensor
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides
+
+#: Elements of each parameter that are looked for in those of the other program.
+SAMPLED = 16
+#: They stand in too many parameters to say anything.
+_COMMON = (0.0, 1.0, -1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counterparts:
+    """Names of parameters of the reference and of the candidate that hold together the
+    same values; mostly one of each."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """True for one parameter of each."""
+        return len(self.ours) == len(self.theirs) == 1
+
+
+def counterparts(sides: Sides) -> list[Counterparts]:
+    """Return the parameters that are each other's only counterpart, alone or together.
+
+    Those that are counterparts together are found where their tensors were kept.
+    """
+    pairs = same_parameters(sides)
+    alone = [Counterparts((name,), (other,)) for name, other in pairs]
+    return [*alone, *_together(sides, pairs)]
+
+
+def same_parameters(sides: Sides) -> list[tuple[str, str]]:
+    """Return names of parameters that are each other's only counterpart."""
+    ours = named_leaves(sides.reference)
+    theirs = named_leaves(sides.candidate)
+    pairs = []
+    for name, value in theirs.items():
+        if value.sketch is None or value.says_nothing:
+            continue
+        limit = sides.limit_for(value)
+        twins = {
+            other
+            for other, twin in ours.items()
+            if twin.sketch and twin.sketch.distance(value.sketch) <= limit
+        }
+        if len(twins) == 1:
+            pairs.append((twins.pop(), name))
+    counted = Counter(name for name, _ in pairs)
+    return [pair for pair in pairs if counted[pair[0]] == 1]
+
+
+def named_leaves(flow: Flow) -> dict[str, Value]:
+    """Return the parameters and buffers of a program, as it begins with them."""
+    leaves: dict[str, Value] = {}
+    for value in flow.values.values():
+        if value.row.name and not value.is_call:
+            leaves.setdefault(value.row.name, value)
+    return leaves
+
+
+def joined_sketch(
+    flow: Flow, names: Sequence[str], values: Mapping[str, Value]
+) -> Sketch | None:
+    """Return the sketch of what belongs to several parameters, such as their gradients.
+
+    None where one was not kept. A parameter that has none counts with zeros, unless it
+    is the only one.
+    """
+    if len(names) == 1:
+        value = values.get(names[0])
+        return value.sketch if value is not None else None
+    leaves = named_leaves(flow)
+    parts = []
+    for name in names:
+        value = values.get(name)
+        if value is None:
+            parts.append(torch.zeros(leaves[name].row.numel or 0))
+            continue
+        tensor = flow.tensor(value.key)
+        if tensor is None:
+            return None
+        parts.append(in_reals(tensor.detach()).reshape(-1))
+    return sketch_of_tensor(torch.cat(parts))
+
+
+def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterparts]:
+    """Return which of the parameters without a counterpart are several that are one's.
+
+    They share values, and all their values are the same.
+    """
+    ours = _contents(sides.reference, {name for name, _ in pairs})
+    theirs = _contents(sides.candidate, {name for _, name in pairs})
+    links = _links(ours, theirs) | {(b, a) for a, b in _links(theirs, ours)}
+    found = []
+    for names, others in _components(links):
+        have_all = _hold_the_same(
+            [ours[name] for name in names], [theirs[name] for name in others]
+        )
+        if have_all:
+            found.append(Counterparts(names, others))
+    return found
+
+
+def _contents(flow: Flow, but: Collection[str]) -> dict[str, Tensor]:
+    """Return the values of parameters that are no constants, flat."""
+    contents = {}
+    for name, leaf in named_leaves(flow).items():
+        tensor = None if name in but or leaf.says_nothing else flow.tensor(leaf.key)
+        if tensor is not None and tensor.is_floating_point():
+            contents[name] = tensor.detach().reshape(-1)
+    return contents
+
+
+def _links(
+    sought: Mapping[str, Tensor], among: Mapping[str, Tensor]
+) -> set[tuple[str, str]]:
+    """Return which of the first have a value that one of the second has too."""
+    samples = {name: _sample(tensor) for name, tensor in sought.items()}
+    counted = Counter(v for values in samples.values() for v in set(values.tolist()))
+    rare = np.array(sorted(value for value, count in counted.items() if count == 1))
+    if not len(rare):
+        return set()
+    owner = {
+        value: name for name, values in samples.items() for value in values.tolist()
+    }
+    links = set()
+    for other, tensor in among.items():
+        values = tensor.to(torch.float64).numpy()
+        places = np.searchsorted(rare, values).clip(max=len(rare) - 1)
+        for value in set(rare[places[rare[places] == values]].tolist()):
+            links.add((owner[value], other))
+    return links
+
+
+def _sample(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return elements from all over a tensor, but for common ones."""
+    step = max(1, len(tensor) // SAMPLED)
+    values = tensor[::step].to(torch.float64).numpy()
+    kept: np.ndarray[tuple[int], np.dtype[np.float64]] = values[
+        np.isfinite(values) & ~np.isin(values, _COMMON)
+    ]
+    return kept
+
+
+def _components(
+    links: Collection[tuple[str, str]],
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return names of both sides that are linked, directly or by others."""
+    waiting = set(links)
+    components = []
+    while waiting:
+        name, other = waiting.pop()
+        ours, theirs = {name}, {other}
+        grown = True
+        while grown:
+            reached = {(a, b) for a, b in waiting if a in ours or b in theirs}
+            waiting -= reached
+            ours |= {a for a, _ in reached}
+            theirs |= {b for _, b in reached}
+            grown = bool(reached)
+        components.append((tuple(sorted(ours)), tuple(sorted(theirs))))
+    return sorted(components)
+
+
+def _hold_the_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    if sum(map(len, ours)) != sum(map(len, theirs)):
+        return False
+    one, other = torch.cat([*ours]), torch.cat([*theirs])
+    return one.dtype == other.dtype and torch.equal(
+        one.sort().values, other.sort().values
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set as AbstractSet
-from itertools import combinations, product
+from itertools import combinations, product, repeat
 
 import torch
 
@@ -64,6 +64,8 @@ MOST_READ = 16
 _JOIN = operators_that("join")
 _MOVE = operators_that("move values")
 _PAIRS = operators_that("pair elements")
+#: What changes nothing where it is added, or multiplied by.
+_NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
 
 
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -90,7 +92,8 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
         or fitted_leaf(sides, trials, rejoin)
         or fitted_table(sides, trials, rejoin)
     )
-    blamed = blamed or _believed(sides, rejoin, likely) or _scaled(sides, rejoin)
+    blamed = blamed or _believed(sides, rejoin, likely)
+    blamed = blamed or _part_of_another(sides, rejoin) or _scaled(sides, rejoin)
     if blamed is not None:
         return blamed
     flow = sides.candidate
@@ -108,6 +111,54 @@ def _is_clear(sides: Sides, rejoin: Rejoin) -> bool:
     """
     present = sides.candidate.tensor(rejoin.value.key)
     return present is not None and apart(rejoin.held, present) > sides.limit**0.5
+
+
+def _part_of_another(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+    """Return a parameter of which a part is read that another of the reference's holds.
+
+    A loader that stacks layers may take two parameters for each other in all of them.
+    Where the reference reads a parameter that is not there, it reads one of the same size
+    that does not belong there.
+    """
+    reference, flow = sides.reference, sides.candidate
+    ours = leaves_of(reference, sorted(rejoin.expected | {rejoin.twin.key}))
+    theirs = [
+        (flow.values[key], source)
+        for reader in sorted(rejoin.region | {rejoin.value.key})
+        for key in flow.values[reader].inputs
+        if key in flow.values
+        and (source := _leaf_behind(flow, flow.values[key])) is not None
+    ]
+    present = {key for piece, _ in theirs for key in sides.all_twins(piece)}
+    lost = [leaf for leaf in ours if leaf.key not in present and not leaf.says_nothing]
+    for piece, source in theirs:
+        twins = [reference.values[key] for key in sides.all_twins(piece)]
+        others = {
+            leaf.key: leaf
+            for leaf in map(_leaf_behind, repeat(reference), twins)
+            if leaf
+        }
+        if piece.says_nothing or not others or any(leaf.key in others for leaf in ours):
+            continue
+        wanted = [leaf for leaf in lost if leaf.row.numel == piece.row.numel]
+        if wanted:
+            held = min(others.values(), key=lambda leaf: leaf.order)
+            words = (
+                f"{source.row.name} holds {held.row.name} there; the reference has "
+                f"{wanted[0].row.name}"
+            )
+            return Blamed(source, wanted[0], words)
+    return None
+
+
+def _leaf_behind(flow: Flow, value: Value) -> Value | None:
+    """Return the parameter that a value is, or is moved or cut out of; None for no such."""
+    while value.is_call and _hands_on(value) and value.inputs:
+        source = flow.values.get(value.inputs[0])
+        if source is None:
+            return None
+        value = source
+    return value if value.row.name and not value.is_call else None
 
 
 def _scaled(sides: Sides, rejoin: Rejoin) -> Blamed | None:
@@ -469,6 +520,9 @@ def left_out(
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
+                    idle = _idle_leaf(sides, last, twin)
+                    if idle is not None:
+                        return idle
                     named, line = lines.of_left_out(
                         last, twin, is_right_elsewhere=not is_wrong_everywhere
                     )
@@ -479,6 +533,38 @@ def left_out(
                             f"left out is all from {_there(first)} to {_there(twin)}"
                         )
                     return Blamed(named, first, words, is_operator=True, line=line)
+    return None
+
+
+def _idle_leaf(sides: Sides, value: Value, twin: Value) -> Blamed | None:
+    """Return the parameter of zeros that a call adds, or of ones that it multiplies by.
+
+    A loader that leaves one out leaves what the module begins with. The reference has a
+    parameter of as many elements there.
+    """
+    flow = sides.candidate
+    neutral = _NEUTRAL.get(value.operator)
+    if neutral is None:
+        return None
+    wanted = {leaf.row.numel: leaf for leaf in leaves_of(sides.reference, [twin.key])}
+    for key in value.row.inputs:
+        source = flow.values.get(key)
+        if source is None or source.sketch is None or not source.sketch.constant:
+            continue
+        ours = wanted.get(source.row.numel)
+        if (
+            ours is None
+            or not source.sketch.exact
+            or source.sketch.values[0] != neutral
+        ):
+            continue
+        leaf = _leaf_behind(flow, source)
+        if leaf is not None:
+            words = (
+                f"{leaf.row.name} holds {neutral:g} there, which changes nothing; the "
+                f"reference has {ours.row.name}"
+            )
+            return Blamed(leaf, ours, words)
     return None
 
 

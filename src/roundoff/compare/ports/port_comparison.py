@@ -59,6 +59,7 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.ports.port_updates import updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
+from roundoff.compare.ports.scaled_gradients import blamed_scale
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,
@@ -348,13 +349,17 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     if exact is not None and not exact.made_up:
         wide_sides = backward_in_fp64(sides, exact)
     if wide_sides is None:
-        return _first_difference(sides, (gradients,))
+        ours, theirs, phase = gradients(sides)
+        scaled = blamed_scale(sides, ours, theirs)
+        if scaled is not None:
+            return _of_gradients(sides, ours, scaled)
+        return _first_difference(sides, (lambda _sides: (ours, theirs, phase),))
     wide_sides.match()
     undone = undone_gradients(sides)
     ours, theirs, phase = gradients_but(wide_sides, undone)
     if not ours:
         return []
-    blamed = blamed_cut(wide_sides)
+    blamed = blamed_cut(wide_sides) or blamed_scale(wide_sides, ours, theirs)
     if blamed is None:
         differences = _first_difference(
             wide_sides, (lambda _sides: (ours, theirs, phase),)
@@ -364,6 +369,14 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     value = wide_sides.candidate.values[theirs[0]] if theirs else None
     part = Part(wide_sides.reference.values[ours[0]], value, phase, math.inf, (), ())
     return [Difference(part, blamed, wide_sides.limit)]
+
+
+def _of_gradients(
+    sides: Sides, ours: Sequence[int], blamed: Blamed
+) -> list[Difference]:
+    value = sides.reference.values[ours[0]]
+    part = Part(value, blamed.value, _BACKWARD, math.inf, (), ())
+    return [Difference(part, blamed, sides.limit)]
 
 
 def _may_be_rounding(sides: Sides) -> bool:

@@ -1,0 +1,136 @@
+"""Where a backward pass begins to make so many times the reference's gradients.
+
+A mean for a sum over the batch, or a factor left out in a backward pass by hand, shows in
+all gradients behind it by one factor. The first value of the backward pass that is so many
+times one of the reference's is where it comes in: what it is made of is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.ports.port_results import (
+    GradientPair,
+    gradient_limit,
+    gradient_pairs,
+    gradients_left,
+    pairs_far_apart,
+)
+from roundoff.compare.records.value_sketch import Array, Sketch
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides, upstream
+
+LABEL = "constant factor"
+#: So few values are near to many by chance.
+FEWEST = 8
+
+_BACKWARD = "backward"
+
+
+def blamed_scale(
+    sides: Sides, ours: Sequence[int], theirs: Sequence[int]
+) -> Blamed | None:
+    """Return where the candidate's gradients begin to be so many times the reference's.
+
+    None where not all that differ do so by one factor.
+
+    Args:
+        sides: both programs.
+        ours: gradients of the reference that differ.
+        theirs: those of the candidate.
+    """
+    limit = gradient_limit(sides)
+    factor = _common_factor(sides, ours, limit)
+    if factor is None:
+        return None
+    twins = _by_numel(sides.reference, ours, sides.agreeing)
+    region = upstream(
+        sides.candidate, theirs, lambda value: value.key not in sides.twins
+    )
+    for value in sorted(map(sides.candidate.values.__getitem__, region), key=_order):
+        if not _says_something(value):
+            continue
+        for twin in twins.get(value.row.numel or 0, ()):
+            if _is_times(value, twin, factor, limit):
+                line = f" ({twin.row.line})" if twin.row.line else ""
+                words = (
+                    f"it is {factor:.6g} times what {twin.operator} of {twin.row.site}"
+                    f"{line} gives, as are all gradients behind it"
+                )
+                return Blamed(value, twin, words, is_operator=True, label=LABEL)
+    return None
+
+
+def _order(value: Value) -> tuple[float, int]:
+    return value.order
+
+
+def _common_factor(sides: Sides, ours: Sequence[int], limit: float) -> float | None:
+    """Return by what all gradients that differ are multiplied; None where it is not one."""
+    apart = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
+    wanted = set(ours)
+    pairs = [p for p in apart.values() if any(v.key in wanted for v in p.ours)]
+    found = set(ours) - {value.key for pair in pairs for value in pair.ours}
+    factors = [_factor_of(pair, limit) for pair in pairs]
+    known = [factor for factor in factors if factor is not None]
+    if not pairs or found or len(known) < len(pairs):
+        return None
+    first = known[0]
+    if any(abs(factor - first) > limit * abs(first) for factor in known):
+        return None
+    return first
+
+
+def _factor_of(pair: GradientPair, limit: float) -> float | None:
+    """Return how many times the reference's a gradient is; None where it is not."""
+    if pair.sketch is None or pair.twin is None:
+        return None
+    for turned in (pair.twin, pair.twin.negative):
+        if turned.values.shape == pair.sketch.values.shape and pair.sketch.size:
+            factor = turned.size / pair.sketch.size
+            if factor and _apart(pair.sketch, turned, factor) <= limit:
+                return factor if turned is pair.twin else -factor
+    return None
+
+
+def _apart(one: Sketch, other: Sketch, factor: float) -> float:
+    """Return how far ``other`` is from ``factor`` times ``one``, relative; ``factor`` > 0."""
+    if one.numel != other.numel or not (one.exact and other.exact):
+        return math.inf
+    scaled: Array = factor * one.values
+    size = float(np.linalg.norm(scaled))
+    return float(np.linalg.norm(scaled - other.values)) / size if size else math.inf
+
+
+def _by_numel(
+    flow: Flow, results: Sequence[int], agreeing: object
+) -> dict[int, list[Value]]:
+    """Return what results are made of in the backward pass, by how many elements."""
+    region = upstream(flow, results, lambda value: value.key not in agreeing)  # type: ignore[operator]
+    found: dict[int, list[Value]] = {}
+    for value in sorted(map(flow.values.__getitem__, region), key=_order):
+        if _says_something(value):
+            found.setdefault(value.row.numel or 0, []).append(value)
+    return found
+
+
+def _says_something(value: Value) -> bool:
+    return (
+        value.row.phase == _BACKWARD
+        and value.is_number
+        and not value.says_nothing
+        and (value.row.numel or 0) >= FEWEST
+    )
+
+
+def _is_times(value: Value, twin: Value, factor: float, limit: float) -> bool:
+    if value.sketch is None or twin.sketch is None:
+        return False
+    wanted = twin.sketch if factor > 0 else twin.sketch.negative
+    if wanted.values.shape != value.sketch.values.shape:
+        return False
+    return _apart(wanted, value.sketch, abs(factor)) <= limit

@@ -35,6 +35,7 @@ KEPT_APART = (
     "tracker",
     "dreamer",
     "continual",
+    "superres",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

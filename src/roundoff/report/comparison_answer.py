@@ -275,6 +275,8 @@ def _where_the_runs_part(summary: ComparisonSummary, first: Culprit) -> str:
     if len(summary.ranks) > 1:
         where += f", rank {first.rank}"
     run_in = PASSES.get(str(first.phase), "")
+    if first.call < 0 and first.looks_like == "gradient cut":
+        return f"The runs part in the gradient of {name}, {where}: it is {_off(first)}."
     if first.call < 0:
         before = f"The runs differ before anything ran: {name}, {where}"
         return f"{before}, is {_off(first)}."

@@ -42,6 +42,7 @@ from roundoff.compare.pairing.alignment import (
     MATCHED,
     renaming,
 )
+from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.early_ends import blamed_end
 from roundoff.compare.ports.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
 from roundoff.compare.ports.gradient_cuts import LABEL as GRADIENT_CUT
@@ -350,33 +351,38 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
         wide_sides = backward_in_fp64(sides, exact)
     if wide_sides is None:
         ours, theirs, phase = gradients(sides)
-        scaled = blamed_scale(sides, ours, theirs)
-        if scaled is not None:
-            return _of_gradients(sides, ours, scaled)
-        return _first_difference(sides, (lambda _sides: (ours, theirs, phase),))
-    wide_sides.match()
-    undone = undone_gradients(sides)
-    ours, theirs, phase = gradients_but(wide_sides, undone)
+        blamed = None
+    else:
+        wide_sides.match()
+        ours, theirs, phase = gradients_but(wide_sides, undone_gradients(sides))
+        blamed = blamed_cut(wide_sides) if ours else None
     if not ours:
         return []
-    blamed = blamed_cut(wide_sides) or blamed_scale(wide_sides, ours, theirs)
+    looked_at = wide_sides or sides
+    blamed = blamed or blamed_scale(looked_at, ours, theirs)
+    if blamed is None and not theirs:
+        blamed = _without_gradient(looked_at, ours[0])
     if blamed is None:
         differences = _first_difference(
-            wide_sides, (lambda _sides: (ours, theirs, phase),)
+            looked_at, (lambda _sides: (ours, theirs, phase),)
         )
-        if differences or not theirs:
+        if differences or wide_sides is None:
             return differences
-    value = wide_sides.candidate.values[theirs[0]] if theirs else None
-    part = Part(wide_sides.reference.values[ours[0]], value, phase, math.inf, (), ())
-    return [Difference(part, blamed, wide_sides.limit)]
+    value = looked_at.candidate.values[theirs[0]] if theirs else None
+    part = Part(looked_at.reference.values[ours[0]], value, phase, math.inf, (), ())
+    return [Difference(part, blamed, looked_at.limit)]
 
 
-def _of_gradients(
-    sides: Sides, ours: Sequence[int], blamed: Blamed
-) -> list[Difference]:
-    value = sides.reference.values[ours[0]]
-    part = Part(value, blamed.value, _BACKWARD, math.inf, (), ())
-    return [Difference(part, blamed, sides.limit)]
+def _without_gradient(sides: Sides, gradient: int) -> Blamed | None:
+    """Return the candidate's parameter that gets no gradient, where the reference's does."""
+    twin = sides.reference.values[gradient]
+    name = (twin.row.name or "").removesuffix(".grad")
+    leaves = named_leaves(sides.candidate)
+    for each in counterparts(sides):
+        if name in each.ours:
+            words = f"{each.theirs[0]} gets no gradient; the reference's {name} does"
+            return Blamed(leaves[each.theirs[0]], twin, words, label=GRADIENT_CUT)
+    return None
 
 
 def _may_be_rounding(sides: Sides) -> bool:

@@ -9,6 +9,7 @@ no small edit of the candidate gives, and the operator is named that it has no e
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from itertools import combinations, product, repeat
 
@@ -520,7 +521,7 @@ def left_out(
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
-                    idle = _idle_leaf(sides, last, twin)
+                    idle = _idle_leaf(sides, last, [twin.key])
                     if idle is not None:
                         return idle
                     named, line = lines.of_left_out(
@@ -536,17 +537,21 @@ def left_out(
     return None
 
 
-def _idle_leaf(sides: Sides, value: Value, twin: Value) -> Blamed | None:
+def _idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | None:
     """Return the parameter of zeros that a call adds, or of ones that it multiplies by.
 
     A loader that leaves one out leaves what the module begins with. The reference has a
-    parameter of as many elements there.
+    parameter of as many elements that the candidate lacks, read by what is ``expected``.
     """
     flow = sides.candidate
     neutral = _NEUTRAL.get(value.operator)
     if neutral is None:
         return None
-    wanted = {leaf.row.numel: leaf for leaf in leaves_of(sides.reference, [twin.key])}
+    wanted = {
+        leaf.row.numel: leaf
+        for leaf in leaves_of(sides.reference, expected)
+        if leaf.key not in sides.agreeing
+    }
     for key in value.row.inputs:
         source = flow.values.get(key)
         if source is None or source.sketch is None or not source.sketch.constant:
@@ -638,6 +643,10 @@ class _Unlike:
         joins = [value for value in region if value.operator in _JOIN]
         idle = next((v for v in before(flow, rejoin.region) if self._is_idle(v)), None)
         if idle is not None:
+            expected = sorted(rejoin.expected | {rejoin.twin.key})
+            leaf = _idle_leaf(self._sides, idle, expected)
+            if leaf is not None:
+                return leaf
             words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
             return Blamed(

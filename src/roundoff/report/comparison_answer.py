@@ -33,6 +33,8 @@ PASSES = {
     "optimizer": "in the optimizer",
     "collective": "in a collective",
 }
+#: How many reasons are told, the most common first.
+_REASONS_TOLD = 3
 #: Reasons that the counts of status tell already, and those where there is nothing to
 #: measure.
 _TOLD = (
@@ -420,7 +422,8 @@ def coverage_sentence(coverage: ComparisonCoverage) -> str:
         unknown = sum(reason.count for reason in reasons)
         why = reasons[0].reason
         if len(reasons) > 1:
-            why += f" ({reasons[0].count:,})"
+            told = reasons[:_REASONS_TOLD]
+            why = ", ".join(f"{reason.reason} ({reason.count:,})" for reason in told)
         parts.append(f"{unknown:,} could not be measured: {why}")
     return "; ".join(parts) + "."
 

@@ -78,7 +78,10 @@ def port(fault):
             bias = m.bias.detach() if fault == "bias is not learnt" else m.bias
             y = Product.apply(y, m.weight[i], fault == "mean for sum") + bias[i]
             y = 2 * torch.sigmoid(2 * y) - 1
-            x = norm(y, m.last_scale[i], m.last_shift[i]) + x
+            scale = m.last_scale[i]
+            if fault == "scales less one":
+                scale = scale + 1
+            x = norm(y, scale, m.last_shift[i]) + x
         return x
 
     return forward
@@ -93,6 +96,8 @@ def leaves(fault):
         held["bias"] = torch.zeros(LAYERS, DIM)
     if fault == "scale left out":
         held["last_scale"] = torch.ones(LAYERS, DIM)
+    if fault == "scales less one":
+        held["last_scale"] = held["last_scale"] - 1
     if fault == "one norm for both":
         for name in ("scale", "shift"):
             held[f"first_{name}"] = held[f"last_{name}"]
@@ -132,6 +137,13 @@ def compared(program, tmp_path):
 def test_the_port_is_right(compared, tensors):
     comparison = compared("", tensors=tensors)
     assert comparison.agrees, comparison.answer
+
+
+def test_what_is_not_compared_is_told(compared):
+    comparison = compared("scales less one")
+    assert comparison.agrees
+    told = "no parameter of the reference holds what its parameter does (2)"
+    assert told in comparison.answer
 
 
 def line_of(text):

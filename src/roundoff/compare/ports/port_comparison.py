@@ -66,6 +66,7 @@ from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
     first_rows,
+    last_named,
     shape_read_first,
 )
 from roundoff.compare.records.value_sketch import Sketch
@@ -127,6 +128,7 @@ _FORWARD = "forward"
 _BACKWARD = "backward"
 _OPTIMIZER = "optimizer"
 _OTHER_OPERATORS = "computed in other operators; what leaves here agrees"
+_NO_COUNTERPART = "no parameter of the reference holds what its parameter does"
 _AFTER = "made of values that differ"
 
 
@@ -786,6 +788,7 @@ class _Rows:
             d.value.row.record: d for d in differences if d.value is not None
         }
         self._spoilt = _downstream(sides.candidate, self._by_record)
+        self._uncompared = _uncompared(sides)
 
     def rows(self) -> list[ComparedRow]:
         """Return the candidate's rows, then those that only the reference has."""
@@ -816,7 +819,9 @@ class _Rows:
                 cause=INHERITED,
                 origin=site,
             )
-        return ComparedRow(**_names(row), status=EQUIVALENT, reason=_OTHER_OPERATORS)
+        is_compared = row.record not in self._uncompared
+        reason = _OTHER_OPERATORS if is_compared else _NO_COUNTERPART
+        return ComparedRow(**_names(row), status=EQUIVALENT, reason=reason)
 
     def _agreeing(self, row: RecordedRow, key: int, distance: float) -> ComparedRow:
         twin = self._sides.reference.values[key].row
@@ -864,6 +869,20 @@ class _Rows:
             evidence=evidence,
             advice=ADVICE[label],
         )
+
+
+def _uncompared(sides: Sides) -> set[int]:
+    """Return the records of gradients and updates of parameters without a counterpart."""
+    flow = sides.candidate
+    leaves = named_leaves(flow)
+    compared = {name for each in counterparts(sides) for name in each.theirs}
+    return {
+        row.record
+        for name, row in last_named(flow.step.rows).items()
+        if (parameter := name.removesuffix(".grad")) in leaves
+        and parameter not in compared
+        and (parameter != name or row.phase == _OPTIMIZER)
+    }
 
 
 def _named_reference(difference: Difference) -> RecordedRow | None:

@@ -8,6 +8,7 @@ random is not fed: the operator that draws is named.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,23 +76,68 @@ def data_records(rows: Rows) -> set[int]:
 
     Of the forward pass: inputs from outside, and what is computed from them, or drawn,
     outside of all modules. A value that becomes a parameter or buffer is none, nor is
-    one that an optimizer writes or that follows one, nor what is made of earlier data once a parameter was
-    read: the model is running then.
+    one that an optimizer writes or that follows one, nor what is made of earlier data once the model is running.
     """
-    running = _first_read_of_a_name(rows)
+    running = _Running(rows, is_fed=False)
+    data = _data(rows, running)
+    if running.since is None:
+        data = _data(rows, _Running(rows, is_fed=True))
+    return data
+
+
+def _data(rows: Rows, running: _Running) -> set[int]:
     state = unnamed_state(rows)
     loaded = _behind(rows, [*values_before(rows).values(), *state])
-    held = {_value(row) for row in (*_named(rows), *state)}
+    named = _named(rows)
+    held = {_value(row) for row in (*named, *state)}
+    first_name = min((row.record for row in named), default=0)
     data: set[int] = set()
     for record, row in rows.items():
+        running.pass_by(row, data)
         if record in loaded or row.name or row.phase != "forward":
             continue
-        if _value(row) in held and row.min != row.max:
+        is_held = _value(row) in held and row.min != row.max
+        if is_held and record > first_name:
             continue  # a deep copy of a parameter
         of_data = all(i in data for i in row.inputs)
-        if of_data and _may_be_data(row, running):
+        if of_data and running.may_be_data(row):
             data.add(record)
     return data
+
+
+class _Running:
+    """Where the model runs: from the first of its calls on that reads a parameter.
+
+    A call that no data went into before belongs to what the model is made with, as the
+    norm of a weight does, unless ``is_fed``.
+
+    Attributes:
+        since: the record of the first call; None before it.
+    """
+
+    def __init__(self, rows: Rows, *, is_fed: bool) -> None:
+        self.since: int | None = None
+        self._named: set[int] = set()
+        self._reads_names = _first_read_of_a_name(rows) is not None
+        self._is_fed = is_fed
+
+    def pass_by(self, row: RecordedRow, data: AbstractSet[int]) -> None:
+        """Look at a row; ``data`` are the records before it that are data."""
+        if self.since is None and row.is_call and row.module:
+            self._is_fed |= not data.isdisjoint(row.inputs)
+            if self._is_fed and not self._named.isdisjoint(row.inputs):
+                self.since = row.record
+        if row.name:
+            self._named.add(row.record)
+
+    def may_be_data(self, row: RecordedRow) -> bool:
+        """Return True for a row that is data if all that it reads is."""
+        if not row.is_call:
+            return row.operator in ("input", "alias")
+        if not self._reads_names or row.module:
+            return False
+        since = self.since
+        return since is None or all(i > since for i in row.inputs)
 
 
 def _named(rows: Rows) -> list[RecordedRow]:
@@ -103,18 +149,6 @@ def _named(rows: Rows) -> list[RecordedRow]:
 def _value(row: RecordedRow) -> tuple[object, ...]:
     """Return what tells a value from others, whatever holds it."""
     return tuple(row.shape or ()), row.dtype, row.hash, row.min, row.max, row.l2
-
-
-def _may_be_data(row: RecordedRow, running: int | None) -> bool:
-    """Return True for a row that is data if all that it reads is.
-
-    ``running`` is the first record that a parameter went into; None without any.
-    """
-    if not row.is_call:
-        return row.operator in ("input", "alias")
-    if running is None or row.module:
-        return False
-    return row.record < running or all(i > running for i in row.inputs)
 
 
 def _first_read_of_a_name(rows: Rows) -> int | None:

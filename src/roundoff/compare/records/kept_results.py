@@ -39,10 +39,14 @@ def is_forward_detach(row: RecordedRow) -> bool:
 def cutting_detach(rows: Rows, record: int) -> RecordedRow | None:
     """Return the detach that somebody wrote of a value that is detached in the forward pass.
 
-    It is the last of several, each of the one before it; None where autograd made all.
+    It is the first of several, each of the one before it, that autograd did not make; None
+    where autograd made all.
     """
+    detached = rows.get(record)
     for row in rows.values():
-        if is_forward_detach(row) and record in row.inputs:
-            record = row.record
-    last = rows.get(record)
-    return last if last is not None and cuts_a_gradient(last, rows) else None
+        if detached is None or cuts_a_gradient(detached, rows):
+            break
+        if is_forward_detach(row) and detached.record in row.inputs:
+            detached = row
+    is_cut = detached is not None and cuts_a_gradient(detached, rows)
+    return detached if is_cut else None

@@ -255,3 +255,79 @@ def test_missing_values_are_the_same_on_both_sides(keep, tmp_path):
     found = roundoff.compare(reference=right, candidate=wrong)
     assert found.culprits()[0].operator == "mul"
     assert not any("were fed" in culprit.evidence for culprit in found.culprits())
+
+
+MEAN = [0.4, 0.5, 0.1, 0.3, 0.7, 0.2]
+
+
+def picking_after_set_up(picked):
+    """Samples of a set that is made around the mean that the model subtracts, picked after
+    a weight was normed: no data went into that."""
+
+    def work(_model):
+        generator = torch.Generator().manual_seed(4)
+        samples = [
+            torch.tensor(MEAN) + torch.randn(6, generator=generator) for _ in range(8)
+        ]
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        model = nn.Sequential(Centred(), layer)
+        batch = torch.stack([samples[place] * 2 for place in picked])
+        model(batch).square().mean().backward()
+
+    return work
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(MEAN))
+
+    def forward(self, x):
+        return x - self.mean
+
+
+@KEEP
+def test_samples_are_data_also_beside_constants_of_the_model(keep, tmp_path):
+    right = record(tmp_path / "right", keep, picking_after_set_up([0, 1, 2, 3]))
+    wrong = record(tmp_path / "wrong", keep, picking_after_set_up([4, 1, 5, 3]))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+    assert "has 2 of the reference's 4 samples, and others" in first.evidence
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        self.outer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.outer(torch.relu(self.inner(x)))
+
+
+def averaging(is_copied):
+    """A second network begins as a copy, or is made anew."""
+
+    def work(_model):
+        model = Block()
+        average = copy.deepcopy(model) if is_copied else Block()
+        for mean, parameter in zip(
+            average.parameters(), model.parameters(), strict=True
+        ):
+            mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+        noise = torch.rand(5, 6)
+        (model(noise) - average(noise).detach()).square().mean().backward()
+
+    return work
+
+
+@KEEP
+def test_draws_of_a_call_that_the_reference_lacks_are_named_where_it_is_called(
+    keep, tmp_path
+):
+    right = record(tmp_path / "right", keep, averaging(True))
+    wrong = record(tmp_path / "wrong", keep, averaging(False))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    line = averaging.__code__.co_firstlineno + 5
+    assert first.line.endswith(f"test_fed_data.py:{line}")
+    assert "what the candidate alone draws is called from" in first.evidence

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundoff
-from roundoff.compare.records.kept_results import cuts_a_gradient
+from roundoff.compare.records.kept_results import cuts_a_gradient, cutting_detach
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.ops import operators_that
 
@@ -51,6 +51,21 @@ def test_only_what_somebody_wrote_cuts_a_gradient(function, cuts, tmp_path):
     found = [row.site for row in rows.values() if cuts_a_gradient(row, rows)]
     assert inside
     assert len([site for site in found if site.startswith("/")]) >= cuts
+
+
+def test_the_first_of_two_written_detaches_of_one_memory_is_the_one(tmp_path):
+    def twice(x):
+        return x * x.detach() + x.detach()
+
+    model = Net(twice)
+    with roundoff.capture(tmp_path / "run", model) as run:
+        model(torch.ones(2, 4)).sum().backward()
+        run.step()
+    rows = rows_of(roundoff.load(tmp_path / "run"), 0, 0)
+    first, second = (row for row in rows.values() if cuts_a_gradient(row, rows))
+    assert first.record in second.inputs  # what memory holds came by the first
+    assert cutting_detach(rows, first.record) is first
+    assert cutting_detach(rows, second.record) is second
 
 
 def test_the_table_has_the_operators_that_autograd_asks_for_their_result():

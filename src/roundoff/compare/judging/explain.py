@@ -14,7 +14,8 @@ from roundoff.compare.judging.divergence import (
     is_without_value,
     is_workspace,
 )
-from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
+from roundoff.compare.judging.extra_draws import extra_draws_at
+from roundoff.compare.judging.symptoms import ADVICE, Fault, draws, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
@@ -139,14 +140,18 @@ def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanati
     replay = finding.replayed
     in_reference = missing or twin
     handed_at = _handed_at(divergence, row, finding) if blamed is row else None
+    evidence = looks_like.evidence
+    drawn_at = _drawn_at(divergence, row) if blamed is row else None
+    if drawn_at is not None:
+        evidence += f"; what the candidate alone draws is called from {drawn_at}"
     return Explanation(
         blamed=blamed.site,
-        blamed_line=handed_at or blamed.line,
+        blamed_line=handed_at or drawn_at or blamed.line,
         blamed_phase=(missing or blamed).phase,
         blamed_reference=in_reference.site,
         blamed_reference_line=in_reference.line,
         looks_like=looks_like.label,
-        evidence=looks_like.evidence,
+        evidence=evidence,
         advice=looks_like.advice,
         semantic=None if replay is None else _without_nan(replay.semantic),
         kernel_excess=None if replay is None else _without_nan(replay.excess),
@@ -271,6 +276,14 @@ def _reads_other_weight(divergence: Divergence, finding: Finding) -> bool:
     ours, theirs = finding.read
     twin, source = divergence.reference[ours], divergence.candidate[theirs]
     return bool(source.is_leaf and source.name) and not twin.name
+
+
+def _drawn_at(divergence: Divergence, row: RecordedRow) -> str | None:
+    """Return the line of the call that draws, with others, what the reference never does."""
+    if not draws(row):
+        return None
+    stack = extra_draws_at(divergence.reference, divergence.candidate)
+    return stack[-1] if stack and stack_of(row)[: len(stack)] == stack else None
 
 
 def _handed_at(

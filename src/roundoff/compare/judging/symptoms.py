@@ -323,11 +323,15 @@ def other_number_of_draws(
 
 
 def _draws_before(rows: Rows, row: RecordedRow) -> int:
-    """Return how many calls before a row's draw; each overload is looked up once."""
+    """Return how many calls before a row's draw."""
+    return len({each.call for each in drawing_rows(rows) if each.call < row.call})
+
+
+def drawing_rows(rows: Rows) -> list[RecordedRow]:
+    """Return the rows of calls that draw random numbers; each overload is looked up once."""
     by_overload = {each.overload: each for each in rows.values() if each.is_call}
     drawing = {name for name, each in by_overload.items() if draws(each)}
-    before = (r for r in rows.values() if r.is_call and r.call < row.call)
-    return len({each.call for each in before if each.overload in drawing})
+    return [row for row in rows.values() if row.is_call and row.overload in drawing]
 
 
 def draws(row: RecordedRow) -> bool:

@@ -280,3 +280,23 @@ def test_norms_of_another_axis_are_refused(axis):
     else:
         assert isinstance(results, Reason)
         assert "its arguments do not fit" in str(results)
+
+
+FOLD = [[4, 5], [2, 3], [1, 1], [0, 1], [1, 2]]
+#: What of the sizes is replaced, by place; torch's kernel crashes on some of these.
+UNFIT_FOLDS = [(0, [4]), (0, [0, 5]), (1, [2, 3, 1]), (1, [0, 3]), (2, [0, 1])]
+UNFIT_FOLDS += [(3, [-1, 1]), (4, [0, 2]), (4, [2, 2]), (0, [5, 5]), (1, [3, 4])]
+
+
+def test_columns_are_folded_where_windows_have_places_for_them():
+    image = torch.arange(40.0).reshape(1, 2, 4, 5)
+    size, *windows = FOLD
+    columns = torch.nn.functional.unfold(image, *windows)
+    text = json.dumps([[record(0), *FOLD], {}])
+    [result] = RepeatedCall("aten.col2im.default", text).run([columns].__getitem__)
+    assert torch.equal(result, torch.nn.functional.fold(columns, size, *windows))
+    for place, other in UNFIT_FOLDS:
+        sizes = [*FOLD[:place], other, *FOLD[place + 1 :]]
+        text = json.dumps([[record(0), *sizes], {}])
+        refused = RepeatedCall("aten.col2im.default", text).run([columns].__getitem__)
+        assert isinstance(refused, Reason), (place, other)

@@ -386,6 +386,26 @@ def _mkldnn_rnn(values: Values) -> str | None:
     return "packed sequences" if values["batch_sizes"] else None
 
 
+def _fold(values: Values) -> str | None:
+    """The columns of an image: as many rows and columns as the windows say."""
+    read = values["self"]
+    given = ("output_size", "kernel_size", "dilation", "padding", "stride")
+    pairs = [list(values[name]) for name in given]
+    if any(len(pair) != 2 for pair in pairs) or read.dim() not in (2, 3):
+        return "windows of other than two axes"
+    size, kernel, dilation, padding, stride = pairs
+    if min(*size, *kernel, *dilation, *stride) < 1 or min(padding) < 0:
+        return "windows without a size"
+    places = 1
+    for axis in range(2):
+        reach = dilation[axis] * (kernel[axis] - 1) + 1
+        places *= (size[axis] + 2 * padding[axis] - reach) // stride[axis] + 1
+    rows, columns = read.shape[-2:]
+    if not rows or rows % math.prod(kernel) or columns != places:
+        return "as many columns as windows have no place in the image"
+    return None
+
+
 _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "batch norm": _batch_norm,
     "group norm": _group_norm,
@@ -394,6 +414,7 @@ _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "pool's gradient": _pool_backward(2),
     "volume pool's gradient": _pool_backward(3),
     "unpool": _unpool,
+    "fold": _fold,
     "targets": _nll,
     "Fourier transform": _fourier,
     "weight norm": _weight_norm,

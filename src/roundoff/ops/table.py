@@ -455,7 +455,7 @@ _TRAITS: dict[Trait, str] = {
         bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
         bitwise_xor block_diag bmm broadcast_to bucketize cat cdist ceil celu
         channel_shuffle cholesky cholesky_inverse cholesky_solve chunk clamp clamp_max
-        clamp_min clip clone complex conj_physical constant_pad_nd contiguous conv1d
+        clamp_min clip clone col2im complex conj_physical constant_pad_nd contiguous conv1d
         conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
         convolution_backward copy copysign cos cosh cosine_similarity count_nonzero
         cross_entropy_loss cummax cummin cumprod cumsum deg2rad detach detach_copy diag
@@ -777,6 +777,7 @@ _SIZES_LIKE = {
     "softmax's gradient": "_softmax_backward_data _log_softmax_backward_data",
     "attention's gradient": "_scaled_dot_product_flash_attention_for_cpu_backward",
     "recurrent layer": "mkldnn_rnn_layer",
+    "fold": "col2im",
     "fused step": "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
 }
 

@@ -190,9 +190,23 @@ def weighed_by_a_fixed_total(m, x, y):
     return far(product((h - total).exp() * h, m.c), y)
 
 
+def in_windows(m, x, y):
+    h = F.linear(x, m.a)
+    windows = F.unfold(h.view(-1, 1, 2, 4), (1, 3), padding=(0, 1))
+    return F.mse_loss(F.linear(windows.mean(1) + h, m.c), y)
+
+
+def in_windows_of_detached(m, x, y):
+    h = product(x, m.a)
+    rows = F.pad(h.detach().view(-1, 2, 4), (1, 1))
+    means = (rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]) / 3
+    return far(product(means.reshape(-1, 8) + h, m.c), y)
+
+
 @pytest.mark.parametrize(
     ("reference", "port", "line"),
     [
+        (in_windows, in_windows_of_detached, "h.detach().view"),
         (weighed, weighed_by_a_fixed_total, "total = torch.logsumexp"),
         (with_mask, with_mask_and_detached, "sure.detach()"),
         (with_branch, detached_branch, "h.detach()"),

@@ -66,7 +66,7 @@ def in_fp64(sides: Sides) -> Sides | None:
     flows = (sides.reference, sides.candidate)
     if any(flow.step.tensors is None for flow in flows):
         return None
-    if sum(v.row.numel or 0 for f in flows for v in f.values.values()) > MOST_ELEMENTS:
+    if sum(map(_elements, flows)) > MOST_ELEMENTS:
         return None
     widened = _widened(sides)
     try:
@@ -89,6 +89,12 @@ def in_fp64(sides: Sides) -> Sides | None:
     return Sides(
         reference, candidate, limit, made_up=sides.made_up, padding=sides.padding
     )
+
+
+def _elements(flow: Flow) -> int:
+    """Return how many elements have memory of their own: views take none."""
+    rows = (value.row for value in flow.values.values())
+    return sum(row.numel or 0 for row in rows if row.view_of is None)
 
 
 def _widened(sides: Sides) -> frozenset[str]:

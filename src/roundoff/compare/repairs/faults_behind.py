@@ -43,6 +43,7 @@ from roundoff.compare.repairs.transplants import (
     in_layout_of,
     trials_of_value,
 )
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import (
     FaultLines,
     changes_nothing,
@@ -65,8 +66,6 @@ MOST_READ = 16
 _JOIN = operators_that("join")
 _MOVE = operators_that("move values")
 _PAIRS = operators_that("pair elements")
-#: What changes nothing where it is added, or multiplied by.
-_NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
 
 
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -544,9 +543,9 @@ def _idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | 
     parameter of as many elements that the candidate lacks, read by what is ``expected``.
     """
     flow = sides.candidate
-    neutral = _NEUTRAL.get(value.operator)
-    if neutral is None:
+    if value.operator not in DIFFERENCES | PRODUCTS:
         return None
+    neutral = 0.0 if value.operator in DIFFERENCES else 1.0
     wanted = {
         leaf.row.numel: leaf
         for leaf in leaves_of(sides.reference, expected)

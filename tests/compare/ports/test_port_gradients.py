@@ -203,9 +203,30 @@ def in_windows_of_detached(m, x, y):
     return far(product(means.reshape(-1, 8) + h, m.c), y)
 
 
+def in_turns(m, x, y):
+    h = F.linear(x, m.a)
+    level = torch.zeros(len(x), 1)
+    for _ in range(3):
+        level = level.detach()
+        h = torch.tanh(F.linear(h, m.b) + level)
+        level = level + h.mean(1, keepdim=True)
+    return F.mse_loss(F.linear(h, m.c) + level, y)
+
+
+def in_turns_of_detached(m, x, y):
+    h = product(x, m.a)
+    level = torch.zeros(len(x), 1)
+    for _ in range(3):
+        level, h = level.detach(), h.detach()
+        h = tanh(product(h, m.b) + level)
+        level = h.sum(1, keepdim=True) / 8 + level
+    return far(product(h, m.c) + level, y)
+
+
 @pytest.mark.parametrize(
     ("reference", "port", "line"),
     [
+        (in_turns, in_turns_of_detached, "level, h = level.detach()"),
         (in_windows, in_windows_of_detached, "h.detach().view"),
         (weighed, weighed_by_a_fixed_total, "total = torch.logsumexp"),
         (with_mask, with_mask_and_detached, "sure.detach()"),

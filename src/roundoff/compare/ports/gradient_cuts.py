@@ -87,14 +87,18 @@ def blamed_cut(sides: Sides) -> Blamed | None:
 def _blamed_alone(pair: _Pair) -> Blamed | None:
     """Return what a line of the candidate detaches where the reference has no such value.
 
-    With its gradients all gradients are the reference's.
+    With its gradients all gradients are the reference's. Of several that a line detaches
+    those of one shape alone may be wrong.
     """
     candidate = pair.candidate
     values = candidate.flow.values
-    by_line: dict[str | None, list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for record in candidate.cut_off:
-        by_line.setdefault(values[record].row.line, []).append(record)
-    for records in by_line.values():
+        row = values[record].row
+        for group in ((row.line,), (row.line, tuple(row.shape or ()))):
+            groups.setdefault(group, []).append(record)
+    several = sorted(groups.items(), key=lambda each: len(each[0]))
+    for records in (records for _, records in several):
         mended = candidate.handing_on(records)
         if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
             value = values[records[0]]

@@ -101,6 +101,10 @@ def leaves(fault):
     if fault == "one norm for both":
         for name in ("scale", "shift"):
             held[f"first_{name}"] = held[f"last_{name}"]
+    if fault == "loaded in another order":
+        vectors = [name for name in NAMES if name != "weight"]
+        moved = [*vectors[3:], *vectors[:3]]
+        held |= dict(zip(vectors, [held[name] for name in moved], strict=True))
     if fault == "norms exchanged":
         for name in ("scale", "shift"):
             one, other = f"first_{name}", f"last_{name}"
@@ -195,7 +199,12 @@ def test_an_update_that_is_wrong_is_a_difference(compared, tensors):
             "holds 0 there, which changes nothing; the reference has layer0_bias",
         ),
         ("scale left out", "last_scale", "layer0_last_scale"),
-        ("one norm for both", "first_scale", ""),
+        ("one norm for both", "first_scale", "and should hold layer#_first_scale"),
+        (
+            "loaded in another order",
+            "first_scale",
+            "holds layer0_last_scale there; the reference has layer0_first_scale",
+        ),
         ("norms exchanged", "first_scale", "first and last stand in for each other"),
     ],
 )

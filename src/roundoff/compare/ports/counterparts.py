@@ -12,16 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from roundoff.compare.records.value_sketch import Sketch, in_reals, sketch_of_tensor
+from roundoff.compare.records.value_sketch import (
+    Array,
+    Sketch,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
 #: Elements of each parameter that are looked for in those of the other program.
 SAMPLED = 16
+#: How large a share of them has to be there.
+SHARE = 0.25
 #: They stand in too many parameters to say anything.
-_COMMON = (0.0, 1.0, -1.0)
+_COMMON = {0.0, 1.0, -1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,6 @@ class Counterparts:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
 
-    @property
-    def is_one_to_one(self) -> bool:
-        """True for one parameter of each."""
-        return len(self.ours) == len(self.theirs) == 1
-
 
 def counterparts(sides: Sides) -> list[Counterparts]:
     """Return the parameters that are each other's only counterpart, alone or together.
@@ -45,7 +46,11 @@ def counterparts(sides: Sides) -> list[Counterparts]:
     """
     pairs = same_parameters(sides)
     alone = [Counterparts((name,), (other,)) for name, other in pairs]
-    return [*alone, *_together(sides, pairs)]
+    found = sides.together.get(tuple(pairs))
+    if found is None:
+        found = [(each.ours, each.theirs) for each in _together(sides, pairs)]
+        sides.together[tuple(pairs)] = found
+    return [*alone, *(Counterparts(ours, theirs) for ours, theirs in found)]
 
 
 def same_parameters(sides: Sides) -> list[tuple[str, str]]:
@@ -120,45 +125,44 @@ def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterpar
     return found
 
 
-def _contents(flow: Flow, but: Collection[str]) -> dict[str, Tensor]:
+def _contents(flow: Flow, but: Collection[str]) -> dict[str, Array]:
     """Return the values of parameters that are no constants, flat."""
     contents = {}
     for name, leaf in named_leaves(flow).items():
         tensor = None if name in but or leaf.says_nothing else flow.tensor(leaf.key)
         if tensor is not None and tensor.is_floating_point():
-            contents[name] = tensor.detach().reshape(-1)
+            flat = tensor.detach().reshape(-1)
+            # NumPy has no narrower formats that torch has
+            contents[name] = (flat if flat.element_size() > 2 else flat.float()).numpy()
     return contents
 
 
 def _links(
-    sought: Mapping[str, Tensor], among: Mapping[str, Tensor]
+    sought: Mapping[str, Array], among: Mapping[str, Array]
 ) -> set[tuple[str, str]]:
-    """Return which of the first have a value that one of the second has too."""
-    samples = {name: _sample(tensor) for name, tensor in sought.items()}
-    counted = Counter(v for values in samples.values() for v in set(values.tolist()))
+    """Return which of the first have values that one of the second has too.
+
+    A share of those that are looked for: one alone may be there by chance.
+    """
+    samples = {name: _sample(values) for name, values in sought.items()}
+    counted = Counter(v for values in samples.values() for v in values)
+    owner = {v: name for name, values in samples.items() for v in values}
     rare = np.array(sorted(value for value, count in counted.items() if count == 1))
-    if not len(rare):
-        return set()
-    owner = {
-        value: name for name, values in samples.items() for value in values.tolist()
-    }
     links = set()
-    for other, tensor in among.items():
-        values = tensor.to(torch.float64).numpy()
-        places = np.searchsorted(rare, values).clip(max=len(rare) - 1)
-        for value in set(rare[places[rare[places] == values]].tolist()):
-            links.add((owner[value], other))
+    for other, values in among.items() if len(rare) else ():
+        wanted = rare.astype(values.dtype)
+        places = np.searchsorted(wanted, values).clip(max=len(wanted) - 1)
+        present = np.unique(places[wanted[places] == values])
+        hits = Counter(owner[value] for value in rare[present].tolist())
+        links |= {(n, other) for n, c in hits.items() if c >= SHARE * len(samples[n])}
     return links
 
 
-def _sample(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _sample(values: Array) -> set[float]:
     """Return elements from all over a tensor, but for common ones."""
-    step = max(1, len(tensor) // SAMPLED)
-    values = tensor[::step].to(torch.float64).numpy()
-    kept: np.ndarray[tuple[int], np.dtype[np.float64]] = values[
-        np.isfinite(values) & ~np.isin(values, _COMMON)
-    ]
-    return kept
+    step = max(1, len(values) // SAMPLED)
+    some = values[::step].astype(np.float64)
+    return set(some[np.isfinite(some)].tolist()) - _COMMON
 
 
 def _components(
@@ -181,10 +185,8 @@ def _components(
     return sorted(components)
 
 
-def _hold_the_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+def _hold_the_same(ours: Sequence[Array], theirs: Sequence[Array]) -> bool:
     if sum(map(len, ours)) != sum(map(len, theirs)):
         return False
-    one, other = torch.cat([*ours]), torch.cat([*theirs])
-    return one.dtype == other.dtype and torch.equal(
-        one.sort().values, other.sort().values
-    )
+    one, other = (np.sort(np.concatenate(parts)) for parts in (ours, theirs))
+    return one.dtype == other.dtype and bool(np.array_equal(one, other))

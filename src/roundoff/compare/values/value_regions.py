@@ -63,6 +63,8 @@ class Sides:
         learnt: for two shapes how values of them that agree stand in each other: see
             ``learnt_layouts``.
         padding: masks of places that count for something: see ``padded_rows``.
+        together: names of parameters that hold the same values together, by the pairs that
+            do alone: they are looked for once.
     """
 
     reference: Flow
@@ -76,6 +78,9 @@ class Sides:
         default_factory=dict
     )
     padding: tuple[Tensor, ...] = ()
+    together: dict[
+        tuple[tuple[str, str], ...], list[tuple[tuple[str, ...], tuple[str, ...]]]
+    ] = field(default_factory=dict)
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
     stored: float = field(init=False)

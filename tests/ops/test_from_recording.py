@@ -285,7 +285,14 @@ def test_norms_of_another_axis_are_refused(axis):
 FOLD = [[4, 5], [2, 3], [1, 1], [0, 1], [1, 2]]
 #: What of the sizes is replaced, by place; torch's kernel crashes on some of these.
 UNFIT_FOLDS = [(0, [4]), (0, [0, 5]), (1, [2, 3, 1]), (1, [0, 3]), (2, [0, 1])]
-UNFIT_FOLDS += [(3, [-1, 1]), (4, [0, 2]), (4, [2, 2]), (0, [5, 5]), (1, [3, 4])]
+UNFIT_FOLDS += [
+    (3, [-1, 1]),
+    (4, [0, 2]),
+    (4, [2, 2]),
+    (0, [5, 5]),
+    (1, [3, 4]),
+    (2, [9, 9]),
+]
 
 
 def test_columns_are_folded_where_windows_have_places_for_them():

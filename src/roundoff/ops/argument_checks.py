@@ -399,7 +399,10 @@ def _fold(values: Values) -> str | None:
     places = 1
     for axis in range(2):
         reach = dilation[axis] * (kernel[axis] - 1) + 1
-        places *= (size[axis] + 2 * padding[axis] - reach) // stride[axis] + 1
+        room = size[axis] + 2 * padding[axis] - reach
+        if room < 0:
+            return "windows larger than the image"
+        places *= room // stride[axis] + 1
     rows, columns = read.shape[-2:]
     if not rows or rows % math.prod(kernel) or columns != places:
         return "as many columns as windows have no place in the image"

@@ -8,7 +8,7 @@ times one of the reference's is where it comes in: what it is made of is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -107,10 +107,10 @@ def _apart(one: Sketch, other: Sketch, factor: float) -> float:
 
 
 def _by_numel(
-    flow: Flow, results: Sequence[int], agreeing: object
+    flow: Flow, results: Sequence[int], agreeing: Container[int]
 ) -> dict[int, list[Value]]:
     """Return what results are made of in the backward pass, by how many elements."""
-    region = upstream(flow, results, lambda value: value.key not in agreeing)  # type: ignore[operator]
+    region = upstream(flow, results, lambda value: value.key not in agreeing)
     found: dict[int, list[Value]] = {}
     for value in sorted(map(flow.values.__getitem__, region), key=_order):
         if _says_something(value):

@@ -268,3 +268,35 @@ def test_a_second_launch_does_not_mix_with_the_first(ddp):
     assert "there is a run here already" in done.stderr
     after = sorted((p, p.stat().st_mtime_ns) for p in (folder / "run").rglob("*"))
     assert after == before
+
+
+LATE = """
+import time
+from roundoff.record import collectives
+collectives._PATIENCE = 0.3
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+total = torch.ones(2)
+if rank == 1:
+    time.sleep(2)
+dist.all_reduce(total, async_op=True).wait()
+assert total.tolist() == [2.0, 2.0]
+dist.all_reduce(total)
+assert total.tolist() == [4.0, 4.0]
+opt.step()
+"""
+
+
+def test_a_collective_whose_peer_comes_late_is_not_read_and_goes_on(tmp_path):
+    start_both(tmp_path, LATE, "--keep", "tensors", steps="0")
+    run = load(tmp_path / "run")
+    reasons = [
+        run.ops.filter(pl.col("rank") == rank, pl.col("operator") == "c10d::allreduce_")
+        .sort("record")
+        .collect()["reason"]
+        .to_list()
+        for rank in (0, 1)
+    ]
+    assert "it had not finished when it was recorded" in reasons[0][:1]
+    assert set(reasons[1]) == {None}
+    assert reasons[0][-1] is None

@@ -315,6 +315,12 @@ def test_coverage_counts_each_value_once():
         "8 of 15 values have a counterpart by name or structure, 2 by use; 1 is only in the reference; 3 are only in the "
         "candidate; 1 step could not be read; 2 could not be measured: sparse."
     )
+    reasons += [UnmeasuredCount(f"reason {n}", 5 - n) for n in range(4)]
+    found = coverage_sentence(
+        ComparisonCoverage(rows=15, status=status, measured=10, reasons=reasons)
+    )
+    told = "16 could not be measured: sparse (2), reason 0 (5), reason 1 (4)."
+    assert found.endswith(told)
     assert (
         coverage_sentence(ComparisonCoverage()) == "Neither run has a value to compare."
     )

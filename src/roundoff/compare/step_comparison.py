@@ -15,6 +15,7 @@ from roundoff.compare.judging.explain import (
     explain,
     explain_unwritten,
 )
+from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.gradient_scale import rescaling
 from roundoff.compare.judging.later_values import NORMS, clear_what_agrees_later
 from roundoff.compare.judging.table import ComparedRow, names_of_both
@@ -158,6 +159,7 @@ def compare_step(
     clear_another_way(divergence)
     read = {record: candidate[record].values_read() for record in findings}
     shares = contributions(findings, read)
+    extra_draws = ExtraDraws(reference, candidate)
     rows = []
     for pair in pairs:
         finding = findings.get(pair.candidate) if pair.candidate is not None else None
@@ -168,7 +170,9 @@ def compare_step(
                 columns |= _finding_columns(finding)
             if finding.error is None and columns.get("error") is not None:
                 columns |= _MADE_OTHERWISE
-            columns |= _explanation_columns(sides, divergence, finding, memory)
+            columns |= _explanation_columns(
+                sides, divergence, finding, memory, extra_draws
+            )
         rows.append(ComparedRow(**columns))
     memory.remember(divergence)
     _remember_unwritten(memory, reference, pairs)
@@ -476,11 +480,15 @@ def _finding_columns(finding: Finding) -> dict[str, Any]:
 
 
 def _explanation_columns(
-    sides: Sides, divergence: Divergence, finding: Finding, memory: EarlierSteps
+    sides: Sides,
+    divergence: Divergence,
+    finding: Finding,
+    memory: EarlierSteps,
+    extra_draws: ExtraDraws,
 ) -> dict[str, Any]:
     """Where the error comes from: nothing for a row that rounding explains."""
     if finding.cause == OWN:
-        explanation = explain(sides, divergence, finding)
+        explanation = explain(sides, divergence, finding, extra_draws)
         row = sides.candidate.rows[finding.record]
         return asdict(explain_unwritten(memory, row, explanation))
     if finding.origin is not None:

@@ -12,7 +12,12 @@ import torch.nn.functional as F
 
 import roundoff
 from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.ports.counterparts import Counterparts, counterparts
+from roundoff.compare.ports.counterparts import (
+    Counterparts,
+    counterparts,
+    joined_sketch,
+    named_leaves,
+)
 from roundoff.compare.ports.port_comparison import compare_port
 from roundoff.compare.values.value_flow import flow_of
 from roundoff.compare.values.value_regions import Sides as ValueSides
@@ -262,3 +267,41 @@ def test_which_parameters_are_counterparts(together, theirs, expected):
 def test_constants_are_no_counterparts(together):
     zeros = {"a": torch.zeros(4), "b": torch.zeros(4)}
     assert together(zeros, {"x": torch.zeros(8)}) == []
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_what_belongs_to_several_parameters_is_as_it_were_one(
+    program, step_of, tensors
+):
+    """The recorder's own statistics of the whole are what is expected."""
+
+    def read(m):
+        return sum(leaf.sum() for leaf in m.parameters())
+
+    parts = {"a": drawn(4, 3, seed=1), "b": drawn(5, seed=2) + 3}
+    whole = torch.cat([part.reshape(-1) for part in parts.values()])
+    flow, expected = (
+        flow_of(step_of(program(read, **held), tensors=tensors))
+        for held in (parts, {"w": whole})
+    )
+    joined = joined_sketch(flow, ("a", "b"), named_leaves(flow))
+    wanted = named_leaves(expected)["w"].sketch
+    assert joined.numel == 17
+    assert joined.exact == tensors
+    # statistics are means of up to 17 numbers in fp32: as many roundings of 2**-24
+    assert wanted.distance(joined) <= 17 * 2**-24
+    assert joined.size == pytest.approx(wanted.size, rel=17 * 2**-24)
+
+
+def test_statistics_do_not_say_which_parameter_has_no_gradient(program, step_of):
+    def read(m):
+        return sum(leaf.sum() for leaf in m.parameters())
+
+    for tensors in (True, False):
+        step = step_of(program(read, a=A, b=B), tensors=tensors)
+        flow = flow_of(step)
+        leaves = named_leaves(flow)
+        joined = joined_sketch(flow, ("a", "b"), {"a": leaves["a"]})
+        assert (joined is None) == (not tensors)
+        if joined is not None:
+            assert joined.size == pytest.approx(A.double().norm().item(), rel=1e-12)

@@ -14,8 +14,8 @@ from roundoff.compare.judging.divergence import (
     is_without_value,
     is_workspace,
 )
-from roundoff.compare.judging.extra_draws import extra_draws_at
-from roundoff.compare.judging.symptoms import ADVICE, Fault, draws, symptom
+from roundoff.compare.judging.extra_draws import ExtraDraws
+from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
@@ -103,7 +103,9 @@ class Explanation:
     kernel_excess: float | None = None
 
 
-def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanation:
+def explain(
+    sides: Sides, divergence: Divergence, finding: Finding, extra_draws: ExtraDraws
+) -> Explanation:
     """Name the operator behind a finding, and say what its error looks like."""
     row = sides.candidate.rows[finding.record]
     twin = divergence.twin(finding.record)
@@ -141,7 +143,7 @@ def explain(sides: Sides, divergence: Divergence, finding: Finding) -> Explanati
     in_reference = missing or twin
     handed_at = _handed_at(divergence, row, finding) if blamed is row else None
     evidence = looks_like.evidence
-    drawn_at = _drawn_at(divergence, row) if blamed is row else None
+    drawn_at = extra_draws.line_of(row) if blamed is row else None
     if drawn_at is not None:
         evidence += f"; what the candidate alone draws is called from {drawn_at}"
     return Explanation(
@@ -276,14 +278,6 @@ def _reads_other_weight(divergence: Divergence, finding: Finding) -> bool:
     ours, theirs = finding.read
     twin, source = divergence.reference[ours], divergence.candidate[theirs]
     return bool(source.is_leaf and source.name) and not twin.name
-
-
-def _drawn_at(divergence: Divergence, row: RecordedRow) -> str | None:
-    """Return the line of the call that draws, with others, what the reference never does."""
-    if not draws(row):
-        return None
-    stack = extra_draws_at(divergence.reference, divergence.candidate)
-    return stack[-1] if stack and stack_of(row)[: len(stack)] == stack else None
 
 
 def _handed_at(

@@ -9,34 +9,53 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cached_property
 
-from roundoff.compare.judging.symptoms import drawing_rows
+from roundoff.compare.judging.symptoms import drawing_rows, draws
 from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 
 
-def extra_draws_at(reference: Rows, candidate: Rows) -> tuple[str, ...]:
-    """Return the lines that led to all draws that the candidate alone makes.
+@dataclass(frozen=True)
+class ExtraDraws:
+    """The draws of a step that the candidate alone makes, looked for once."""
 
-    From the outermost one on; the last is the line to name. Empty where the reference
-    draws as often, and where they were not called from one line, or not they alone.
-    """
-    ours, theirs = drawing_rows(reference), drawing_rows(candidate)
-    if len(theirs) < len(ours) + 2:
-        return ()
-    alike = itertools.takewhile(_are_equal, zip(ours, theirs, strict=False))
-    before = len(list(alike))
-    kinds, other_kinds = (list(map(_kind, drawn[before:])) for drawn in (ours, theirs))
-    matcher = SequenceMatcher(None, kinds, other_kinds, autojunk=False)
-    proper = set(range(before))
-    for block in matcher.get_matching_blocks():
-        proper.update(range(before + block.b, before + block.b + block.size))
-    stacks = [stack_of(row) for row in theirs]
-    common = _common([s for place, s in enumerate(stacks) if place not in proper])
-    if any(stacks[place][: len(common)] == common for place in proper):
-        return ()
-    return common
+    reference: Rows
+    candidate: Rows
+
+    @cached_property
+    def stack(self) -> tuple[str, ...]:
+        """The lines that led to all of them, the outermost first; the last is to be named.
+
+        Empty where the reference draws as often, and where they were not called from one
+        line, or not they alone.
+        """
+        ours, theirs = drawing_rows(self.reference), drawing_rows(self.candidate)
+        if len(theirs) < len(ours) + 2:
+            return ()
+        alike = itertools.takewhile(_are_equal, zip(ours, theirs, strict=False))
+        before = len(list(alike))
+        kinds, other_kinds = (
+            list(map(_kind, drawn[before:])) for drawn in (ours, theirs)
+        )
+        matcher = SequenceMatcher(None, kinds, other_kinds, autojunk=False)
+        proper = set(range(before))
+        for block in matcher.get_matching_blocks():
+            proper.update(range(before + block.b, before + block.b + block.size))
+        stacks = [stack_of(row) for row in theirs]
+        common = _common([s for place, s in enumerate(stacks) if place not in proper])
+        if any(stacks[place][: len(common)] == common for place in proper):
+            return ()
+        return common
+
+    def line_of(self, row: RecordedRow) -> str | None:
+        """Return the line to name for a row that is one of them; None for another one."""
+        if not draws(row) or not self.stack:
+            return None
+        is_one = stack_of(row)[: len(self.stack)] == self.stack
+        return self.stack[-1] if is_one else None
 
 
 def _kind(row: RecordedRow) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ from roundoff.compare.judging.changing_values import (
 )
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import Sides
-from roundoff.compare.judging.extra_draws import extra_draws_at
+from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
 from roundoff.compare.judging.symptoms import other_number_of_draws
 from roundoff.compare.judging.table import ComparedRow
@@ -374,7 +374,7 @@ def _draw_cause(
         )
     evidence = f"{place} draws other numbers: another seed, or other draws before it"
     evidence += before
-    stack = extra_draws_at(sides.reference.rows, sides.candidate.rows)
+    stack = ExtraDraws(sides.reference.rows, sides.candidate.rows).stack
     if stack:
         evidence += f"; what the candidate alone draws is called from {stack[-1]}"
     arguments = [] if twin is None else argument_differences(twin, row)

@@ -18,6 +18,7 @@ from roundoff.compare.records.value_sketch import (
     Sketch,
     in_reals,
     sketch_of_tensor,
+    together,
 )
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -87,20 +88,24 @@ def joined_sketch(
 ) -> Sketch | None:
     """Return the sketch of what belongs to several parameters, such as their gradients.
 
-    None where one was not kept. A parameter that has none counts with zeros, unless it
-    is the only one.
+    As exact as those of each; None where one is not known. A parameter that has none
+    counts with zeros where tensors were kept, unless it is the only one.
     """
+    sketches = [values[name].sketch for name in names if name in values]
+    known = [sketch for sketch in sketches if sketch is not None]
     if len(names) == 1:
-        value = values.get(names[0])
-        return value.sketch if value is not None else None
+        return next(iter(sketches), None)
+    if len(known) < len(sketches):
+        return None
+    if not all(sketch.exact for sketch in known):
+        return together(known) if len(known) == len(names) else None
     leaves = named_leaves(flow)
     parts = []
     for name in names:
-        value = values.get(name)
-        if value is None:
+        if name not in values:
             parts.append(torch.zeros(leaves[name].row.numel or 0))
             continue
-        tensor = flow.tensor(value.key)
+        tensor = flow.tensor(values[name].key)
         if tensor is None:
             return None
         parts.append(in_reals(tensor.detach()).reshape(-1))

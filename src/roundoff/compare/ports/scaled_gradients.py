@@ -13,6 +13,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.judging.step_causes import with_line
 from roundoff.compare.ports.port_results import (
     GradientPair,
     gradient_limit,
@@ -54,12 +55,12 @@ def blamed_scale(
     for value in sorted(map(sides.candidate.values.__getitem__, region), key=_order):
         if not _says_something(value):
             continue
-        for twin in twins.get(value.row.numel or 0, ()):
+        for twin in twins.get(_numel(value), ()):
             if _is_times(value, twin, factor, limit):
-                line = f" ({twin.row.line})" if twin.row.line else ""
+                there = with_line(f"{twin.operator} of {twin.row.site}", twin.row.line)
                 words = (
-                    f"it is {factor:.6g} times what {twin.operator} of {twin.row.site}"
-                    f"{line} gives, as are all gradients behind it"
+                    f"it is {factor:.6g} times what {there} gives, as are all gradients "
+                    "behind it"
                 )
                 return Blamed(value, twin, words, is_operator=True, label=LABEL)
     return None
@@ -114,7 +115,7 @@ def _by_numel(
     found: dict[int, list[Value]] = {}
     for value in sorted(map(flow.values.__getitem__, region), key=_order):
         if _says_something(value):
-            found.setdefault(value.row.numel or 0, []).append(value)
+            found.setdefault(_numel(value), []).append(value)
     return found
 
 
@@ -123,8 +124,12 @@ def _says_something(value: Value) -> bool:
         value.row.phase == _BACKWARD
         and value.is_number
         and not value.says_nothing
-        and (value.row.numel or 0) >= FEWEST
+        and _numel(value) >= FEWEST
     )
+
+
+def _numel(value: Value) -> int:
+    return 0 if value.sketch is None else value.sketch.numel
 
 
 def _is_times(value: Value, twin: Value, factor: float, limit: float) -> bool:

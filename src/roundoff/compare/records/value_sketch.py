@@ -167,7 +167,7 @@ def sketch_of_row(row: RecordedRow) -> Sketch | None:
 
 
 def together(parts: Sequence[Sketch]) -> Sketch | None:
-    """Return the sketch of several tensors of one size as one; None where it is not known.
+    """Return the sketch of several tensors as one; None where it is not known.
 
     Of sorted values only where none were left out.
     """
@@ -177,13 +177,14 @@ def together(parts: Sequence[Sketch]) -> Sketch | None:
     size = math.sqrt(sum(part.size**2 for part in parts))
     constant = all(part.constant for part in parts)
     if first.exact:
-        if first.numel > STRETCHES or numel > STRETCHES * STRETCHES:
+        largest = max(part.numel for part in parts)
+        if largest > STRETCHES or numel > STRETCHES * STRETCHES:
             return None
         values = np.sort(np.concatenate([part.values for part in parts]))
         constant = bool(values[0] == values[-1])
         return Sketch(numel, _stretches(values), size, True, constant, masked)
     columns = np.array([part.values for part in parts])
-    mean = float(columns[:, 2].mean())
+    mean = float(np.average(columns[:, 2], weights=[part.numel for part in parts]))
     spread = math.sqrt(max(0.0, size**2 / numel - mean**2))
     low = float(columns[:, 0].min())
     high = float(columns[:, 1].max())

@@ -55,18 +55,19 @@ def test_a_product_is_rounded_once(selects):
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
+    ("build", "shape"),
     [
-        (nn.Linear(16, 24), (8, 40, 16)),
-        (nn.Conv2d(8, 12, 3, padding=1), (4, 8, 12, 12)),
-        (nn.Conv2d(8, 16, 3, groups=4), (4, 8, 12, 12)),
-        (nn.ConvTranspose1d(8, 6, 4, stride=2), (6, 8, 100)),
-        (nn.Conv1d(8, 12, 5, bias=False), (6, 8, 100)),
+        (lambda: nn.Linear(16, 24), (16, 40, 16)),
+        (lambda: nn.Conv2d(8, 12, 3, padding=1), (16, 8, 12, 12)),
+        (lambda: nn.Conv2d(8, 16, 3, groups=4), (16, 8, 12, 12)),
+        (lambda: nn.ConvTranspose1d(8, 6, 4, stride=2), (16, 8, 100)),
+        (lambda: nn.Conv1d(8, 12, 5, bias=False), (16, 8, 100)),
     ],
 )
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
-def test_a_layer_is_what_its_rounded_parts_compute(layer, shape, fmt):
+def test_a_layer_is_what_its_rounded_parts_compute(build, shape, fmt):
     torch.manual_seed(0)
+    layer = build()
     x = torch.randn(shape)
     found = budget(Workload(layer, [x]), [fmt], probes=64, trials=0)
     with torch.no_grad():
@@ -77,7 +78,8 @@ def test_a_layer_is_what_its_rounded_parts_compute(layer, shape, fmt):
             rounded = torch.func.functional_call(layer, _int8(layer), (_scaled(x),))
     error = (rounded - exact).double().square().sum() / exact.double().square().sum()
     [cost] = found.costs
-    # the Jacobian is the identity; 4 samples and K = 64 give 4 sigma of 1.5 dB at most
+    # the Jacobian is the identity; 16 samples and K = 64 give sqrt(2 / 1024) = 0.19 dB, up to
+    # 0.26 dB where a few errors hold most of the sum (24 seeds): 1.5 dB are more than 5 sigma
     assert cost.sqnr_db == pytest.approx(-10 * math.log10(float(error)), abs=1.5)
 
 

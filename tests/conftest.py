@@ -29,6 +29,14 @@ SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW = 0.15
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Draw the weights that a file makes while it is imported alike, whatever came before."""
+    if isinstance(collector, pytest.Module):
+        import torch
+
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
     """Give torch back the number of threads that a test has changed: pages show it."""

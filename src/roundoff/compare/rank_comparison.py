@@ -332,6 +332,7 @@ class _RankComparison:
             rename = renaming(self._settings.modules)
             self._is_other_schedule |= self._is_all_work_done(sides, step)
             rows = compare_portions(sides.reference, parts, rename, self._portions)
+            self._memory.noise |= self._portions.noise
             self._differs |= any(row.cause is not None for row in rows)
             return rows
         floors = NoiseFloors(

@@ -311,6 +311,9 @@ class _Measures:
                 return True
         return False
 
+    def is_noise(self, twin: RecordedRow) -> bool:
+        return self._memory.is_noise(twin)
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         return self._memory.carried(row)
 

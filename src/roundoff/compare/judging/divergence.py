@@ -102,6 +102,9 @@ class StepMeasures(Protocol):
     def stands_in_reference(self, row: RecordedRow) -> bool:
         """Return True where a value of the reference holds all that the row has."""
 
+    def is_noise(self, twin: RecordedRow) -> bool:
+        """Return True for what an earlier step left that was rounding alone there."""
+
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before this step, and whether it is a fault."""
 
@@ -167,7 +170,8 @@ class Divergence:
         finding = Finding(record, distance.error, tolerance=tolerance, gain=bound.gain)
         if distance.error is None:
             return finding
-        if distance.equal or is_without_value(row, twin) or is_workspace(row):
+        says_nothing = is_without_value(row, twin) or is_workspace(row)
+        if distance.equal or says_nothing or self.measures.is_noise(twin):
             finding.own_error = 0.0
             return finding
         wrong_input = self._look_at_inputs(finding, row, twin)

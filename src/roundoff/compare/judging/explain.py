@@ -19,7 +19,7 @@ from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.record import StepTensors
 
@@ -36,6 +36,8 @@ class EarlierSteps:
     worst: float = 0.0
     #: True once a fault was found.
     parted: bool = False
+    #: What the reference's values that are rounding alone hold.
+    noise: set[Content] = field(default_factory=set)
 
     def copy(self) -> EarlierSteps:
         """Return the same, to be changed apart from it."""
@@ -44,6 +46,11 @@ class EarlierSteps:
     def carried(self, row: RecordedRow) -> tuple[float, bool]:
         """Return the error of a value from before the step, and True for that of a fault."""
         return self.names.get(row.name or "", (self.worst, self.parted))
+
+    def is_noise(self, twin: RecordedRow) -> bool:
+        """Return True for a value of the reference from before the step that was rounding
+        alone there: the moment of a gradient that is zero in exact arithmetic."""
+        return twin.is_leaf and twin.content in self.noise
 
     def remember(self, divergence: Divergence) -> None:
         """Leave the errors of a step to later ones, but for those of memory without values."""

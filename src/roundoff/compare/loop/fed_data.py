@@ -90,14 +90,14 @@ def _data(rows: Rows, running: _Running) -> set[int]:
     state = unnamed_state(rows)
     loaded = _behind(rows, [*values_before(rows).values(), *state])
     named = _named(rows)
-    held = {_value(row) for row in (*named, *state)}
+    held = {row.content for row in (*named, *state)}
     first_name = min((row.record for row in named), default=0)
     data: set[int] = set()
     for record, row in rows.items():
         running.pass_by(row, data)
         if record in loaded or row.name or row.phase != "forward":
             continue
-        is_held = _value(row) in held and row.min != row.max
+        is_held = row.content in held and row.min != row.max
         if is_held and record > first_name:
             continue  # a deep copy of a parameter
         of_data = all(i in data for i in row.inputs)
@@ -145,11 +145,6 @@ def _named(rows: Rows) -> list[RecordedRow]:
     """Return each value of a parameter or buffer."""
     named = (row for row in rows.values() if row.name)
     return [row for row in named if not str(row.name).endswith(GRADIENT)]
-
-
-def _value(row: RecordedRow) -> tuple[object, ...]:
-    """Return what tells a value from others, whatever holds it."""
-    return tuple(row.shape or ()), row.dtype, row.hash, row.min, row.max, row.l2
 
 
 def _first_read_of_a_name(rows: Rows) -> int | None:

@@ -18,7 +18,7 @@ from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
 from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
-from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.recorded_rows import Content, RecordedRow
 from roundoff.compare.rounding.distance import of_statistics
 from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
@@ -44,6 +44,8 @@ class PortionsMemory:
     noisy_elements: dict[str, Tensor] = field(default_factory=dict)
     #: How far the reference's values may be rounded by now, by name.
     rounding: dict[str, float] = field(default_factory=dict)
+    #: What the reference's values that are rounding alone hold.
+    noise: set[Content] = field(default_factory=set)
 
 
 def in_other_portions(reference: RecordedStep, candidate: RecordedStep) -> bool:
@@ -281,6 +283,7 @@ def compare_portions(
     )
     step.find()
     memory.rounding |= left_behind(reference.rows, step.rounding)
+    memory.noise |= {reference.rows[record].content for record in step.noise}
     result = blame(step)
     return [_row(result, piece) for piece in step.pieces.values()]
 

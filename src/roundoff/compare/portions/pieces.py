@@ -123,6 +123,8 @@ class StepPieces:
             read = [rows[r] for r in row.values_read() if r in rows]
             numbers = [r.record for r in read if unit(r.dtype) and r.l2 != 0]
             is_of_noise = bool(numbers) and noise.issuperset(numbers)
+            if row.base_operator == "mul":  # by what clips it, or a moment's decay
+                is_of_noise = not noise.isdisjoint(numbers)
             is_cancelled = row.phase != "optimizer" and self.allowed(row) > NOISE
             if is_of_noise or is_cancelled:
                 noise.add(record)

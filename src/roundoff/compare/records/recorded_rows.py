@@ -15,6 +15,9 @@ _CHANGE_NOTHING = operators_that("change no value")
 #: What the name of an operator on lists begins with.
 _ON_LISTS = "_foreach_"
 
+#: The shape, format, hash and statistics of a value.
+Content = tuple[object, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
@@ -62,6 +65,12 @@ class RecordedRow:
     blob: str | None = None
     reason: str | None = None
     site: str = ""
+
+    @property
+    def content(self) -> Content:
+        """What tells a value from others, whatever holds it."""
+        shape = tuple(self.shape or ())
+        return shape, self.dtype, self.hash, self.min, self.max, self.l2
 
     @property
     def is_call(self) -> bool:

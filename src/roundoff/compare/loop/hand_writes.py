@@ -13,7 +13,11 @@ from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, wi
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.loop.unnamed_updates import is_other_value, written_sources
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    written_through_views,
+)
 
 
 def hand_write_causes(
@@ -114,7 +118,8 @@ def _lacking(
     """Return the names of what the other run writes nothing to, and that is another value
     there."""
     there = {rename(name): row for name, row in values_before(other).items()}
-    lacking = [name for name in writes if name not in of_other and name in there]
+    written = {*of_other, *map(rename, written_through_views(other))}
+    lacking = [name for name in writes if name in there and name not in written]
     differs = any(is_other_value(writes[name], there[name]) for name in lacking)
     made_elsewhere = any(
         is_made_out_of_place(other, there[name], writes[name]) for name in lacking

@@ -12,7 +12,11 @@ from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY
 from roundoff.compare.records.kept_results import cutting_detach
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    written_through_views,
+)
 from roundoff.compare.rounding.findings import OWN
 from roundoff.ops import operators_that
 from roundoff.record import FROZEN, LoopEvent
@@ -28,6 +32,7 @@ class _Side:
     rows: Rows
     #: The last row of each value that the step changes.
     changed: Mapping[str, RecordedRow]
+    through_views: frozenset[str]
     gradients: frozenset[str]
     frozen: frozenset[str]
     names: frozenset[str]
@@ -55,6 +60,7 @@ def _side(
     return _Side(
         rows=rows,
         changed=changed,
+        through_views=frozenset(map(rename, written_through_views(rows))),
         gradients=frozenset(gradients),
         frozen=frozenset(map(rename, frozen)),
         names=frozenset(names),
@@ -125,7 +131,8 @@ def _changed_by_one(side: _Side, other: _Side) -> list[str]:
 
     What both freeze, like an average of parameters, may be changed by hand in both.
     """
-    left = [n for n in side.changed if n not in other.changed and n in other.names]
+    unchanged = other.names - other.changed.keys() - other.through_views
+    left = [name for name in side.changed if name in unchanged]
     frozen_here_alone = other.frozen - side.frozen
     frozen = [n for n in side.changed if n in frozen_here_alone and n not in left]
     return left + frozen

@@ -212,6 +212,22 @@ def maker(
     return row
 
 
+def written_through_views(rows: Rows) -> set[str]:
+    """Return the names under which another value stands later, though no call that is
+    recorded under the name wrote it: rows or columns of it were assigned."""
+    contents: dict[str, Content] = {}
+    written = set()
+    for row in rows.values():
+        if row.name is None:
+            continue
+        content = row.content
+        is_moved = contents.get(row.name, content) != content
+        if is_moved and not row.is_call:
+            written.add(row.name)
+        contents[row.name] = content
+    return written
+
+
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
     """Return the last row of each parameter, buffer and gradient by its name."""
     return {row.name: row for row in rows.values() if row.name}

@@ -13,7 +13,7 @@ import torch
 
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
-from roundoff.compare.judging.step_causes import Cause
+from roundoff.compare.judging.step_causes import OPERATORS, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.found_causes import (
@@ -354,13 +354,12 @@ class _RankComparison:
         if is_same_before and not by_hands:
             by_values = self._as_another_layer(sides, rows, step)
             if by_values is not None:
-                self._memory = before
-                return self._believed(by_values, step)
+                return self._believed(by_values, step, before)
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
         if by_hands or not is_same_before or self._is_explained(step):
             return rows
         by_values = compared_by_values(sides, rows)
-        return rows if by_values is None else self._believed(by_values, step)
+        return rows if by_values is None else self._believed(by_values, step, before)
 
     def _as_another_layer(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int
@@ -380,10 +379,14 @@ class _RankComparison:
             self._laid_out |= {row.name for row in laid_out}
         return by_values
 
-    def _believed(self, by_values: list[ComparedRow], step: int) -> list[ComparedRow]:
-        """Return rows that stand for those by name, and for the causes of their step."""
+    def _believed(
+        self, by_values: list[ComparedRow], step: int, before: EarlierSteps
+    ) -> list[ComparedRow]:
+        """Return rows that stand for those by name, for the causes of their step, and for
+        what a comparison by name would remember beside ``before``."""
         parted = any(row.cause is not None for row in by_values)
         agreeing = [row.error or 0.0 for row in by_values if row.cause is None]
+        self._memory = before
         self._memory.worst = max([self._memory.worst, *agreeing])
         self._memory.parted |= parted
         self._differs |= parted
@@ -393,10 +396,14 @@ class _RankComparison:
     def _is_explained(self, step: int) -> bool:
         """Return True where a step was fed or given something else, or lacks work.
 
-        A gradient that is cut may follow from what the forward pass does otherwise.
+        A gradient that is cut may follow from what the forward pass does otherwise, and
+        an operator that one program lacks from how the other writes it.
         """
         causes = [cause for cause in self.causes if cause.step == step]
-        return any(cause.label != "gradient cut" for cause in causes)
+        return any(
+            cause.kind != OPERATORS and cause.label != "gradient cut"
+            for cause in causes
+        )
 
     def _shows_portions(self, sides: Sides, data: DataPortions) -> bool:
         """Return True where tensors say if a step does the same work in other portions.

@@ -18,6 +18,7 @@ from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
 from roundoff.compare.ports.port_comparison import (
+    ValuesCompared,
     explained_by_values,
     values_compared,
 )
@@ -28,6 +29,7 @@ from roundoff.compare.rounding.rounding_bound import REGION, unit
 from roundoff.ops import operators_that
 
 _FORWARD = "forward"
+_BACKWARD = "backward"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 _MOVES = operators_that("move values")
@@ -42,7 +44,8 @@ def compared_by_values(
 
     None where the first fault is at a call that the reference writes alike or of which
     it is known what is wrong, where tensors are missing, and where nothing is named.
-    Counterparts of calls that are written otherwise were chosen by what reads them.
+    Counterparts of calls that are written otherwise were chosen by what reads them. The
+    rows have no cause where names blame a call of the backward pass, and values agree.
 
     Args:
         sides: the first step in which the programs differ, or one in which they seem
@@ -57,8 +60,14 @@ def compared_by_values(
         if not _lacks_results(sides, rows):
             return None
         return explained_by_values(sides, suspect=None)
-    is_forward_call = (first.call or 0) >= 0 and first.phase == _FORWARD
-    if _is_told(first) or not is_forward_call:
+    is_call = (first.call or 0) >= 0
+    if _is_told(first) or not is_call:
+        return None
+    if first.phase == _BACKWARD:
+        # the forward pass is right: written otherwise, it has another backward pass
+        compared = values_compared(sides)
+        return compared.rows() if _agree(sides, rows, compared) else None
+    if first.phase != _FORWARD:
         return None
     is_left_out = first.looks_like == "missing operator"
     return explained_by_values(sides, suspect=first.record, is_left_out=is_left_out)
@@ -149,12 +158,17 @@ def compared_as_another_layer(
         rightly = compared.read_rightly(leaves)
         is_meant = all(_is_read_otherwise(sides, row) for row in laid_out)
         return compared.rows() if rightly and all(rightly) and is_meant else None
+    return compared.rows() if _agree(sides, rows, compared) else None
+
+
+def _agree(sides: Sides, rows: Sequence[ComparedRow], compared: ValuesCompared) -> bool:
+    """Return True where values agree, with the results that names leave in doubt."""
     results = {row.record for row in _results(sides.candidate.rows)}
     alone = {row.record for row in rows if row.status == CANDIDATE_ONLY}
     last_of_both = max(results - alone, default=-1)
     differing = {row.record for row in rows if row.cause is not None}
     in_doubt = differing | {record for record in alone if (record or 0) > last_of_both}
-    return compared.rows() if compared.agree(results & in_doubt) else None
+    return compared.agree(results & in_doubt)
 
 
 def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:

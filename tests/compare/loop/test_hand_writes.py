@@ -102,3 +102,78 @@ def test_the_same_values_written_otherwise_are_no_fault(ours, theirs, keep, tmp_
     other = trained(tmp_path / "other", keep, theirs)
     found = roundoff.compare(reference=right, candidate=other)
     assert not found.culprits()
+
+
+class Prototypes(nn.Module):
+    """Classes by the nearest of their prototypes, which follow the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 4)
+        self.register_buffer("proto", torch.randn(3, 4))
+
+    def forward(self, x):
+        return self.embed(x) @ self.proto.T
+
+
+@torch.no_grad()
+def class_by_class(model, x, labels):
+    for label in labels.unique():
+        mean = model.embed(x)[labels == label].mean(0)
+        model.proto[label] = 0.9 * model.proto[label] + 0.1 * mean
+
+
+@torch.no_grad()
+def all_at_once(model, x, labels, keep=0.9):
+    member = nn.functional.one_hot(labels, 3).float()
+    mean = member.T @ model.embed(x) / member.sum(0)[:, None]
+    model.proto.copy_(keep * model.proto + (1 - keep) * mean)
+
+
+def too_fast(model, x, labels):
+    all_at_once(model, x, labels, keep=0.8)
+
+
+@pytest.fixture
+def following(recorded):
+    """Return two recorded steps, with the update that is given behind each."""
+    x = torch.linspace(-1, 1, 48).view(8, 6).sin()
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+
+    def run(follow, keep):
+        torch.manual_seed(0)
+        model = Prototypes()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(model):
+            loss = nn.functional.cross_entropy(model(x), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            follow(model, x, labels)
+
+        return recorded(step, model, steps=2, keep=keep)
+
+    return run
+
+
+@KEEP
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(class_by_class, all_at_once), (all_at_once, class_by_class)],
+)
+def test_rows_that_are_written_at_once_are_no_extra_update(
+    ours, theirs, keep, following
+):
+    found = roundoff.compare(
+        reference=following(ours, keep), candidate=following(theirs, keep)
+    )
+    assert not found.culprits(), found.answer
+
+
+@KEEP
+def test_rows_that_move_too_far_are_found(keep, following):
+    found = roundoff.compare(
+        reference=following(class_by_class, keep), candidate=following(too_fast, keep)
+    )
+    assert "proto" in found.answer

@@ -66,6 +66,10 @@ def _readers(rows: Rows) -> dict[int, list[int]]:
     return readers
 
 
+def _names(rows: Rows) -> set[str]:
+    return {row.name for row in rows.values() if row.name}
+
+
 def _last_records(rows: Rows) -> dict[str, int]:
     return {name: row.record for name, row in last_named(rows).items()}
 
@@ -79,6 +83,9 @@ class _LaterValues:
         #: By name, the record of the last value of each run.
         self._last = _last_records(step.candidate)
         self._last_of_reference = _last_records(step.reference)
+        #: Names of which one of the runs does not show what the step leaves.
+        self._unseen = _names(step.candidate) - self._last.keys()
+        self._unseen |= _names(step.reference) - self._last_of_reference.keys()
 
     def may_be_partial_sum(self, finding: Finding) -> bool:
         """Return True where another program may have no such value, and be right."""
@@ -250,10 +257,20 @@ class _LaterValues:
         """Return False for what a step leaves, and nothing in it reads.
 
         What is computed again is there for gradients, which show in themselves; a
-        buffer that it writes stays.
+        buffer that it writes stays. What is left of one that a run writes through views
+        is read, and seen, in the next step.
         """
         row = self._step.candidate[record]
-        return record in self._readers or (bool(row.recomputed) and not row.name)
+        if record in self._readers or (bool(row.recomputed) and not row.name):
+            return True
+        return self._name_written_to(row) in self._unseen
+
+    def _name_written_to(self, row: RecordedRow) -> str | None:
+        """Return the name of the value that a call writes to, or to a view of it."""
+        if row.name or not row.inplace or not row.inputs:
+            return row.name
+        memory = self._step.before_views(row.inputs[0])
+        return None if memory is None else memory.name
 
     def _is_norm(self, record: int) -> bool:
         """Return True for a norm with a counterpart: the order of a sum is not in it."""

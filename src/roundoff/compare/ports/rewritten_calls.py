@@ -22,7 +22,7 @@ from roundoff.compare.ports.port_comparison import (
     explained_by_values,
     values_compared,
 )
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.value_sketch import SketchIndex, sketch_of_row
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import REGION, unit
@@ -129,7 +129,8 @@ def has_other_parameters(sides: Sides, rename: Callable[[str], str]) -> bool:
 
 def _parameters(rows: Rows) -> set[str]:
     """Return the names of the parameters and buffers of a step."""
-    return {name for name in last_named(rows) if not name.endswith(GRADIENT)}
+    names = {row.name for row in rows.values() if row.name}
+    return {name for name in names if not name.endswith(GRADIENT)}
 
 
 def _long_axes(shape: Sequence[int]) -> list[int]:

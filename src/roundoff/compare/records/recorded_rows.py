@@ -229,5 +229,18 @@ def written_through_views(rows: Rows) -> set[str]:
 
 
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
-    """Return the last row of each parameter, buffer and gradient by its name."""
-    return {row.name: row for row in rows.values() if row.name}
+    """Return the last row of each parameter, buffer and gradient by its name.
+
+    Nothing for one of which a view is written after it: what is there then was not seen.
+    """
+    last: dict[str, RecordedRow] = {}
+    for row in rows.values():
+        if row.name:
+            last[row.name] = row
+        elif row.inplace and row.inputs:
+            written = rows.get(row.inputs[0])
+            while written is not None and written.view_of is not None:
+                written = rows.get(written.view_of)
+            if written is not None and written.name:
+                last.pop(written.name, None)
+    return last

@@ -36,6 +36,7 @@ KEPT_APART = (
     "dreamer",
     "continual",
     "superres",
+    "protein",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

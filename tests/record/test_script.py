@@ -148,6 +148,12 @@ def test_an_optimizer_replaced_by_another_is_not_waited_for(record):
     assert calls(run, "addmm") == [2, 2]
 
 
+def test_an_optimizer_that_has_stepped_and_is_gone_is_not_waited_for(record):
+    again = "del opt\nopt = torch.optim.SGD(model.parameters(), lr=0.01)"
+    run = record(f"train(1)\n{again}\ntrain(2)", steps=None)
+    assert calls(run, "addmm") == [2, 2, 2]
+
+
 def test_grad_scaler_with_a_skipped_step(record):
     run = record(
         """

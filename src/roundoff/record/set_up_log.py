@@ -70,7 +70,9 @@ class SetUpLog:
         self._parameters: dict[str, TensorContent] = {}
         self._noted: set[int] = set()
         self._losses = LossLog(self._add, self._add_batch)
-        self._optimizers: dict[int, Any] = {}
+        #: In the order of their first steps; what a program drops is dropped here too,
+        #: or the steps of the others would wait for it.
+        self._optimizers: list[weakref.ref[Any]] = []
         self._compiled: list[weakref.ref[nn.Module]] = []
         self._scaled: dict[int, Any] = {}
         self._received = 0
@@ -150,7 +152,7 @@ class SetUpLog:
         self._kept = False
         parameters = (
             parameter
-            for optimizer in self._optimizers.values()
+            for _, optimizer in self._living()
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
@@ -296,7 +298,7 @@ class SetUpLog:
             for name, buffer in constant_buffers(module):
                 if name not in self._parameters:
                     self._parameters[name] = content_of(name, buffer)
-        for place, optimizer in enumerate(self._optimizers.values()):
+        for place, optimizer in self._living():
             self._note_loose(place, optimizer)
 
     def _note_loose(self, place: int, optimizer: Any) -> None:
@@ -322,8 +324,9 @@ class SetUpLog:
             self._put(fact)
         if not self._parameters:
             self._note_parameters()
-        if self._optimizers:
-            left = without_optimizer(modules, self._paths, self._optimizers.values())
+        optimizers = [optimizer for _, optimizer in self._living()]
+        if optimizers:
+            left = without_optimizer(modules, self._paths, optimizers)
             self._add("optimizer", "", "parameters in no optimizer", left)
 
     # -- what the program calls --------------------------------------------------------
@@ -428,10 +431,18 @@ class SetUpLog:
 
     def _place(self, optimizer: Any) -> int:
         """Return the number of an optimizer, in the order of their first steps."""
-        if id(optimizer) not in self._optimizers:
-            # held, so that no other gets its id
-            self._optimizers[id(optimizer)] = optimizer
-        return list(self._optimizers).index(id(optimizer))
+        for place, known in self._living():
+            if known is optimizer:
+                return place
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def _living(self) -> Iterator[tuple[int, Any]]:
+        """Yield the optimizers that the program still holds, with their numbers."""
+        for place, reference in enumerate(self._optimizers):
+            optimizer = reference()
+            if optimizer is not None:
+                yield place, optimizer
 
     @skipped_by_compiler
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -76,6 +76,9 @@ class Measures:
     def run_as_it_was(self, row):
         return CallReplay(reason="no tensors were kept")
 
+    def is_noise(self, twin):
+        return False
+
     def carried(self, row):
         return 0.0, False
 

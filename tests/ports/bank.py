@@ -80,6 +80,7 @@ NETWORKS = (
     "rwkv",
     "raft",
     "hyena",
+    "matcher",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -106,6 +107,7 @@ KEPT_APART = (
     "rwkv",
     "raft",
     "hyena",
+    "matcher",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -81,6 +81,7 @@ NETWORKS = (
     "raft",
     "hyena",
     "matcher",
+    "slots",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -108,6 +109,7 @@ KEPT_APART = (
     "raft",
     "hyena",
     "matcher",
+    "slots",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

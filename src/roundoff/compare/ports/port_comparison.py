@@ -51,8 +51,10 @@ from roundoff.compare.ports.made_up_values import on_made_up_values
 from roundoff.compare.ports.port_results import (
     Results,
     buffers,
+    gradient_pairs,
     gradients,
     gradients_but,
+    gradients_left,
     last_result,
     outputs,
     undone_gradients,
@@ -226,6 +228,13 @@ class ValuesCompared:
         if self.differences or None in ends:
             return False
         return all(record in self.sides.twins for record in results)
+
+    @property
+    def compares_all_gradients(self) -> bool:
+        """True where each gradient of the candidate has a counterpart, and there are some."""
+        gradients = gradients_left(self.sides.candidate.step.rows)
+        pairs = gradient_pairs(self.sides, gradients_left).values()
+        return 0 < len(gradients) == sum(len(pair.theirs) for pair in pairs)
 
     def blames(self, leaves: Container[int]) -> bool:
         """Return True where one of these parameters, or a view of one, is at fault."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.value_sketch import (
     Array,
     Sketch,
@@ -55,9 +56,14 @@ def counterparts(sides: Sides) -> list[Counterparts]:
 
 
 def same_parameters(sides: Sides) -> list[tuple[str, str]]:
-    """Return names of parameters that are each other's only counterpart."""
+    """Return names of parameters that are each other's only counterpart.
+
+    Of several that hold the same, as a teacher and its student do, those are that get a
+    gradient in both programs, or none in either; then those that are called alike.
+    """
     ours = named_leaves(sides.reference)
     theirs = named_leaves(sides.candidate)
+    learnt = _with_gradient(sides.reference), _with_gradient(sides.candidate)
     pairs = []
     for name, value in theirs.items():
         if value.sketch is None or value.says_nothing:
@@ -68,19 +74,65 @@ def same_parameters(sides: Sides) -> list[tuple[str, str]]:
             for other, twin in ours.items()
             if twin.sketch and twin.sketch.distance(value.sketch) <= limit
         }
+        if len(twins) > 1:
+            is_learnt = name in learnt[1]
+            twins = {other for other in twins if (other in learnt[0]) == is_learnt}
+        if len(twins) > 1:
+            twins &= {name}
         if len(twins) == 1:
             pairs.append((twins.pop(), name))
     counted = Counter(name for name, _ in pairs)
-    return [pair for pair in pairs if counted[pair[0]] == 1]
+    pairs = [pair for pair in pairs if counted[pair[0]] == 1]
+    return [*pairs, *_constants_called_alike(sides, pairs)]
+
+
+def _constants_called_alike(
+    sides: Sides, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Return the parameters that are one number everywhere, as gains begin, by name.
+
+    Only where names are borne out: each other parameter whose name both programs have is
+    the counterpart of that name.
+    """
+    ours = named_leaves(sides.reference)
+    theirs = named_leaves(sides.candidate)
+    alike = [name == other for name, other in pairs if other in ours]
+    if not alike or not all(alike):
+        return []
+    constants = (name for name, value in theirs.items() if value.says_nothing)
+    return [(n, n) for n in constants if n in ours and _are_equal(ours[n], theirs[n])]
+
+
+def _are_equal(ours: Value, theirs: Value) -> bool:
+    if ours.sketch is None or theirs.sketch is None:
+        return False
+    return ours.row.shape == theirs.row.shape and not ours.sketch.distance(
+        theirs.sketch
+    )
 
 
 def named_leaves(flow: Flow) -> dict[str, Value]:
-    """Return the parameters and buffers of a program, as it begins with them."""
+    """Return the parameters and buffers of a program, as it begins with them.
+
+    One that is made in the step is what it was when the first module ran.
+    """
     leaves: dict[str, Value] = {}
+    made: dict[str, Value] = {}
+    is_set_up = True
     for value in flow.values.values():
+        is_set_up &= not (value.is_call and value.row.module)
         if value.row.name and not value.is_call:
             leaves.setdefault(value.row.name, value)
-    return leaves
+        elif value.row.name and is_set_up:
+            made[value.row.name] = value
+    return made | leaves
+
+
+def _with_gradient(flow: Flow) -> set[str]:
+    """Return the names of the parameters that a step leaves a gradient of."""
+    names = (row.name for row in flow.step.rows.values() if row.name)
+    gradients = (name for name in names if name.endswith(GRADIENT))
+    return {name.removesuffix(GRADIENT) for name in gradients}
 
 
 def joined_sketch(

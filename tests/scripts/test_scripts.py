@@ -84,3 +84,13 @@ def test_the_truth_is_named_first(fault: ScriptFault, right, tmp_path):
     comparison = roundoff.compare(reference=right(fault.script), candidate=wrong)
     assert not comparison.agrees
     assert rank_of(fault, comparison.culprits()) == 1
+
+
+def test_a_rewrite_agrees(tmp_path):
+    """Names blame its backward pass: a comparison of all of its values does not."""
+    rewrites = {rewrite.name: rewrite for rewrite in rewrites_of("caption")}
+    rewrite = rewrites["gates by hand, attention as products of matrices"]
+    reference = rewrite.record(tmp_path / "reference", candidate=False, keep="tensors")
+    candidate = rewrite.record(tmp_path / "candidate", candidate=True, keep="tensors")
+    found = roundoff.compare(reference=reference, candidate=candidate)
+    assert found.agrees, found.answer

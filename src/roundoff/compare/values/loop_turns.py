@@ -45,7 +45,7 @@ def joined_turns(
         groups: dict[object, list[Value]] = {}
         for value in flow.in_order():
             is_known = value.key in agreeing or value.key in joined
-            if not is_known and _may_be_a_turn(value):
+            if not is_known and may_be_a_turn(value):
                 groups.setdefault(place_of(value), []).append(value)
         for members in groups.values():
             for turns in _stretches_of(members):
@@ -56,7 +56,7 @@ def joined_turns(
     return joined
 
 
-def _may_be_a_turn(value: Value) -> bool:
+def may_be_a_turn(value: Value) -> bool:
     """Return True for a call of the forward pass whose line is known."""
     if not value.computes or not value.is_number or value.inner:
         return False

@@ -9,6 +9,7 @@ gradient goes on from them: then values agree that agree in the places that the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -23,6 +24,8 @@ MOST_MASKS = 16
 FEWEST = 16
 #: Values with a gradient of which one has to say that nothing reaches the padding.
 LEAST_GRADIENTS = 2
+#: The share of them that may have as many places by chance.
+MOST_REACHING = 0.05
 _FORWARD = "forward"
 _BACKWARD = "backward"
 #: What a backward pass begins with.
@@ -30,23 +33,28 @@ _ONES = "ones_like"
 
 
 def padding_masks(reference: Flow, candidate: Flow) -> tuple[Tensor, ...]:
-    """Return the masks of either side outside which no gradient of either is.
+    """Return the masks of either side outside which no gradient of that side is.
 
     None without tensors, or without a backward pass.
     """
-    flows = (reference, candidate)
-    masks = _different(mask for flow in flows for mask in _masks(flow))
-    reaching = {
-        mask: [_reach(flow, mask) for flow in flows]
-        for mask in islice(masks, MOST_MASKS)
-    }
-    return tuple(
-        mask for mask, sides in reaching.items() if False in sides and not any(sides)
-    )
+    found = []
+    for flow in (reference, candidate):
+        masks = islice(_different(_masks(flow)), MOST_MASKS)
+        found += [mask for mask in masks if _reach(flow, mask) is False]
+    return tuple(_different(found))
 
 
-def kept_sketches(flow: Flow, masks: Sequence[Tensor]) -> Iterator[tuple[int, Sketch]]:
-    """Yield the sketches of what masks keep of the values of a forward pass, by key."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a mask keeps of a value of the forward pass."""
+
+    key: int
+    rows: Tensor
+    sketch: Sketch
+
+
+def kept_values(flow: Flow, masks: Sequence[Tensor]) -> Iterator[Kept]:
+    """Yield what masks keep of the values of a forward pass, but for constants."""
     if not masks:
         return
     for value in flow.values.values():
@@ -56,10 +64,11 @@ def kept_sketches(flow: Flow, masks: Sequence[Tensor]) -> Iterator[tuple[int, Sk
         if tensor is None:
             continue
         for mask in masks:
-            sketches = [sketch_of_tensor(rows) for rows in kept_rows(tensor, mask)]
-            for sketch in filter(None, sketches):
-                if sketch.numel >= FEWEST and not sketch.constant:
-                    yield value.key, sketch
+            for rows in kept_rows(tensor, mask):
+                sketch = sketch_of_tensor(rows)
+                if sketch is None or sketch.constant or sketch.numel < FEWEST:
+                    continue
+                yield Kept(value.key, rows, sketch)
 
 
 def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
@@ -130,17 +139,19 @@ def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
 def _reach(flow: Flow, mask: Tensor) -> bool | None:
     """Return True where a gradient outside a mask goes on to anything else.
 
-    What is multiplied with zeros afterwards does not. None where too few gradients have the
-    places of the mask.
+    What is multiplied with zeros afterwards does not; a few are of other places, as many by
+    chance. None where too few gradients have the places of the mask.
     """
-    read = 0
+    read = reaching = 0
     for key in _gradients(flow):
         tensor = flow.tensor(key)
         if tensor is None or not _has_places(tensor, mask):
             continue
         read += 1
         if tensor[~mask].any() and _is_handed_on(flow, key, mask):
-            return True
+            reaching += 1
+    if reaching > MOST_REACHING * read:
+        return True
     return False if read >= LEAST_GRADIENTS else None
 
 

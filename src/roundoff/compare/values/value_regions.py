@@ -20,8 +20,9 @@ from roundoff.compare.judging.divergence import EXACT
 from roundoff.compare.records.value_sketch import Sketch, SketchIndex
 from roundoff.compare.rounding.rounding_bound import unit, working_formats
 from roundoff.compare.values.inner_values import open_calls
+from roundoff.compare.values.joined_calls import joined_calls
 from roundoff.compare.values.loop_turns import joined_turns, stack_of_turn
-from roundoff.compare.values.padded_rows import kept_sketches
+from roundoff.compare.values.padded_rows import Kept, kept_values
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.ops import operators_that
 
@@ -135,7 +136,10 @@ class Sides:
             self.agreeing[key] = (twin, 0.0)
             self.twins.setdefault(twin, (key, 0.0))
         self._match_repeated()
-        self._match_without_padding()
+        ours = list(kept_values(self.reference, self.padding))
+        theirs = list(kept_values(self.candidate, self.padding))
+        self._match_without_padding(_kept_sketches(ours), _kept_sketches(theirs))
+        self._match_joined_calls(ours, theirs)
 
     def _match_repeated(self) -> None:
         """Let values agree that one side lays out several times, and the other fewer.
@@ -152,12 +156,12 @@ class Sides:
                 self.several[key] = twin
                 self.agreeing[twin] = others[twin]
 
-    def _match_without_padding(self) -> None:
+    def _match_without_padding(
+        self, ours: Sequence[tuple[int, Sketch]], theirs: Sequence[tuple[int, Sketch]]
+    ) -> None:
         """Let values agree that do where a batch is not filled up."""
         if not self.padding:
             return
-        ours = list(kept_sketches(self.reference, self.padding))
-        theirs = list(kept_sketches(self.candidate, self.padding))
         twins = _first_near(
             [*_sketches(self.candidate), *theirs], SketchIndex(ours), self.limit
         )
@@ -170,6 +174,21 @@ class Sides:
         )
         others = _first_near(ours, _index(self.candidate), self.limit) | others
         self.agreeing = others | self.agreeing
+
+    def _match_joined_calls(self, ours: Sequence[Kept], theirs: Sequence[Kept]) -> None:
+        """Let values agree that one side makes in two calls, and the other in one."""
+        index = SketchIndex([*_sketches(self.candidate), *_kept_sketches(theirs)])
+        others = joined_calls(self.reference, ours, self.agreeing, index, self.limit)
+        index = SketchIndex([*_sketches(self.reference), *_kept_sketches(ours)])
+        twins = joined_calls(self.candidate, theirs, self.twins, index, self.limit)
+        for key, twin in others.items():
+            self.agreeing[key] = (twin, 0.0)
+            self.twins.setdefault(twin, (key, 0.0))
+            self.several.setdefault(twin, key)
+        for key, twin in twins.items():
+            self.twins[key] = (twin, 0.0)
+            self.several[key] = twin
+            self.agreeing.setdefault(twin, (key, 0.0))
 
     def _join_parts(self, of: Flow, agreeing: dict[int, tuple[int, float]]) -> None:
         """Let a complex value agree where both its parts do, apart from each other."""
@@ -204,6 +223,10 @@ def _first_near(
         if near:
             first.setdefault(key, (near[0][1], near[0][0]))
     return first
+
+
+def _kept_sketches(kept: Iterable[Kept]) -> list[tuple[int, Sketch]]:
+    return [(each.key, each.sketch) for each in kept]
 
 
 def _sketches(flow: Flow) -> Iterator[tuple[int, Sketch]]:

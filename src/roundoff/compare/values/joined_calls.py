@@ -1,0 +1,113 @@
+"""Values that one program makes in several calls of a module, and the other one in one.
+
+Two images, two views or two sentences go through a network one after the other here, and
+there together: behind each other in a batch, filled up to one length, or packed. Unlike the
+turns of a loop they may be of several lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    SketchIndex,
+    sketch_of_tensor,
+    together,
+)
+from roundoff.compare.values.loop_turns import FEWEST, may_be_a_turn
+from roundoff.compare.values.padded_rows import Kept
+from roundoff.compare.values.value_flow import Flow, Value
+
+#: A call is taken together with one of so many after it, of its operator and module.
+REACH = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one call adds to a value of the other program; its numbers where they are known."""
+
+    sketch: Sketch
+    rows: Tensor | None
+
+
+def joined_calls(
+    flow: Flow,
+    kept: Iterable[Kept],
+    agreeing: Container[int],
+    index: SketchIndex,
+    limit: float,
+) -> dict[int, int]:
+    """Return values that agree together with that of another call.
+
+    Each with the key of the other side that holds both.
+
+    Args:
+        flow: the values of a program.
+        kept: what masks keep of them.
+        agreeing: the keys of those that agree by themselves.
+        index: the values of the other program, and what masks keep of those.
+        limit: the relative distance up to which values agree.
+    """
+    kept_of: dict[int, list[_Part]] = {}
+    for each in kept:
+        kept_of.setdefault(each.key, []).append(_Part(each.sketch, each.rows))
+    groups: dict[object, list[Value]] = {}
+    for value in flow.in_order():
+        if value.key not in agreeing and may_be_a_turn(value):
+            groups.setdefault(_place_of(value), []).append(value)
+    joined: dict[int, int] = {}
+    for members in groups.values():
+        for place, value in enumerate(members):
+            for other in members[place + 1 : place + 1 + REACH]:
+                pair = (value, other)
+                twin = _holder(flow, pair, kept_of, index, limit)
+                if twin is not None:
+                    joined.update((each.key, twin) for each in pair)
+    return joined
+
+
+def _place_of(value: Value) -> object:
+    """Return what is equal for calls that may be the same for two inputs."""
+    row = value.row
+    return row.module or row.line, value.operator, row.place
+
+
+def _holder(
+    flow: Flow,
+    pair: tuple[Value, Value],
+    kept_of: Mapping[int, Sequence[_Part]],
+    index: SketchIndex,
+    limit: float,
+) -> int | None:
+    """Return the key of the value that holds two, as they are or what is kept of both."""
+    whole = [
+        _Part(value.sketch, flow.tensor(value.key))
+        for value in pair
+        if value.sketch is not None
+    ]
+    first, second = (kept_of.get(value.key, ()) for value in pair)
+    for parts in (whole, *([a, b] for a in first for b in second)):
+        sketch = _joined(parts, index, limit)
+        near = index.near(sketch, limit) if sketch is not None else []
+        if near:
+            return near[0][1]
+    return None
+
+
+def _joined(parts: Sequence[_Part], index: SketchIndex, limit: float) -> Sketch | None:
+    """Return the sketch of both as one; None where the other side has none such."""
+    sketches = [part.sketch for part in parts]
+    numel = sum(sketch.numel for sketch in sketches)
+    size = math.hypot(*(sketch.size for sketch in sketches))
+    if numel < FEWEST or not index.has_size(numel, size, limit):
+        return None
+    if not sketches[0].exact:
+        return together(sketches)
+    rows = [part.rows.reshape(-1) for part in parts if part.rows is not None]
+    return sketch_of_tensor(torch.cat(rows)) if len(rows) == len(parts) else None

@@ -464,3 +464,30 @@ def test_a_function_that_mistakes_what_it_is_handed_is_told_itself(tmp_path):
     wrong = viewed(tmp_path / "wrong", Views(function=mistaken))
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert first.line.endswith(f":{inspect.getsourcelines(mistaken)[1] + 1}")
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_what_a_script_saves_and_loads_is_not_blamed_for_what_was_saved(tmp_path, keep):
+    """A job begins with what another has left: the line there is wrong, not the file."""
+
+    def job(folder, squeeze):
+        model = net()
+        again = net(1)
+        with roundoff.capture(folder, nn.ModuleList([model, again]), keep=keep) as run:
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.mul_(squeeze)
+            torch.save(model.state_dict(), tmp_path / "model.pt")
+            again.load_state_dict(torch.load(tmp_path / "model.pt"))
+            again(batch(0)).square().sum().backward()
+            run.step()
+        return folder
+
+    comparison = roundoff.compare(
+        reference=job(tmp_path / "right", 0.5), candidate=job(tmp_path / "wrong", 0.25)
+    )
+    [first, *_] = comparison.culprits()
+    assert "mul_" in first.evidence or first.operator == "mul_", comparison.answer
+    lines, start = inspect.getsourcelines(job)
+    [place] = [n for n, line in enumerate(lines) if "value.mul_(squeeze)" in line]
+    assert first.line.endswith(f":{start + place}")

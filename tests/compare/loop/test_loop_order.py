@@ -192,7 +192,7 @@ def two_groups(first, second):
     ("candidate", "words"),
     [
         (((40, 0.0), (800, 0.1)), None),
-        (((60, 0.0), (780, 0.1)), None),
+        (((60, 0.0), (780, 0.1)), "0 for 60 values and 0.1 for 780 values where"),
         (((40, 0.1), (800, 0.1)), "0.1 where the reference has 0"),
         (((40, 0.1), (800, 0.0)), "0.1 where the reference has 0 and 0 where"),
         (((800, 0.1), (40, 0.2)), "0.2 where the reference has 0 (group 1)"),

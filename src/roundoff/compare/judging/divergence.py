@@ -22,6 +22,7 @@ from roundoff.compare.records.kept_results import is_kept_for_gradient
 from roundoff.compare.records.recorded_calls import is_written_in_python
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.replay import CallReplay
+from roundoff.compare.records.saved_values import SavedValues
 from roundoff.compare.rounding.findings import INHERITED, OWN, Bound, Distance, Finding
 from roundoff.ops import operators_that
 from roundoff.record import PARTLY_WRITTEN
@@ -146,6 +147,11 @@ class Divergence:
     findings: dict[int, Finding] = field(default_factory=dict)
     #: By candidate record, what the call made when it was run again as it was.
     _alone: dict[int, CallReplay] = field(default_factory=dict)
+    #: What stands in the step before it is read from outside, of both sides.
+    _saved: tuple[SavedValues, SavedValues] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saved = SavedValues(self.reference), SavedValues(self.candidate)
 
     def run(self) -> dict[int, Finding]:
         """Judge every row that has a counterpart, in the order of execution."""
@@ -248,6 +254,7 @@ class Divergence:
             finding.arguments = self.measures.changed_arguments(twin, row)
         if _is_from_before(row):
             finding.inputs, finding.carried = self.measures.carried(row)
+            self._ask_what_was_saved(finding, row, twin)
             finding.own_error = _part_made_here(error, finding.inputs)
         if finding.carried and error <= CARRIED * finding.inputs:
             finding.cause = INHERITED if error > finding.tolerance else None
@@ -255,6 +262,22 @@ class Divergence:
             self._blame_input(finding, wrong_input)
         elif self._is_suspect(finding, row, error):
             self._judge(finding, row, twin, error)
+
+    def _ask_what_was_saved(
+        self, finding: Finding, row: RecordedRow, twin: RecordedRow
+    ) -> None:
+        """Note how far the values were off that both runs saved, and read here again."""
+        ours, theirs = self._saved
+        saved = theirs.saved(row)
+        if saved is None or ours.saved(twin) is None:
+            return
+        earlier = self.findings.get(saved)
+        if earlier is None or earlier.error is None:
+            return
+        finding.inputs = earlier.error
+        finding.carried = earlier.cause is not None
+        if finding.carried:
+            finding.origin = saved if earlier.origin is None else earlier.origin
 
     # -- what the row reads ------------------------------------------------------
 

@@ -18,13 +18,13 @@ from roundoff.compare.judging.step_causes import LOADED, Cause, listed, with_lin
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.parameter_content import EQUAL, relation
-from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows, maker
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, maker
+from roundoff.compare.records.saved_values import SavedValues
 from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.compare.tensors.metrics import measure
 from roundoff.compare.tensors.structure import fewer_digits, structure
-from roundoff.ops import operators_that
 
 #: A parameter that was made or cast otherwise may differ by this many roundings.
 ROUNDINGS = 16.0
@@ -33,12 +33,6 @@ REORDERED = 1e-6
 #: At most this share of the slices of an axis are a few of them.
 FEW = 0.5
 GRADIENT = ".grad"
-#: Hand values on as they are.
-_MOVES = operators_that("change no value")
-#: Give a tensor the memory of a file.
-_FROM_STORAGE = frozenset(("set",))
-#: What single numbers often are.
-_USUAL = (None, 0.0, 1.0, -1.0)
 #: What an operator looks like that reads the wrong value.
 _OF_INPUTS = ("missing operator", "other input", "stale or shared buffer")
 _STATISTICS = ("min", "max", "mean", "l2", "std")
@@ -93,11 +87,11 @@ def loaded_causes(
         for pair in _differing(sides, names)
         if pair.twin.record not in of_reference and pair.row.record not in of_candidate
     ]
-    saved = _Saved(sides.reference.rows), _Saved(sides.candidate.rows)
+    ours, theirs = SavedValues(sides.reference.rows), SavedValues(sides.candidate.rows)
     pairs = [
         pair
         for pair in pairs
-        if not (saved[0].holds(pair.twin) and saved[1].holds(pair.row))
+        if None in (ours.saved(pair.twin), theirs.saved(pair.row))
     ]
     if are_carried:
         wrong = {row.record for row in compared if row.cause is not None}
@@ -138,30 +132,6 @@ def loaded_causes(
             )
         )
     return causes
-
-
-class _Saved:
-    """What a run had in a step before it read it from outside: it has saved it there."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._first: dict[Content, int] = {}
-        for row in rows.values():
-            self._first.setdefault(row.content, row.record)
-
-    def holds(self, row: RecordedRow) -> bool:
-        """Return True for a value from outside that stands in the step before; a constant
-        may stand anywhere."""
-        source = row
-        while source.is_call and source.base_operator in _MOVES:
-            read = source.values_read()
-            if len(read) != 1 or read[0] not in self._rows:
-                break
-            source = self._rows[read[0]]
-        is_from_outside = source.is_leaf or source.base_operator in _FROM_STORAGE
-        is_telling = row.min != row.max or row.min not in _USUAL
-        first = self._first.get(source.content, source.record)
-        return is_from_outside and is_telling and first < source.record
 
 
 def _is_made_up_for(

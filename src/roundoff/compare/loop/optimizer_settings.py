@@ -68,7 +68,8 @@ def _differences(ours: _Groups, theirs: _Groups, name: str) -> Iterator[str]:
         other_spread = _spread(theirs, name)
         if spread == other_spread:
             return
-        if len(sizes) != len(other_sizes) and sum(sizes) == sum(other_sizes):
+        are_moved = sorted(sizes) != sorted(other_sizes)
+        if are_moved and sum(sizes) == sum(other_sizes):
             yield f"{_shown(other_spread)} where the reference has {_shown(spread)}"
             return
         places = zip(theirs, same_groups(sizes, other_sizes), strict=True)

@@ -108,8 +108,12 @@ def outcomes_of(port: Port, tensors: bool, *, bare: bool) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         reference, candidate = written(port, Path(folder) / "files")
         workload = Workload.load(reference)
-        record(Variant("reference", workload), Path(folder) / "reference", 1, **kept)
-        record(variant(workload, candidate), Path(folder) / "candidate", 1, **kept)
+        sides = {
+            "reference": Variant("reference", workload),
+            "candidate": variant(workload, candidate),
+        }
+        for name, side in sides.items():
+            record(side, Path(folder) / name, port.steps, **kept)
         for way in BARS if tensors and not bare else ["statistics"]:
             yield compared(port, Path(folder), way)
 

@@ -132,6 +132,8 @@ class Change:
         phase: the phase in which the wrong values come up; then no line is asked for.
         reference: a part of the reference's line that the port leaves out; naming it
             counts too.
+        steps: how many have to be recorded until it does something: what an optimizer
+            keeps shows in the second.
     """
 
     port: str
@@ -142,6 +144,7 @@ class Change:
     parameter: str | None = None
     phase: str | None = None
     reference: str | None = None
+    steps: int = 1
 
     def lines(self, right: str) -> set[int]:
         """Return the numbers of the changed lines and of those that compute the wrong value.
@@ -176,6 +179,11 @@ class Port:
         """The port and what is wrong with it."""
         wrong = f": {self.change.what}" if self.change else ""
         return f"{self.network}/{self.name}{wrong}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps show what is wrong."""
+        return self.change.steps if self.change else 1
 
     def names_truth(self, culprit: Any) -> bool:
         """Return True where a culprit is the line or the parameter that is wrong."""

@@ -33,8 +33,8 @@ WRONG = (
 def compared(port: Port, folder, *, tensors: bool):
     reference, candidate = written(port, folder / "files")
     workload = Workload.load(reference)
-    record(Variant("reference", workload), folder / "reference", 1)
-    record(variant(workload, candidate), folder / "candidate", 1)
+    record(Variant("reference", workload), folder / "reference", port.steps)
+    record(variant(workload, candidate), folder / "candidate", port.steps)
     return roundoff.compare(
         reference=folder / "reference", candidate=folder / "candidate", tensors=tensors
     )

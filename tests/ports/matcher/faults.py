@@ -112,6 +112,7 @@ FAULTS = [
         '"product": product}',
         '"product": state["product"]}',
         phase="optimizer",
+        steps=2,
     ),
     Change(
         "ragged_engine",

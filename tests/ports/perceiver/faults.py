@@ -87,6 +87,7 @@ FAULTS = [
         "beta1=0.9, beta2=0.999",
         at='state["v"] = two|one, two = group|rate = group',
         phase="optimizer",
+        steps=2,
     ),
     Change(
         "dictionary",

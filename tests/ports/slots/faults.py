@@ -101,6 +101,7 @@ FAULTS = [
         'state["nu"] / (1 - self.b2 ** state["count"])',
         'state["nu"] / (1 - self.b2)',
         phase="optimizer",
+        steps=2,
     ),
     Change(
         "gemm",

@@ -14,7 +14,7 @@ from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.compare.values.padded_rows import (
     kept_rows,
-    kept_sketches,
+    kept_values,
     padding_masks,
 )
 from roundoff.compare.values.value_flow import flow_of
@@ -170,7 +170,8 @@ def test_kept_values_are_those_of_a_program_without_padding(flow):
     ours, theirs = flow(padded), flow(packed)
     hidden = torch.tanh(X @ LEAVES["a"].T)[MASK]
     wanted = hidden.flatten().sort().values.double().numpy()
-    sketches = [s for _, s in kept_sketches(ours, padding_masks(ours, theirs))]
+    masks = padding_masks(ours, theirs)
+    sketches = [kept.sketch for kept in kept_values(ours, masks)]
     near = [s for s in sketches if s.numel == hidden.numel() and s.exact]
     assert min(abs(s.values - wanted).max() for s in near) < 1e-6
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ MOST_MASKS = 16
 FEWEST = 16
 #: Values with a gradient of which one has to say that nothing reaches the padding.
 LEAST_GRADIENTS = 2
-#: The share of them that may have as many places by chance.
+#: The share of all gradients that have to have the places: fewer do by chance.
+LEAST_SHARE = 0.05
+#: The share of those with the places that may have them by chance.
 MOST_REACHING = 0.05
 _FORWARD = "forward"
 _BACKWARD = "backward"
@@ -33,15 +35,25 @@ _ONES = "ones_like"
 
 
 def padding_masks(reference: Flow, candidate: Flow) -> tuple[Tensor, ...]:
-    """Return the masks of either side outside which no gradient of that side is.
+    """Return the masks of either side outside which no gradient of either is.
 
     None without tensors, or without a backward pass.
     """
-    found = []
-    for flow in (reference, candidate):
-        masks = islice(_different(_masks(flow)), MOST_MASKS)
-        found += [mask for mask in masks if _reach(flow, mask) is False]
-    return tuple(_different(found))
+    flows = (reference, candidate)
+    each = (islice(_different(_masks(flow)), MOST_MASKS) for flow in flows)
+    masks = _different(chain.from_iterable(each))
+    return tuple(mask for mask in masks if _counts_for_nothing(flows, mask))
+
+
+def _counts_for_nothing(flows: Sequence[Flow], mask: Tensor) -> bool:
+    """Return True where no gradient outside a mask goes on.
+
+    Where one program alone has the places, some of its gradients have as many by chance.
+    """
+    shares = [_reach(flow, mask) for flow in flows]
+    known = [share for share in shares if share is not None]
+    allowed = MOST_REACHING if len(known) == 1 else 0.0
+    return bool(known) and max(known) <= allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +148,25 @@ def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
             yield mask
 
 
-def _reach(flow: Flow, mask: Tensor) -> bool | None:
-    """Return True where a gradient outside a mask goes on to anything else.
+def _reach(flow: Flow, mask: Tensor) -> float | None:
+    """Return of how many gradients, as a share, what is outside a mask goes on to anything
+    else.
 
-    What is multiplied with zeros afterwards does not; a few are of other places, as many by
-    chance. None where too few gradients have the places of the mask.
+    What is multiplied with zeros afterwards does not. None where too few gradients have the
+    places of the mask.
     """
     read = reaching = 0
-    for key in _gradients(flow):
+    gradients = _gradients(flow)
+    for key in gradients:
         tensor = flow.tensor(key)
         if tensor is None or not _has_places(tensor, mask):
             continue
         read += 1
         if tensor[~mask].any() and _is_handed_on(flow, key, mask):
             reaching += 1
-    if reaching > MOST_REACHING * read:
-        return True
-    return False if read >= LEAST_GRADIENTS else None
+    if read < max(LEAST_GRADIENTS, LEAST_SHARE * len(gradients)):
+        return None
+    return reaching / read
 
 
 def _is_handed_on(flow: Flow, key: int, mask: Tensor) -> bool:

@@ -30,10 +30,11 @@ REACH = 6
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one call adds to a value of the other program; its numbers where they are known."""
+    """What one call adds to a value of the other program: ``rows`` of it, or all."""
 
+    key: int
     sketch: Sketch
-    rows: Tensor | None
+    rows: Tensor | None = None
 
 
 def joined_calls(
@@ -56,7 +57,7 @@ def joined_calls(
     """
     kept_of: dict[int, list[_Part]] = {}
     for each in kept:
-        kept_of.setdefault(each.key, []).append(_Part(each.sketch, each.rows))
+        kept_of.setdefault(each.key, []).append(_Part(each.key, each.sketch, each.rows))
     groups: dict[object, list[Value]] = {}
     for value in flow.in_order():
         if value.key not in agreeing and may_be_a_turn(value):
@@ -86,21 +87,19 @@ def _holder(
     limit: float,
 ) -> int | None:
     """Return the key of the value that holds two, as they are or what is kept of both."""
-    whole = [
-        _Part(value.sketch, flow.tensor(value.key))
-        for value in pair
-        if value.sketch is not None
-    ]
+    whole = [_Part(v.key, v.sketch) for v in pair if v.sketch is not None]
     first, second = (kept_of.get(value.key, ()) for value in pair)
     for parts in (whole, *([a, b] for a in first for b in second)):
-        sketch = _joined(parts, index, limit)
+        sketch = _joined(flow, parts, index, limit)
         near = index.near(sketch, limit) if sketch is not None else []
         if near:
             return near[0][1]
     return None
 
 
-def _joined(parts: Sequence[_Part], index: SketchIndex, limit: float) -> Sketch | None:
+def _joined(
+    flow: Flow, parts: Sequence[_Part], index: SketchIndex, limit: float
+) -> Sketch | None:
     """Return the sketch of both as one; None where the other side has none such."""
     sketches = [part.sketch for part in parts]
     numel = sum(sketch.numel for sketch in sketches)
@@ -109,5 +108,6 @@ def _joined(parts: Sequence[_Part], index: SketchIndex, limit: float) -> Sketch 
         return None
     if not sketches[0].exact:
         return together(sketches)
-    rows = [part.rows.reshape(-1) for part in parts if part.rows is not None]
+    held = (p.rows if p.rows is not None else flow.tensor(p.key) for p in parts)
+    rows = [tensor.reshape(-1) for tensor in held if tensor is not None]
     return sketch_of_tensor(torch.cat(rows)) if len(rows) == len(parts) else None

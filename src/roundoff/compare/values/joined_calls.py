@@ -20,7 +20,7 @@ from roundoff.compare.records.value_sketch import (
     sketch_of_tensor,
     together,
 )
-from roundoff.compare.values.loop_turns import FEWEST, may_be_a_turn
+from roundoff.compare.values.loop_turns import FEWEST, may_be_a_turn, stack_of_turn
 from roundoff.compare.values.padded_rows import Kept
 from roundoff.compare.values.value_flow import Flow, Value
 
@@ -66,6 +66,8 @@ def joined_calls(
     for members in groups.values():
         for place, value in enumerate(members):
             for other in members[place + 1 : place + 1 + REACH]:
+                if _may_be_turns(value, other):
+                    continue
                 pair = (value, other)
                 twin = _holder(flow, pair, kept_of, index, limit)
                 if twin is not None:
@@ -77,6 +79,14 @@ def _place_of(value: Value) -> object:
     """Return what is equal for calls that may be the same for two inputs."""
     row = value.row
     return row.module or row.line, value.operator, row.place
+
+
+def _may_be_turns(value: Value, other: Value) -> bool:
+    """Return True for what may be turns of a loop: those are taken together all at once."""
+    is_same_size = value.row.numel == other.row.numel
+    return is_same_size and (
+        not value.row.module or stack_of_turn(value) == stack_of_turn(other)
+    )
 
 
 def _holder(

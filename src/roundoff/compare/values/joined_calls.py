@@ -7,20 +7,17 @@ turns of a loop they may be of several lengths.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from roundoff.compare.records.value_sketch import (
-    Sketch,
-    SketchIndex,
-    sketch_of_tensor,
-    together,
+from roundoff.compare.records.value_sketch import Sketch, SketchIndex
+from roundoff.compare.values.loop_turns import (
+    may_be_a_turn,
+    sketch_together,
+    stack_of_turn,
 )
-from roundoff.compare.values.loop_turns import FEWEST, may_be_a_turn, stack_of_turn
 from roundoff.compare.values.padded_rows import Kept
 from roundoff.compare.values.value_flow import Flow, Value
 
@@ -112,12 +109,5 @@ def _joined(
 ) -> Sketch | None:
     """Return the sketch of both as one; None where the other side has none such."""
     sketches = [part.sketch for part in parts]
-    numel = sum(sketch.numel for sketch in sketches)
-    size = math.hypot(*(sketch.size for sketch in sketches))
-    if numel < FEWEST or not index.has_size(numel, size, limit):
-        return None
-    if not sketches[0].exact:
-        return together(sketches)
-    held = (p.rows if p.rows is not None else flow.tensor(p.key) for p in parts)
-    rows = [tensor.reshape(-1) for tensor in held if tensor is not None]
-    return sketch_of_tensor(torch.cat(rows)) if len(rows) == len(parts) else None
+    tensors = (p.rows if p.rows is not None else flow.tensor(p.key) for p in parts)
+    return sketch_together(sketches, tensors, index, limit)

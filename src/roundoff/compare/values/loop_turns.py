@@ -7,9 +7,10 @@ what a line makes in all turns together is what the other program has in one val
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.records.value_sketch import (
     Sketch,
@@ -100,6 +101,19 @@ def _together(
 ) -> Sketch | None:
     """Return the sketch of several values as one; None where the other side has none such."""
     sketches = [value.sketch for value in turns if value.sketch is not None]
+    return sketch_together(sketches, (flow.tensor(v.key) for v in turns), index, limit)
+
+
+def sketch_together(
+    sketches: Sequence[Sketch],
+    tensors: Iterable[Tensor | None],
+    index: SketchIndex,
+    limit: float,
+) -> Sketch | None:
+    """Return one sketch of what several are of; None where ``index`` has none of its size.
+
+    ``tensors``: what each is of, None where it was not kept; read only if it is needed.
+    """
     numel = sum(sketch.numel for sketch in sketches)
     size = math.hypot(*(sketch.size for sketch in sketches))
     if numel < FEWEST or not index.has_size(numel, size, limit):
@@ -107,6 +121,5 @@ def _together(
     whole = together(sketches)
     if whole is not None or not sketches[0].exact:
         return whole
-    held = [flow.tensor(value.key) for value in turns]
-    kept = [tensor.reshape(-1) for tensor in held if tensor is not None]
-    return sketch_of_tensor(torch.cat(kept)) if len(kept) == len(held) else None
+    kept = [tensor.reshape(-1) for tensor in tensors if tensor is not None]
+    return sketch_of_tensor(torch.cat(kept)) if len(kept) == len(sketches) else None

@@ -279,6 +279,8 @@ def _where_the_runs_part(summary: ComparisonSummary, first: Culprit) -> str:
     run_in = PASSES.get(str(first.phase), "")
     if first.call < 0 and first.looks_like == "gradient cut":
         return f"The runs part in the gradient of {name}, {where}: it is {_off(first)}."
+    if first.call < 0 and first.phase == "optimizer":
+        return f"The runs part in the update of {name}, {where}."
     if first.call < 0:
         before = f"The runs differ before anything ran: {name}, {where}"
         return f"{before}, is {_off(first)}."

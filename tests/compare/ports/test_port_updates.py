@@ -100,6 +100,34 @@ def test_an_optimizer_by_hand_is_right_or_wrong(wrong, tensors, tmp_path):
     assert {culprit.phase for culprit in comparison.culprits(3)} <= {"optimizer"}
 
 
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("lost", [True, False])
+def test_one_optimizer_alone_changes_the_biases(lost, tensors, tmp_path):
+    """They are a small share of all values: it is found by what is written."""
+    torch.manual_seed(0)
+    reference = Reference()
+    port = Port(reference)
+    layers = (reference.first, reference.second)
+    all_of_ours = list(reference.parameters())
+    ours = all_of_ours if lost else [layer.weight for layer in layers]
+    theirs = list(port.w) if lost else list(port.parameters())
+    settings = {"momentum": MOMENTUM, "nesterov": True, "weight_decay": DECAY}
+    comparison = ro.compare(
+        reference=recorded(
+            tmp_path / "ours", reference, torch.optim.SGD(ours, RATE, **settings)
+        ),
+        candidate=recorded(tmp_path / "theirs", port, ByHand(theirs)),
+        tensors=tensors,
+    )
+    [first] = comparison.culprits(3)
+    assert first.name == "b.0"
+    assert first.phase == "optimizer"
+    assert first.looks_like == ("missing update" if lost else "extra update")
+    assert first.evidence.startswith("b.0 and b.1 are")
+    if lost:
+        assert "The runs part in the update of b.0" in comparison.answer
+
+
 def row(values):
     return RecordedRow(
         record=0,

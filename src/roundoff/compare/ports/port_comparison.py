@@ -35,6 +35,7 @@ from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.judging.explain import EarlierSteps
 from roundoff.compare.judging.explain import Sides as RecordedSides
+from roundoff.compare.judging.step_causes import CAUSE_ADVICE, listed, with_line
 from roundoff.compare.judging.symptoms import ADVICE
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.alignment import (
@@ -60,7 +61,7 @@ from roundoff.compare.ports.port_results import (
     undone_gradients,
     wide,
 )
-from roundoff.compare.ports.port_updates import updates
+from roundoff.compare.ports.port_updates import lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
 from roundoff.compare.ports.scaled_gradients import blamed_scale
 from roundoff.compare.records.call_arguments import argument_differences
@@ -125,6 +126,9 @@ MOVED = operators_that("move values")
 #: Work on two tensors, or on one and a number.
 _PAIRED = operators_that("pair elements")
 IN_PROGRAM = "on the same values the two programs differ from here on"
+
+#: What to try, of all labels.
+_ADVICE = CAUSE_ADVICE | ADVICE
 
 _FORWARD = "forward"
 _BACKWARD = "backward"
@@ -344,7 +348,31 @@ def _differences(sides: Sides) -> list[Difference]:
     if exact is not None and any(map(_hardly_differs, backward)):
         # of an epsilon a gradient may just show what the outputs just do not
         return _seen_closer(exact) or backward
-    return backward or _first_difference(sides, (prepared_gradients, updates))
+    changed = backward or _lone_update(sides)
+    return changed or _first_difference(sides, (prepared_gradients, updates))
+
+
+def _lone_update(sides: Sides) -> list[Difference]:
+    """Return the parameters that one optimizer changes and the other leaves, if any."""
+    found = lone_update(sides)
+    if found is None:
+        return []
+    value = sides.candidate.values[found.theirs.record]
+    twin = sides.reference.values[found.ours.record]
+    which = listed(found.names)
+    are = "is" if len(found.names) == 1 else "are"
+    if found.is_lost:
+        label = "missing update"
+        it = "it" if len(found.names) == 1 else "them"
+        write = with_line(twin.operator, twin.row.line)
+        words = f"{which} {are} not changed here; the reference changes {it} by {write}"
+    else:
+        label = "extra update"
+        write = with_line(value.operator, value.row.line)
+        words = f"{which} {are} changed here by {write}, and not in the reference"
+    blamed = Blamed(value, twin, words, label=label)
+    part = Part(twin, value, _OPTIMIZER, math.inf, (), ())
+    return [Difference(part, blamed, sides.limit)]
 
 
 def _hardly_differs(difference: Difference) -> bool:
@@ -871,12 +899,12 @@ class _Rows:
             contribution=1.0,
             blamed=row.site,
             blamed_line=difference.line,
-            blamed_phase=row.phase,
+            blamed_phase=_OPTIMIZER if part.phase == _OPTIMIZER else row.phase,
             blamed_reference=twin.site if twin else None,
             blamed_reference_line=twin.line if twin else None,
             looks_like=label,
             evidence=evidence,
-            advice=ADVICE[label],
+            advice=_ADVICE[label],
         )
 
 

@@ -38,6 +38,16 @@ class _Parameters:
         """How many values they have."""
         return sum(row.numel or 0 for row in self.ends)
 
+    @property
+    def is_updated(self) -> bool:
+        """True where an optimizer writes each of them."""
+        return all(row.is_call and row.phase == _OPTIMIZER for row in self.ends)
+
+    @property
+    def is_left(self) -> bool:
+        """True where nothing writes any of them."""
+        return self.ends == self.starts
+
 
 @dataclass(frozen=True, slots=True)
 class _Updated:
@@ -45,6 +55,39 @@ class _Updated:
 
     ours: _Parameters
     theirs: _Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class LoneUpdate:
+    """Parameters that the optimizer of one program changes, and the other leaves.
+
+    Attributes:
+        ours: the reference's row of the first of them, as the step ends with it.
+        theirs: the candidate's.
+        names: of all of them, in the candidate.
+        is_lost: True where it is the reference that changes them.
+    """
+
+    ours: RecordedRow
+    theirs: RecordedRow
+    names: Sequence[str]
+    is_lost: bool
+
+
+def lone_update(sides: Sides) -> LoneUpdate | None:
+    """Return the parameters that one optimizer changes, and the other leaves.
+
+    The reference's first. Only those of which it has a gradient that is no rounding.
+    """
+    updated = _updated(sides)
+    lost = [e for e in updated if e.ours.is_updated and e.theirs.is_left]
+    extra = [e for e in updated if e.ours.is_left and e.theirs.is_updated]
+    found = lost or extra
+    if not found:
+        return None
+    names = [row.name for each in found for row in each.theirs.ends if row.name]
+    [ours, theirs] = found[0].ours.ends[0], found[0].theirs.ends[0]
+    return LoneUpdate(ours, theirs, names, bool(lost))
 
 
 def updates(sides: Sides) -> Results:

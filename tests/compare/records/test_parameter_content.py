@@ -27,6 +27,12 @@ KERNEL = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(1))
         (WEIGHT, WEIGHT.reshape(3, 4, 8), "in the shape [3, 4, 8]"),
         (KERNEL, KERNEL.permute(2, 3, 1, 0), "with its axes in the order [2, 3, 1, 0]"),
         (WEIGHT, WEIGHT.flip(0), "backwards along axis 0"),
+        (KERNEL, KERNEL.flip(2, 3), "backwards along axes [2, 3]"),
+        (
+            KERNEL,
+            KERNEL.permute(2, 3, 0, 1).flip(0, 1),
+            "with its axes in the order [2, 3, 0, 1], backwards along axes [0, 1]",
+        ),
         (WEIGHT, 3 * WEIGHT, "times 3"),
         (WEIGHT, WEIGHT.to(torch.bfloat16), "as it is"),
     ],

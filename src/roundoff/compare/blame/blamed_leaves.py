@@ -19,9 +19,13 @@ from torch import Tensor
 from roundoff.compare.judging.divergence import EXACT
 from roundoff.compare.records.parameter_content import (
     EQUAL,
+    FLIPPED,
     JOINED,
     PART,
+    RESHAPED,
+    TRANSPOSED,
     axis_orders,
+    backward_axes,
     relation,
 )
 from roundoff.compare.records.recorded_calls import CannotRun
@@ -49,6 +53,8 @@ NEXT = 4
 FEWEST_IN_TURN = 8
 #: Values that are tried in parameters, at most.
 TRIALS = 200
+#: How a parameter holds all of another's values.
+_LAYOUTS = (EQUAL, RESHAPED, TRANSPOSED, FLIPPED)
 #: A part of a parameter may agree though it stands in another place.
 _MOVES = operators_that("move values")
 #: Gates of a recurrent layer, in any order.
@@ -154,17 +160,18 @@ def _proven(
 ) -> Blamed | None:
     """Try the reference's parameters in the candidate's places."""
     value = part.candidate
-    if value is None or sides.candidate.step.tensors is None:
+    if value is None or part.reference is None or sides.candidate.step.tensors is None:
         return None
     named = _next_values(sides, value.row.record if value.inner else value.key)
     named = [key for key in named if key not in sides.twins]
     program = TracedProgram(sides.candidate)
     needed = {leaf.key: between(sides.candidate, leaf.key, named) for leaf in theirs}
+    turns = _Turns(sides, part.reference)
 
     def agrees(leaf: Value, other: Tensor) -> bool:
         values = values_with(program, needed[leaf.key], leaf.key, other)
         return any(
-            _is_in_reference(sides, tensor) or _is_a_turn_of(sides, part, tensor)
+            _is_in_reference(sides, tensor) or turns.have(tensor)
             for record, tensor in values
             if record in named
         )
@@ -213,6 +220,7 @@ def tried_leaves(
                 trials += 1
                 if agrees(leaf, other):
                     words = _held_in_words(sides, leaf, wanted, content, held)
+                    words += _wanted_in_words(content, held, other)
                     return Blamed(leaf, wanted, words, other)
     return None
 
@@ -285,14 +293,6 @@ def _same_size(leaves: Sequence[Value], leaf: Value) -> list[Value]:
     return [value for value in leaves if value.row.numel == numel]
 
 
-def _plain_layouts(content: Tensor, held: Tensor) -> Iterator[Tensor]:
-    """Yield the values of one tensor in the shape of another, in every plain layout."""
-    yield from turned(content, held)
-    if content.shape == held.shape:
-        for axis in range(held.dim()):
-            yield content.flip(axis)
-
-
 def turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield a tensor in each order of its axes that has the shape; those of length 1 stand anywhere."""
     wanted = held.squeeze().shape
@@ -300,6 +300,13 @@ def turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
         other = content.permute(order)
         if other.dim() != held.dim() or other.squeeze().shape == wanted:
             yield other.reshape(held.shape)
+
+
+def _backwards(content: Tensor, held: Tensor) -> Iterator[Tensor]:
+    """Yield the values of one tensor in the shape of another, backwards along some axes."""
+    for layout in turned(content, held):
+        for axes in backward_axes(layout):
+            yield layout.flip(axes)
 
 
 def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:
@@ -351,7 +358,7 @@ def _factors(size: int) -> list[tuple[int, int]]:
 Layouts = Callable[[Tensor, Tensor], Iterator[Tensor]]
 PLAIN_LAYOUTS: tuple[Layouts, ...] = (turned, _split_axes)
 #: Gates have 24 orders: every leaf is tried in plain layouts before.
-LAYOUTS: tuple[Layouts, ...] = (_plain_layouts, _split_axes, _gates_of)
+LAYOUTS: tuple[Layouts, ...] = (turned, _backwards, _split_axes, _gates_of)
 
 
 def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
@@ -365,22 +372,43 @@ def _is_in_reference(sides: Sides, tensor: Tensor) -> bool:
     )
 
 
-def _is_a_turn_of(sides: Sides, part: Part, tensor: Tensor) -> bool:
-    """Return True where what the reference goes on with has these elements side by side.
+class _Turns:
+    """The turns of a loop, such as single samples, of what the reference does at once."""
 
-    A turn of a loop, such as one sample's, of what the reference does at once.
+    def __init__(self, sides: Sides, whole: Value) -> None:
+        self._limit = sides.limit
+        self._whole = sides.reference.tensor(whole.key)
+        self._sorted: dict[int, Tensor] = {}
+
+    def have(self, tensor: Tensor) -> bool:
+        """Return True where one of them has these elements, in any layout."""
+        numel = tensor.numel()
+        if self._whole is None or numel < FEWEST_IN_TURN or self._whole.numel() % numel:
+            return False
+        present = in_reals(tensor).reshape(-1).to(torch.float64).sort().values
+        if not present.any():
+            return False
+        if numel not in self._sorted:
+            self._sorted[numel] = _sorted_turns(self._whole, numel)
+        apart = torch.linalg.vector_norm(self._sorted[numel] - present, dim=1)
+        return bool((apart <= self._limit * present.norm()).any())
+
+
+def _sorted_turns(whole: Tensor, numel: int) -> Tensor:
+    """Return the elements of each turn of ``numel``, sorted: along any axis, or a part of one.
+
+    Of all turns, (turns, numel): those of a batch may be taken first or last in it.
     """
-    if part.reference is None or tensor.numel() < FEWEST_IN_TURN:
-        return False
-    wanted = sides.reference.tensor(part.reference.key)
-    if wanted is None or wanted.numel() % tensor.numel():
-        return False
-    present = in_reals(tensor).reshape(-1).to(torch.float64)
-    if not present.any():
-        return False
-    turns = in_reals(wanted).to(torch.float64).reshape(-1, present.numel())
-    apart = torch.linalg.vector_norm(turns - present, dim=1)
-    return bool((apart <= sides.limit * present.norm()).any())
+    values = in_reals(whole.detach()).to(torch.float64)
+    count = values.numel() // numel
+    turns = [values.reshape(count, -1)]
+    for axis, size in enumerate(values.shape):
+        if size % count == 0:
+            before, after = values.shape[:axis], values.shape[axis + 1 :]
+            first = values.reshape(*before, count, size // count, *after)
+            last = values.reshape(*before, size // count, count, *after)
+            turns += [first.movedim(axis, 0), last.movedim(axis + 1, 0)]
+    return torch.cat([each.reshape(count, -1).sort(dim=1).values for each in turns])
 
 
 def values_with(
@@ -614,6 +642,17 @@ def _held_in_words(
         wanted_name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
         return f"{leaf.row.name} holds the reference's {names[0]}, not {wanted_name}"
     return _in_words(leaf, wanted, content, held)
+
+
+def _wanted_in_words(content: Tensor, held: Tensor, other: Tensor) -> str:
+    """Return how a parameter should hold the values that it holds in another layout."""
+    before = relation(content, held)
+    after = relation(content, other)
+    if before is None or after is None or before.words == after.words:
+        return ""
+    if before.kind not in _LAYOUTS or after.kind not in _LAYOUTS:
+        return ""
+    return f"; here it should be {after.words}"
 
 
 def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:

@@ -51,7 +51,6 @@ from roundoff.compare.ports.gradient_cuts import blamed_cut
 from roundoff.compare.ports.made_up_values import on_made_up_values
 from roundoff.compare.ports.port_results import (
     Results,
-    buffers,
     gradient_pairs,
     gradients,
     gradients_but,
@@ -64,6 +63,7 @@ from roundoff.compare.ports.port_results import (
 from roundoff.compare.ports.port_updates import lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
 from roundoff.compare.ports.scaled_gradients import blamed_scale
+from roundoff.compare.ports.written_buffers import buffers
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,

@@ -1,7 +1,8 @@
 """The results of one step of two programs by different hands, and which of them differ.
 
-They are what the forward pass ends with, what it writes to buffers, the gradients of
-parameters that hold the same values, and what the optimizer makes of these.
+They are what the forward pass ends with, what it writes to buffers (``written_buffers``),
+the gradients of parameters that hold the same values, and what the optimizer makes of
+these (``port_updates``).
 """
 
 from __future__ import annotations
@@ -184,28 +185,6 @@ def _is_read(flow: Flow, key: int) -> bool:
             if value.sketch is None or value.operator != _ONES:
                 waiting.append(reader)
     return False
-
-
-def buffers(sides: Sides) -> Results:
-    """What the forward pass writes to buffers, of the same size on both sides."""
-    ours = _written(sides.reference, sides.agreeing)
-    theirs = _written(sides.candidate, sides.twins)
-    sizes = {v.row.numel for v in ours} & {v.row.numel for v in theirs}
-    return (
-        [v.key for v in ours if v.row.numel in sizes],
-        [v.key for v in theirs if v.row.numel in sizes],
-        _FORWARD,
-    )
-
-
-def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
-    last = last_named(flow.step.rows)
-    values = [flow.values[row.record] for row in last.values() if row.is_call]
-    return [
-        value
-        for value in values
-        if value.row.phase == _FORWARD and value.is_number and value.key not in agreeing
-    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

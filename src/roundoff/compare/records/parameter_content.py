@@ -101,9 +101,6 @@ def _in_another_layout(ours: Tensor, theirs: Tensor, allowed: float) -> Relation
     for order in axis_orders(theirs):
         if _near(flat, theirs.permute(order).reshape(-1), allowed):
             return Relation(TRANSPOSED, f"with axes {list(order)} of its shape turned")
-    for axis in range(ours.dim()):
-        if ours.shape == theirs.shape and _near(ours.flip(axis), theirs, allowed):
-            return Relation(FLIPPED, f"backwards along axis {axis}")
     return None
 
 
@@ -136,12 +133,48 @@ def axis_orders(tensor: Tensor) -> Iterator[tuple[int, ...]]:
         yield tuple(turned)
 
 
+def backward_axes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the axes along which a tensor may lie backwards: one, or neighbours of all but two.
+
+    The kernel of a convolution does along all axes of space in that of its transpose.
+
+    >>> list(backward_axes(torch.zeros(4, 2, 3, 3)))
+    [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3)]
+    """
+    axes = range(tensor.dim())
+    for count in range(1, max(2, tensor.dim() - 1)):
+        for first in range(tensor.dim() - count + 1):
+            several = tuple(axes[first : first + count])
+            if all(tensor.shape[axis] > 1 for axis in several):
+                yield several
+
+
+def _backwards(ours: Tensor, theirs: Tensor, allowed: float) -> Relation | None:
+    """The same values, backwards along some axes, which may be in another order too."""
+    flat = theirs.reshape(-1)
+    for order in axis_orders(ours):
+        layout = ours.permute(order)
+        if ours.dim() == theirs.dim() and layout.shape != theirs.shape:
+            continue
+        for axes in backward_axes(layout):
+            if _near(layout.flip(axes).reshape(-1), flat, allowed):
+                along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {list(axes)}"
+                words = f"backwards along {along}"
+                if list(order) != sorted(order):
+                    words = f"with its axes in the order {list(order)}, {words}"
+                return Relation(FLIPPED, words)
+    return None
+
+
 def _in_another_order(ours: Tensor, theirs: Tensor, allowed: float) -> Relation | None:
     """The same values, with the slices of an axis, or all of them, in another order."""
     wanted = ours.reshape(-1).sort().values
     values = theirs.reshape(-1).sort().values
     if not _near(wanted, values, allowed) or float(wanted[0]) == float(wanted[-1]):
         return None
+    backwards = _backwards(ours, theirs, allowed)
+    if backwards is not None:
+        return backwards
     for axis in range(ours.dim()):
         if ours.shape == theirs.shape and _same_slices(ours, theirs, axis, allowed):
             count = ours.shape[axis]

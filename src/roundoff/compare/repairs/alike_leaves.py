@@ -8,17 +8,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roundoff.compare.records.parameter_content import axis_orders
+from roundoff.compare.records.parameter_content import axis_orders, backward_axes
 from roundoff.compare.records.parameter_names import name_in_module
 from roundoff.compare.repairs.call_edits import label_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
-Order = tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a parameter holds another's values.
+
+    Attributes:
+        order: of the other's axes.
+        backwards: the axes, of that order, along which they lie backwards.
+    """
+
+    order: tuple[int, ...]
+    backwards: tuple[int, ...] = ()
+
+    def of(self, content: Tensor) -> Tensor:
+        """Return the values in this layout."""
+        return content.permute(self.order).flip(self.backwards)
 
 
 def leaves_alike(
@@ -48,7 +64,7 @@ def _parameters(flow: Flow) -> list[Value]:
     return [v for v in flow.values.values() if v.row.name and not v.is_call]
 
 
-# -- the axes in another order -------------------------------------------------------
+# -- in another layout -------------------------------------------------------
 
 
 def _in_order(
@@ -56,8 +72,8 @@ def _in_order(
 ) -> dict[int, Tensor]:
     """Return all that hold the reference's as ``held`` does, in the order of ``other``."""
     leaves: dict[int, Tensor] = {}
-    before = _orders(content, held)
-    after = _orders(content, other)
+    before = _layouts(content, held)
+    after = _layouts(content, other)
     if not before or not after:
         return leaves
     for value in _parameters(sides.candidate):
@@ -75,24 +91,36 @@ def _in_order(
     return leaves
 
 
-def _orders(content: Tensor, held: Tensor) -> list[Order]:
-    """Return the orders of axes in which one tensor becomes another."""
-    return [o for o in axis_orders(content) if _is_in(content, held, o)]
+def _layouts(content: Tensor, held: Tensor) -> list[_Layout]:
+    """Return the layouts in which one tensor becomes another; forwards, if in any."""
+    orders = [_Layout(order) for order in axis_orders(content)]
+    forwards = [layout for layout in orders if _is_in(content, held, layout)]
+    if forwards:
+        return forwards
+    backwards = (
+        _Layout(layout.order, axes)
+        for layout in orders
+        for axes in backward_axes(layout.of(content))
+    )
+    return [layout for layout in backwards if _is_in(content, held, layout)]
 
 
-def _is_in(content: Tensor, held: Tensor, order: Order) -> bool:
-    return torch.equal(content.permute(order).reshape(-1), held.reshape(-1))
+def _is_in(content: Tensor, held: Tensor, layout: _Layout) -> bool:
+    return torch.equal(layout.of(content).reshape(-1), held.reshape(-1))
 
 
 def _moved(
-    twin: Tensor, tensor: Tensor, before: Sequence[Order], after: Sequence[Order]
+    twin: Tensor,
+    tensor: Tensor,
+    before: Sequence[_Layout],
+    after: Sequence[_Layout],
 ) -> Tensor | None:
-    """Return what a parameter holds, in another order; None where it is in none of these."""
+    """Return what a parameter holds, in another layout; None where it is in none of these."""
     if twin.numel() != tensor.numel():
         return None
-    if not any(_is_in(twin, tensor, order) for order in before):
+    if not any(_is_in(twin, tensor, layout) for layout in before):
         return None
-    return twin.permute(after[0]).reshape(tensor.shape).to(tensor.dtype)
+    return after[0].of(twin).reshape(tensor.shape).to(tensor.dtype)
 
 
 # -- not loaded ----------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""What a forward pass writes to buffers: a port that keeps mean and variance in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundoff as ro
+
+MOMENTUM = 0.1
+
+
+class Reference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 16)
+        self.wide_norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        return self.wide_norm(self.second(x)).square().mean()
+
+
+class Norm(nn.Module):
+    """``seen``: the running mean over the running variance, (2, channels)."""
+
+    def __init__(self, norm, fault):
+        super().__init__()
+        self.affine = nn.Parameter(torch.stack([norm.weight, norm.bias]).detach())
+        seen = torch.stack([norm.running_mean, norm.running_var])
+        self.register_buffer("seen", seen)
+        self.fault = fault
+
+    def forward(self, x):
+        mean = x.mean(0)
+        var = (x - mean).square().mean(0)
+        with torch.no_grad():
+            unbiased = var if self.fault == "biased" else var * len(x) / (len(x) - 1)
+            momentum = 0.2 if self.fault == "momentum" else MOMENTUM
+            self.seen.lerp_(torch.stack([mean, unbiased]), momentum)
+        gain, shift = self.affine
+        return (x - mean) / (var + 1e-5).sqrt() * gain + shift
+
+
+class Port(nn.Module):
+    def __init__(self, reference, fault):
+        super().__init__()
+        linear = (reference.first, reference.second)
+        self.w = nn.ParameterList([layer.weight.detach().t() for layer in linear])
+        self.b = nn.ParameterList([layer.bias.detach().clone() for layer in linear])
+        norms = (reference.norm, reference.wide_norm)
+        self.norms = nn.ModuleList(Norm(norm, fault) for norm in norms)
+
+    def forward(self, x):
+        x = self.norms[0](x @ self.w[0] + self.b[0]).clamp(min=0)
+        x = self.norms[1](x @ self.w[1] + self.b[1])
+        return (x * x).sum() / x.numel()
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", ["", "momentum", "biased"])
+def test_mean_and_variance_in_one_buffer(fault, tensors, tmp_path):
+    torch.manual_seed(0)
+    reference = Reference()
+    port = Port(reference, fault)
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    folders = {"reference": tmp_path / "ours", "candidate": tmp_path / "theirs"}
+    for folder, module in zip(folders.values(), (reference, port), strict=True):
+        with ro.capture(folder, module, keep="tensors"):
+            module(x).backward()
+    paths = {side: str(folder) for side, folder in folders.items()}
+    comparison = ro.compare(**paths, tensors=tensors)
+    assert comparison.agrees == (fault == "")
+    assert {culprit.module for culprit in comparison.culprits(3)} <= {"norms.0"}

@@ -54,6 +54,9 @@ _WITHOUT_CALL = operators_that("hand the gradient on without a call")
 
 Key = TypeVar("Key")
 
+#: Lines that detach values, each tried as the only one that means it, at most.
+MOST_LINES = 8
+
 #: A call that reads a value: the numbers of both, and which of its reads it is.
 Edge = tuple[int, int, int]
 #: The module of a call, its line, and the lines that it was called from.
@@ -114,7 +117,9 @@ class DifferentiatedFlow:
         tensors: those of the forward pass by record, with their graph.
         gradients: of each parameter, by its name.
         way: how it ran.
-        through: what goes back through each read of a detached value.
+        through: what goes back through each read of a detached value; of each value
+            where that was asked for.
+        values: what goes back to each value, where that was asked for.
         lost_by_read: what goes back to each read of a value that hands nothing on.
     """
 
@@ -124,6 +129,7 @@ class DifferentiatedFlow:
     gradients: Mapping[str, Tensor]
     way: _Way
     through: Mapping[Edge, Tensor]
+    values: Mapping[int, Tensor]
     lost_by_read: Mapping[Edge, Tensor]
 
     @property
@@ -204,6 +210,34 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
         return None
 
 
+def differentiated_rightly(
+    flow: Flow, is_right: Callable[[Mapping[str, Tensor]], bool]
+) -> DifferentiatedFlow | None:
+    """Return a forward pass under autograd that gives right gradients, whatever was recorded.
+
+    With what goes back to each value, and through each read of one. None where it cannot
+    run, or gives none that ``is_right``: gradients by the names of their parameters.
+    """
+    end = last_result(flow)
+    if end is None or end.row.numel != 1:
+        return None
+    try:
+        for way in _ways(flow):
+            whole = _Run(flow, way)
+            plain = whole.run(end)
+            edges = frozenset(whole.doubtful)
+            standing = frozenset(whole.standing)
+            for cut in dict.fromkeys([frozenset[Edge](), standing, edges]):
+                found = plain
+                if cut:
+                    found = _Run(flow, replace(way, cut=cut)).run(end)
+                if is_right(found.gradients):
+                    return _Run(flow, found.way, is_whole=True).run(end)
+    except CannotRun:
+        return None
+    return None
+
+
 def _attempts(
     flow: Flow, wanted: Mapping[str, Tensor], end: Value, limit: float
 ) -> Iterator[DifferentiatedFlow]:
@@ -257,7 +291,10 @@ def _cuts(
     without = _Run(whole.flow, replace(whole.way, cut=edges)).run(end)
     yield edges - _handing_on(without, wanted)
     yield frozenset(_solved(whole, found, wanted))
-    yield frozenset(edge for edge in edges if whole.doubtful[edge])
+    yield frozenset(whole.standing)
+    lines = list(dict.fromkeys(line for _, line, _ in whole.doubtful.values()))
+    for line in lines[:MOST_LINES] if len(lines) > 1 else []:
+        yield frozenset(e for e, place in whole.doubtful.items() if place[1] == line)
 
 
 def _scaled_by_hand(
@@ -427,10 +464,11 @@ class _Run:
         way: how.
         goes_on: says of values without a gradient that what reads them may stand for
             them.
+        is_whole: what goes back to each value, and through each read, is kept.
 
     Attributes:
-        doubtful: the reads of values that were detached before; True where the call
-            stands where it was.
+        doubtful: the reads of values that were detached before, each with where.
+        standing: those of them that stand where the value was detached.
     """
 
     def __init__(
@@ -438,8 +476,11 @@ class _Run:
         flow: Flow,
         way: _Way,
         goes_on: Callable[[int], bool] = lambda _key: False,
+        *,
+        is_whole: bool = False,
     ) -> None:
         self.flow = flow
+        self._is_whole = is_whole
         self.way = way
         self._goes_on = goes_on
         self._tensors: dict[int, Tensor] = {}
@@ -451,7 +492,8 @@ class _Run:
         self._behind: dict[int, int] = {}
         #: Detaches by autograd itself, of results that a backward call reads.
         self._own_detaches: dict[int, int] = {}
-        self.doubtful: dict[Edge, bool] = {}
+        self.doubtful: dict[Edge, Place] = {}
+        self.standing: set[Edge] = set()
         self._program = TracedProgram(flow, self._tensors)
 
     def run(self, end: Value) -> DifferentiatedFlow:
@@ -470,6 +512,8 @@ class _Run:
         if result is None or not result.requires_grad:
             raise CannotRun("its result has no gradient")
         ones = torch.ones_like(result)
+        made = self._tensors if self._is_whole else {}
+        made = {key: each for key, each in made.items() if each.requires_grad}
         return DifferentiatedFlow(
             self.flow,
             self._tensors,
@@ -477,6 +521,7 @@ class _Run:
             _gradients(result, parameters, ones),
             self.way,
             _gradients(result, self._read_again, ones),
+            _gradients(result, made, ones),
             _gradients(result, self._lost, ones),
         )
 
@@ -574,22 +619,33 @@ class _Run:
         tensor = self._tensors.get(record)
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
-        if not _is_number(tensor) or not self.flow.values[record].is_call:
+        if not _is_number(tensor):
             return tensor
         number = reader.first.call
         self._reads[number] = self._reads.get(number, 0) + 1
         edge = number, record, self._reads[number]
+        if not self.flow.values[record].is_call:
+            return self._read_alone(edge, tensor)
         detached = self._detached.get(self._behind.get(record, record))
         if tensor.requires_grad and detached is not None:
-            self.doubtful[edge] = detached == _place(reader.first)
+            self.doubtful[edge] = detached
+            if detached == _place(reader.first):
+                self.standing.add(edge)
             if edge not in self.way.cut:
                 read = tensor.view_as(tensor)
                 self._read_again[edge] = read
                 return read
         elif tensor.requires_grad or self._stand_for_it(reader):
-            return tensor
+            return self._read_alone(edge, tensor)
         self._lost[edge] = tensor.detach().clone().requires_grad_()
         return self._lost[edge]
+
+    def _read_alone(self, edge: Edge, tensor: Tensor) -> Tensor:
+        """Return a value as one call reads it, if what goes back there is kept."""
+        if not self._is_whole or not tensor.requires_grad:
+            return tensor
+        self._read_again[edge] = tensor.view_as(tensor)
+        return self._read_again[edge]
 
     def _is_kept_from(self, call: int) -> bool:
         """Ask for no gradient of what a call reads without one; False where it has none."""

@@ -48,6 +48,7 @@ from roundoff.compare.ports.early_ends import blamed_end
 from roundoff.compare.ports.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
 from roundoff.compare.ports.gradient_cuts import LABEL as GRADIENT_CUT
 from roundoff.compare.ports.gradient_cuts import blamed_cut
+from roundoff.compare.ports.hand_backward import blamed_by_hand
 from roundoff.compare.ports.made_up_values import on_made_up_values
 from roundoff.compare.ports.port_results import (
     Results,
@@ -401,6 +402,7 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     blamed = blamed or blamed_scale(looked_at, ours, theirs)
     if blamed is None and not theirs:
         blamed = _without_gradient(looked_at, ours[0])
+    blamed = blamed or blamed_by_hand(looked_at, theirs)
     if blamed is None:
         differences = _first_difference(
             looked_at, (lambda _sides: (ours, theirs, phase),)

@@ -288,10 +288,12 @@ def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
 
 
 def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
-    """Return what the backward pass left in memory that was written again afterwards."""
+    """Return what the backward pass left in memory that was written again, or viewed,
+    afterwards."""
     before = row
     while before.phase != _BACKWARD:
-        if not before.inplace or not before.inputs or before.inputs[0] not in rows:
+        is_same_memory = before.inplace or before.view_of is not None
+        if not is_same_memory or not before.inputs or before.inputs[0] not in rows:
             return row
         before = rows[before.inputs[0]]
     return before

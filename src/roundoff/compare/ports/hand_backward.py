@@ -1,0 +1,331 @@
+"""Which backward pass that was written by hand hands on a wrong gradient?
+
+Its values have no counterparts: another formula of the same derivative makes others. But
+the forward pass was recorded, and autograd differentiates it. Where that gives the
+reference's gradients of all parameters, the forward pass is right, and what goes back to
+each of its values is known. A value of the recorded backward pass that is such a gradient
+is right. Of those that lead to wrong ones the earliest is sought with which, once it holds
+one of them, what is made of it is right: the fault is in what that is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.ports.counterparts import Counterparts, counterparts, named_leaves
+from roundoff.compare.ports.differentiated_flow import (
+    DifferentiatedFlow,
+    differentiated_rightly,
+)
+from roundoff.compare.ports.port_results import (
+    gradient_pairs,
+    gradients_left,
+    least_gradient,
+)
+from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
+from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.repair_trials import (
+    Goal,
+    Region,
+    Repair,
+    Trials,
+    best_repair,
+)
+from roundoff.compare.values.traced_calls import TracedProgram
+from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_regions import Sides, upstream
+from roundoff.ops import operators_that
+
+#: Trials of a gradient in the place of a wrong one, at most.
+TRIALS = 600
+#: Right gradients that are made of one: fewer may be those of other values by chance.
+FEWEST = 3
+#: What is made of one, before a trial is in vain.
+PATIENCE = 12
+#: How autograd puts together what comes from several reads of a value.
+_SUMS = frozenset({"add", "add_"})
+_BACKWARD = "backward"
+_FORWARD = "forward"
+_MOVE = operators_that("move values")
+
+
+def blamed_by_hand(sides: Sides, wrong: Sequence[int]) -> Blamed | None:
+    """Return the first wrong call of a backward pass by hand; None where it is none.
+
+    Args:
+        sides: with the tensors of both passes.
+        wrong: keys of the candidate's gradients that differ.
+    """
+    found = differentiated_rightly(sides.candidate, _Wanted(sides).are)
+    return None if found is None else _Search(sides, found, wrong).blamed()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gradient:
+    """What goes back to a value of the forward pass.
+
+    Attributes:
+        key: the value.
+        tensor: the gradient.
+        sketch: of it.
+        is_whole: False for what goes back through one of several reads.
+    """
+
+    key: int
+    tensor: Tensor
+    sketch: Sketch
+    is_whole: bool
+
+
+class _Search:
+    """Which values of the recorded backward pass are right, and where the first is not."""
+
+    def __init__(
+        self, sides: Sides, found: DifferentiatedFlow, wrong: Sequence[int]
+    ) -> None:
+        self._sides = sides
+        self._flow = sides.candidate
+        self._known = list(_gradients(found))
+        sketches = [(i, g.sketch) for i, g in enumerate(self._known)]
+        self._index = SketchIndex(
+            (i, sketch) for i, sketch in sketches if self._known[i].is_whole
+        )
+        self._with_parts = SketchIndex(sketches)
+        rows = self._flow.step.rows.values()
+        self._forward_lines = {row.line for row in rows if row.phase == _FORWARD}
+        self._right: set[int] = set()
+        for value in self._flow.in_order():
+            if self._is_right(value):
+                self._right.add(value.key)
+        self._region = upstream(self._flow, wrong, self._is_wrong)
+        self._of_parameters = {
+            f"{name}.grad": sketch_of_tensor(tensor.detach())
+            for name, tensor in found.gradients.items()
+        }
+        self._program = TracedProgram(self._flow, phases=(_BACKWARD,))
+
+    def blamed(self) -> Blamed | None:
+        """Return what to name."""
+        value, gradient = self._earliest() or (None, None)
+        region = self._region
+        if value is not None and gradient is not None:
+            region = upstream(self._flow, [value.key], self._is_wrong)
+            repaired = self._repaired(value, gradient, region)
+            if repaired is not None:
+                return repaired
+        first = self._named(region)
+        if first is None:
+            return None
+        if gradient is None:
+            words = "what it is made of is right, and what is made of it is not"
+        else:
+            source = self._flow.values[gradient.key]
+            line = f" ({source.row.line})" if source.row.line else ""
+            words = (
+                f"the gradient of {source.row.site}{line} that is made of it is wrong"
+            )
+        words = (
+            f"autograd gives the reference's gradients for this forward pass; {words}"
+        )
+        return Blamed(first, None, words, is_operator=True)
+
+    def _is_right(self, value: Value) -> bool:
+        """Return True for a gradient that is right, and for what autograd makes of such."""
+        if value.row.phase != _BACKWARD or value.key in self._sides.twins:
+            return True
+        if value.says_nothing or not (value.is_call or value.inputs):
+            return True
+        if value.sketch is not None and self._index.near(
+            value.sketch, self._sides.limit
+        ):
+            return True
+        if self._is_by_hand(value) or value.row.name:
+            return False
+        if not all(key in self._right for key in value.inputs):
+            return False
+        is_part = value.sketch is not None and bool(
+            self._with_parts.near(value.sketch, self._sides.limit)
+        )
+        return is_part or value.operator in _SUMS
+
+    def _is_by_hand(self, value: Value) -> bool:
+        line = value.row.line
+        return line is not None and line not in self._forward_lines
+
+    def _is_wrong(self, value: Value) -> bool:
+        return value.key not in self._right
+
+    def _earliest(self) -> tuple[Value, _Gradient] | None:
+        """Return the earliest value after which more is right, and what it should be.
+
+        What is made by hand and read by a wrong call may be the gradient of another value,
+        or a part of it, and look right.
+        """
+        flow = self._flow
+        wrong = [flow.values[key] for key in self._region]
+        heads = [v for v in wrong if self._region.isdisjoint(v.inputs)]
+        values = [*wrong, *self._handed_to(heads)]
+        trials = 0
+        for value in sorted(values, key=lambda each: each.order):
+            if value.inner or not value.is_number:
+                continue
+            for gradient in self._of_shape(value):
+                trials += 1
+                if trials > TRIALS:
+                    return None
+                if self._is_mended_with(value, gradient.tensor):
+                    return value, gradient
+        return None
+
+    def _handed_to(self, heads: Sequence[Value]) -> list[Value]:
+        """Return what calls by hand make and these read, behind autograd's moves of it."""
+        handed: dict[int, Value] = {}
+        waiting = [key for head in heads for key in head.inputs]
+        while waiting:
+            value = self._flow.values[waiting.pop()]
+            if value.row.phase != _BACKWARD:
+                continue
+            if self._is_by_hand(value):
+                handed[value.key] = value
+            elif not value.computes:
+                waiting += value.inputs
+        return list(handed.values())
+
+    def _repaired(
+        self, value: Value, gradient: _Gradient, region: set[int]
+    ) -> Blamed | None:
+        """Return the edit of a call by hand that makes a value what it should be."""
+        limit = self._sides.limit
+        held = {value.key: gradient.tensor}
+        ends = {value.key: [(gradient.sketch, limit)]}
+        goal = Goal(SketchIndex(()), None, limit, ends, frozenset(ends), held)
+        trials = Trials(self._program, goal, only=region)
+        repair = best_repair(
+            self._sides, trials, Region(region, frozenset()), lambda: None
+        )
+        if not isinstance(repair, Repair) or not repair.ends:
+            return None
+        return blamed_for(self._sides, repair, region, None)
+
+    def _of_shape(self, value: Value) -> list[_Gradient]:
+        shape = tuple(value.row.shape or ())
+        return [each for each in self._known if tuple(each.tensor.shape) == shape]
+
+    def _is_mended_with(self, value: Value, gradient: Tensor) -> bool:
+        """Return True where what is made of a wrong value is right if it holds this."""
+        since = gained = 0
+        held = self._flow.tensor(value.key)
+        if held is None:
+            return False
+        try:
+            changed = self._program.again({}, {value.key: gradient.to(held.dtype)})
+            for row, tensor in changed:
+                made = self._flow.values[row.record]
+                if row.record not in self._region:
+                    continue
+                if self._is_gradient(made, tensor):
+                    gained += 1
+                    since = 0
+                    if gained == FEWEST or made.row.name is not None:
+                        return True
+                since += made.computes
+                if since > PATIENCE:
+                    return False
+        except CannotRun:
+            return False
+        return value.row.name is not None and self._is_gradient(value, gradient)
+
+    def _is_gradient(self, made: Value, tensor: Tensor) -> bool:
+        """Return True for a right gradient that is not only the given one, moved."""
+        sketch = sketch_of_tensor(tensor)
+        if made.row.name is not None:
+            wanted = self._of_parameters.get(made.row.name)
+            if wanted is None or sketch is None:
+                return False
+            return wanted.distance(sketch) <= self._sides.limit
+        if not made.computes or made.operator in _MOVE:
+            return False
+        if sketch is None or sketch.constant:
+            return False
+        return bool(self._index.near(sketch, self._sides.limit))
+
+    def _named(self, region: set[int]) -> Value | None:
+        """Return the call by hand of a region that is named; None where there is none.
+
+        The last one that computes: what is left out before it is missing there. Where none
+        does, the first that moves values; where none is by hand, what autograd was handed.
+        """
+        flow = self._flow
+        values = sorted((flow.values[key] for key in region), key=lambda v: v.order)
+        by_hand = [v for v in values if self._is_by_hand(v) and not v.inner]
+        computing = [v for v in by_hand if v.computes and v.operator not in _MOVE]
+        if computing:
+            return computing[-1]
+        calls = [value for value in by_hand if value.is_call]
+        if calls:
+            return calls[0]
+        # a tensor of which views were written
+        written = [flow.values[key] for value in by_hand for key in value.inputs[:1]]
+        handed = [flow.values[key] for value in values for key in value.inputs]
+        handed = [value for value in handed if self._is_by_hand(value)]
+        return max(written or handed, key=lambda value: value.order, default=None)
+
+
+def _gradients(found: DifferentiatedFlow) -> Iterator[_Gradient]:
+    """Yield what goes back to each value, and through each read, but for zeros."""
+    seen: set[tuple[int, float]] = set()
+    whole = ((key, tensor, True) for key, tensor in found.values.items())
+    read = ((edge[1], tensor, False) for edge, tensor in found.through.items())
+    for key, tensor, is_whole in (*whole, *read):
+        sketch = sketch_of_tensor(tensor.detach())
+        if sketch is None or not sketch.size or (key, sketch.size) in seen:
+            continue
+        seen.add((key, sketch.size))
+        yield _Gradient(key, tensor.detach(), sketch, is_whole)
+
+
+class _Wanted:
+    """The reference's gradients, which the candidate's parameters should have."""
+
+    def __init__(self, sides: Sides) -> None:
+        self._sides = sides
+        pairs = gradient_pairs(sides, gradients_left)
+        self._wanted: list[tuple[Counterparts, Sketch]] = []
+        for each in counterparts(sides):
+            pair = pairs.get(each.ours[0])
+            if pair is not None and pair.sketch is not None:
+                self._wanted.append((each, pair.sketch))
+        self._leaves = named_leaves(sides.candidate)
+
+    def are(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Return True for these gradients by name; small ones may be rounding."""
+        largest = max((sketch.size for _, sketch in self._wanted), default=0.0)
+        least = least_gradient(self._sides) * largest
+        return bool(self._wanted) and all(
+            self._apart(each, sketch, gradients) * sketch.size
+            <= self._sides.limit * max(sketch.size, least)
+            for each, sketch in self._wanted
+        )
+
+    def _apart(
+        self, each: Counterparts, wanted: Sketch, gradients: Mapping[str, Tensor]
+    ) -> float:
+        parts = [self._gradient(name, gradients) for name in each.theirs]
+        sketch = sketch_of_tensor(torch.cat(parts))
+        return 1.0 if sketch is None else wanted.distance(sketch)
+
+    def _gradient(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
+        if name in gradients:
+            return in_reals(gradients[name].detach()).reshape(-1)
+        return torch.zeros(self._leaves[name].row.numel or 0, dtype=torch.float64)

@@ -525,8 +525,12 @@ class _Run:
             _gradients(result, self._lost, ones),
         )
 
-    def _kept(self, row: RecordedRow) -> Tensor:
+    def _kept(self, row: RecordedRow, made: Tensor | None = None) -> Tensor:
+        """Return what was recorded; else what was ``made`` again, or nothing of no elements."""
         tensor = self.flow.tensor(row.record)
+        if tensor is None and made is None and row.numel == 0:
+            made = torch.empty(tuple(row.shape or ()))
+        tensor = made if tensor is None else tensor
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
         return tensor.detach()
@@ -544,7 +548,7 @@ class _Run:
                 continue
             result = results.get(row.place or 0)
             if result is None or not _is_number(result):
-                result = self._kept(row)
+                result = self._kept(row, result)
             if tuple(result.shape) != tuple(row.shape or ()):
                 raise CannotRun("it gives another shape than was recorded")
             scaling = self.way.scaled.get(row.record)

@@ -14,7 +14,7 @@ class ComputedTensors(StepTensors):
 
     Attributes:
         forced: records whose tensors are not what their calls make.
-        is_whole: False where those of some phases were left out.
+        phases: those whose tensors are known; None for all.
     """
 
     def __init__(
@@ -22,10 +22,10 @@ class ComputedTensors(StepTensors):
         tensors: Mapping[int, Tensor],
         forced: Collection[int] = (),
         *,
-        is_whole: bool = True,
+        phases: tuple[str, ...] | None = None,
     ) -> None:
         self._tensors = tensors
-        self.is_whole = is_whole
+        self.phases = phases
         self.forced = frozenset(forced)
         self.damage = {}
 

@@ -4,8 +4,9 @@ A recording without the tensors that calls made may have those from before the s
 parameters, buffers, data, random numbers. Every call is recorded, so that the step can be
 run again, call by call. What comes out counts as kept where it has the statistics that were
 recorded. Where a value has others, a kernel did not do here what it did then; so it may
-with sums that are zero but for rounding. From there on statistics alone decide: about the
-backward pass and the optimizer, or about the whole step.
+with sums that are zero but for rounding, of which the terms say how far off they may be.
+From there on statistics alone decide: about the optimizer, about the backward pass too, or
+about the whole step.
 """
 
 from __future__ import annotations
@@ -32,10 +33,23 @@ MOST_ELEMENTS = 10**8
 #: A recording may ask for as many.
 MOST_THREADS = 256
 #: Statistics of one tensor that were computed in two ways differ by less, relative to its
-#: largest element: they are sums in fp32 or wider, of which parts are added together.
-SAME = 2.0**-20
+#: largest element: they are sums in fp32 or wider, of which parts are added together, and
+#: what one call rounds another way all that follow are made of.
+SAME = 2.0**-17
+
+#: Which results of a backward call are sums of the gradient that it reads, of a parameter.
+_PLACES_OF_SUMS = {
+    "convolution_backward": (2,),
+    "native_batch_norm_backward": (1, 2),
+    "native_layer_norm_backward": (1, 2),
+    "native_group_norm_backward": (1, 2),
+    "sum": (0, None),
+}
+#: What they make of such sums is rounded as these are.
+_KEEP_TERMS = frozenset({"add", "add_", "clone", "detach", "mul", "div", "_to_copy"})
 
 _FORWARD = "forward"
+_BACKWARD = "backward"
 _UNWRITTEN = operators_that("leave memory unwritten")
 
 
@@ -118,9 +132,10 @@ def _computed(rows: Rows, given: Mapping[int, Tensor]) -> ComputedTensors | None
     """Run all calls; return None from the first on that cannot, or makes something else."""
     tensors = dict(given)
     blank: set[int] = set()
-    whole = True
+    lost: set[str] = set()
     flow = flow_of(RecordedStep(rows), frozenset())
     program = TracedProgram(flow, tensors, phases=None, keeps_strides=True)
+    terms = _Terms(program)
     for entry in program.order:
         entries = entry.rows if isinstance(entry, TracedCall) else (entry,)
         if all(row.record in given or row.dtype is None for row in entries):
@@ -128,23 +143,65 @@ def _computed(rows: Rows, given: Mapping[int, Tensor]) -> ComputedTensors | None
         is_blank = entries[0].base_operator in _UNWRITTEN
         if is_blank:
             blank.update(row.record for row in entries)
-        results = _blanks(entries) if is_blank else _as_recorded(program, entry)
+        results = _blanks(entries) if is_blank else _as_recorded(program, entry, terms)
         if results is None and entries[0].phase == _FORWARD:
             return None
-        whole &= results is not None
+        if results is None:
+            lost.add(entries[0].phase)
         tensors |= results or {}
     kept = {r: t for r, t in tensors.items() if r not in blank}
-    return ComputedTensors(kept) if whole else _of_forward_pass(rows, kept)
+    if not lost:
+        return ComputedTensors(kept)
+    phases = (_FORWARD,) if _BACKWARD in lost else (_FORWARD, _BACKWARD)
+    return _of_phases(rows, kept, phases)
+
+
+class _Terms:
+    """How large the terms are of what is the sum of more than its size tells.
+
+    What is left of a sum that cancels is rounded as its terms are.
+    """
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._largest: dict[int, float] = {}
+
+    def of(self, row: RecordedRow) -> float:
+        """Return the size of the largest term; 0 for a result that is no such sum."""
+        operator = row.base_operator
+        if row.place in _PLACES_OF_SUMS.get(operator, ()):
+            read = self._program.tensor(row.inputs[0]) if row.inputs else None
+            largest = 0.0 if read is None or not read.numel() else _largest(read)
+        elif row.view_of is not None or operator in _KEEP_TERMS:
+            largest = max(
+                (self._largest.get(key, 0.0) for key in row.inputs), default=0.0
+            )
+        else:
+            return 0.0
+        self._largest[row.record] = largest
+        return largest
+
+
+def _largest(tensor: Tensor) -> float:
+    sizes = tensor.abs() if tensor.is_complex() else tensor.to(torch.float64).abs()
+    return float(torch.where(sizes.isfinite(), sizes, 0.0).max())
 
 
 def tensors_of_all(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Return the steps with the tensors of as many phases in each; without, if one has none."""
     if any(step.tensors is None for step in steps):
         return [replace(step, tensors=None) for step in steps]
-    if all(is_whole(step) for step in steps):
+    phases = [
+        step.tensors.phases
+        for step in steps
+        if isinstance(step.tensors, ComputedTensors)
+    ]
+    known = [each for each in phases if each is not None]
+    if not known:
         return list(steps)
+    fewest = min(known, key=len)
     return [
-        replace(step, tensors=_of_forward_pass(step.rows, step.tensors))
+        replace(step, tensors=_of_phases(step.rows, step.tensors, fewest))
         for step in steps
         if step.tensors is not None
     ]
@@ -155,30 +212,32 @@ def is_whole(step: RecordedStep) -> bool:
     tensors = step.tensors
     if tensors is None:
         return False
-    return not isinstance(tensors, ComputedTensors) or tensors.is_whole
+    return not isinstance(tensors, ComputedTensors) or tensors.phases is None
 
 
-def _of_forward_pass(
-    rows: Rows, tensors: Mapping[int, Tensor] | StepTensors
+def _of_phases(
+    rows: Rows,
+    tensors: Mapping[int, Tensor] | StepTensors,
+    phases: tuple[str, ...],
 ) -> ComputedTensors:
-    """Return the tensors of the forward pass alone."""
+    """Return the tensors of these phases alone."""
     kept = {
         record: tensors[record]
         for record, row in rows.items()
-        if row.phase == _FORWARD and record in tensors
+        if row.phase in phases and record in tensors
     }
-    return ComputedTensors(kept, is_whole=False)
+    return ComputedTensors(kept, phases=phases)
 
 
 def _as_recorded(
-    program: TracedProgram, entry: TracedCall | RecordedRow
+    program: TracedProgram, entry: TracedCall | RecordedRow, terms: _Terms
 ) -> dict[int, Tensor] | None:
     """Return what a call makes; None where it cannot run, or makes something else."""
     try:
         results = [(row, _placed(row, tensor)) for row, tensor in program.one(entry)]
     except CannotRun:
         return None
-    if not all(_is_as_recorded(row, tensor) for row, tensor in results):
+    if not all(_is_as_recorded(row, each, terms.of(row)) for row, each in results):
         return None
     return {row.record: tensor for row, tensor in results}
 
@@ -218,10 +277,11 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _is_as_recorded(row: RecordedRow, tensor: Tensor) -> bool:
+def _is_as_recorded(row: RecordedRow, tensor: Tensor, largest_term: float) -> bool:
     """Return True for a tensor with the format, shape and statistics of a row.
 
-    NaN and infinities count; a row without statistics says nothing.
+    NaN and infinities count; a row without statistics says nothing. What is a sum may be
+    as far off as its terms are rounded.
     """
     if tuple(row.shape or ()) != tuple(tensor.shape):
         return False
@@ -235,7 +295,7 @@ def _is_as_recorded(row: RecordedRow, tensor: Tensor) -> bool:
         return False
     if not finite.numel() or tensor.is_complex():
         return True
-    largest = float(finite.abs().max())
+    largest = max(float(finite.abs().max()), largest_term)
     pairs = (
         (row.min, float(finite.min())),
         (row.max, float(finite.max())),

@@ -344,13 +344,33 @@ def _differences(sides: Sides) -> list[Difference]:
         return forward
     in_buffers = _first_difference(sides, (buffers,))
     if in_buffers:
-        return in_buffers
+        return [_as_written(sides, each) for each in in_buffers]
     backward = _backward_difference(sides, exact)
     if exact is not None and any(map(_hardly_differs, backward)):
         # of an epsilon a gradient may just show what the outputs just do not
         return _seen_closer(exact) or backward
     changed = backward or _lone_update(sides)
     return changed or _first_difference(sides, (prepared_gradients, updates))
+
+
+def _as_written(sides: Sides, difference: Difference) -> Difference:
+    """Return a difference with what writes a buffer in the place of the buffer.
+
+    What it began with agrees, or the forward pass would differ.
+    """
+    blamed = difference.blamed
+    name = blamed.value.row.name if blamed is not None else None
+    if blamed is None or name is None or blamed.value.is_call:
+        return difference
+    flow = sides.candidate
+    written = last_named(flow.step.rows).get(name)
+    if written is None or not written.is_call:
+        return difference
+    [first, *_], _, _ = buffers(sides)
+    twin = sides.reference.values[first]
+    words = f"it writes something else to {name} than the reference to {twin.row.name}"
+    value = flow.values[written.record]
+    return replace(difference, blamed=Blamed(value, twin, words, is_operator=True))
 
 
 def _lone_update(sides: Sides) -> list[Difference]:

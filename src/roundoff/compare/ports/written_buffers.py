@@ -1,43 +1,106 @@
 """What the forward passes of two programs write to buffers, and which of it differs.
 
 What one program keeps in several buffers, a running mean and a running variance, may be
-one of the other: their names, and what they begin with, say nothing of it.
+one of the other: their names, and what they begin with, say nothing of it. What a step
+adds to a running average is small beside what was there before: it is compared by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from roundoff.compare.ports.counterparts import joined_sketch
+import torch
+from torch import Tensor
+
+from roundoff.compare.ports.counterparts import joined_sketch, named_leaves
 from roundoff.compare.ports.port_results import Results
 from roundoff.compare.records.recorded_rows import last_named
+from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
 _FORWARD = "forward"
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Buffers that hold together the same after the step; mostly one of each program."""
+
+    ours: Sequence[Value]
+    theirs: Sequence[Value]
+
+
 def buffers(sides: Sides) -> Results:
-    """What the forward pass writes to buffers and the other program does not have.
+    """What the forward pass writes to buffers and the other program does not.
 
     Of the same size on both sides, or several that are of the size of one together.
     """
-    ours = _written(sides.reference, sides.agreeing)
-    theirs = _written(sides.candidate, sides.twins)
-    ours, theirs = _not_joined(sides, sides.reference, ours, theirs)
-    theirs, ours = _not_joined(sides, sides.candidate, theirs, ours)
-    return _of_sizes(ours, theirs), _of_sizes(theirs, ours), _FORWARD
+    pairs = _pairs(sides)
+    paired = {value.key for pair in pairs for value in (*pair.ours, *pair.theirs)}
+    ours = [v for v in _written(sides.reference) if v.key not in sides.agreeing]
+    theirs = [v for v in _written(sides.candidate) if v.key not in sides.twins]
+    ours = [value for value in ours if value.key not in paired]
+    theirs = [value for value in theirs if value.key not in paired]
+    apart = [pair for pair in pairs if _are_changes_apart(sides, pair)]
+    return (
+        [*_of_sizes(ours, theirs), *(v.key for pair in apart for v in pair.ours)],
+        [*_of_sizes(theirs, ours), *(v.key for pair in apart for v in pair.theirs)],
+        _FORWARD,
+    )
 
 
-def _written(flow: Flow, agreeing: Mapping[int, Any]) -> list[Value]:
+def _written(flow: Flow) -> list[Value]:
+    """Return what the forward pass writes to buffers, as the step leaves it."""
     last = last_named(flow.step.rows)
     values = [flow.values[row.record] for row in last.values() if row.is_call]
-    return [
-        value
-        for value in values
-        if value.row.phase == _FORWARD and value.is_number and value.key not in agreeing
-    ]
+    return [v for v in values if v.row.phase == _FORWARD and v.is_number]
+
+
+def _pairs(sides: Sides) -> list[_Pair]:
+    ours = _written(sides.reference)
+    theirs = _written(sides.candidate)
+    by_key = {value.key: value for value in ours}
+    pairs = []
+    for value in theirs:
+        twin = next((k for k in sides.all_twins(value) if k in by_key), None)
+        if twin is not None:
+            pairs.append(_Pair([by_key.pop(twin)], [value]))
+    taken = {value.key for pair in pairs for value in pair.theirs}
+    left = list(by_key.values())
+    other_left = [value for value in theirs if value.key not in taken]
+    for run, whole in _joined(sides, sides.reference, left, other_left):
+        pairs.append(_Pair(run, [whole]))
+    for run, whole in _joined(sides, sides.candidate, other_left, left):
+        pairs.append(_Pair([whole], run))
+    return pairs
+
+
+def _are_changes_apart(sides: Sides, pair: _Pair) -> bool:
+    """Return True where a step adds something else, by more than the sums are rounded."""
+    ours = _change(sides.reference, pair.ours)
+    theirs = _change(sides.candidate, pair.theirs)
+    if ours is None or theirs is None or ours.numel() != theirs.numel():
+        return False
+    size = sum((v.sketch.size for v in pair.ours if v.sketch is not None), 0.0)
+    # each program rounds a product and a sum
+    rounding = 4 * max(unit(v.row.dtype) for v in (*pair.ours, *pair.theirs)) * size
+    apart = float((ours.sort().values - theirs.sort().values).norm())
+    return apart > sides.limit * float(ours.norm()) + rounding
+
+
+def _change(flow: Flow, buffers: Sequence[Value]) -> Tensor | None:
+    """Return what a step adds to buffers, flat; None where it is not known."""
+    leaves = named_leaves(flow)
+    changes = []
+    for value in buffers:
+        start = leaves.get(value.row.name or "")
+        before = None if start is None else flow.tensor(start.key)
+        after = flow.tensor(value.key)
+        if before is None or after is None or before.shape != after.shape:
+            return None
+        changes.append((after.to(torch.float64) - before.to(torch.float64)).reshape(-1))
+    return torch.cat(changes)
 
 
 def _of_sizes(values: Sequence[Value], others: Sequence[Value]) -> list[int]:
@@ -48,21 +111,18 @@ def _of_sizes(values: Sequence[Value], others: Sequence[Value]) -> list[int]:
     return sorted(alone | joined)
 
 
-def _not_joined(
+def _joined(
     sides: Sides, flow: Flow, parts: Sequence[Value], wholes: Sequence[Value]
-) -> tuple[list[Value], list[Value]]:
-    """Return both without those that are together one of the second, and it."""
+) -> Iterator[tuple[list[Value], Value]]:
+    """Yield several of one program that are together one of the other, and it."""
     taken: set[int] = set()
-    left = []
     for whole in wholes:
         free = [part for part in parts if part.key not in taken]
         runs = _runs(free, whole.row.numel or 0)
         run = next((run for run in runs if _is_one(sides, flow, run, whole)), None)
-        if run is None:
-            left.append(whole)
-        else:
+        if run is not None:
             taken |= {part.key for part in run}
-    return [part for part in parts if part.key not in taken], left
+            yield run, whole
 
 
 def _runs(parts: Sequence[Value], numel: int) -> Iterator[list[Value]]:

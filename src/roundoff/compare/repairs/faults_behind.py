@@ -20,7 +20,11 @@ from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import shape_read_first
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
-from roundoff.compare.repairs.fitted_leaves import fitted_leaf, fitted_table
+from roundoff.compare.repairs.fitted_leaves import (
+    fitted_factor,
+    fitted_leaf,
+    fitted_table,
+)
 from roundoff.compare.repairs.fitted_masks import fitted_mask
 from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.named_repairs import blamed_for
@@ -91,6 +95,7 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
         _other_constants(sides, rejoin)
         or fitted_leaf(sides, trials, rejoin)
         or fitted_table(sides, trials, rejoin)
+        or fitted_factor(sides, rejoin)
     )
     blamed = blamed or _believed(sides, rejoin, likely)
     blamed = blamed or _part_of_another(sides, rejoin) or _scaled(sides, rejoin)

@@ -4,12 +4,14 @@ A loader that folds a normalization computes the bias and the scale itself, so t
 hold nothing of the reference's, right or wrong. Where what a value lacks is one number for
 each channel, or one factor, the parameter is fitted to it, and what follows runs again.
 So is what a value that agrees is multiplied with, or added to, where that is made of
-constants: angles of positions, a mask, a table.
+constants: angles of positions, a mask, a table. A number by which all is divided may have
+to be one for each place: how many elements a window has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -81,6 +83,52 @@ def fitted_table(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
                 words = f"{name} holds other values than the reference's table"
                 return Blamed(source, rejoin.twin, words, is_operator=source.is_call)
     return None
+
+
+def fitted_factor(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+    """Return a product with constants, or a ratio, that needs others at each place.
+
+    Of the value alone: what it is made of need not be known to be right. Not where one
+    number does for all places, or each element needs its own.
+    """
+    flow = sides.candidate
+    value = rejoin.value
+    read = [flow.values[key] for key in value.row.inputs if key in flow.values]
+    constant = constants_of(flow)
+    numbers = [each for each in read if each.key not in constant]
+    if value.inner or value.operator not in ("mul", "div") or len(numbers) != 1:
+        return None
+    source = flow.tensor(numbers[0].key)
+    if source is None or source.shape != rejoin.held.shape or source.is_complex():
+        return None
+    before, wanted = source.to(torch.float64), rejoin.held.to(torch.float64)
+    axes = range(before.dim())
+    for count in range(1, before.dim()):
+        for kept in combinations(axes, count):
+            factor = _factor_along(before, wanted, kept)
+            smallest, largest = float(factor.min()), float(factor.max())
+            if smallest == largest or 2 * factor.numel() > before.numel():
+                continue
+            off = float((factor * before - wanted).norm())
+            if off <= sides.limit * float(wanted.norm()):
+                words = (
+                    f"with a factor for each index of {_axes_in_words(kept)} it gives "
+                    f"what the reference has: from {smallest:.4g} to "
+                    f"{largest:.4g}"
+                )
+                return Blamed(value, rejoin.twin, words, is_operator=True)
+    return None
+
+
+def _factor_along(before: Tensor, wanted: Tensor, kept: Sequence[int]) -> Tensor:
+    """Return the factor for each index of some axes by the least squares of the others."""
+    shape = [size if axis in kept else 1 for axis, size in enumerate(before.shape)]
+    square = before.square().sum_to_size(shape).clamp(min=TINY)
+    return (before * wanted).sum_to_size(shape) / square
+
+
+def _axes_in_words(axes: Sequence[int]) -> str:
+    return f"axis {axes[0]}" if len(axes) == 1 else f"axes {list(axes)}"
 
 
 def _origin(flow: Flow, table: Value) -> Value:

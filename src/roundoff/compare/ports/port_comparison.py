@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -51,6 +52,7 @@ from roundoff.compare.ports.gradient_cuts import blamed_cut
 from roundoff.compare.ports.hand_backward import blamed_by_hand
 from roundoff.compare.ports.made_up_values import on_made_up_values
 from roundoff.compare.ports.port_results import (
+    WIDE,
     Results,
     gradient_pairs,
     gradients,
@@ -349,6 +351,8 @@ def _differences(sides: Sides) -> list[Difference]:
     if exact is not None and any(map(_hardly_differs, backward)):
         # of an epsilon a gradient may just show what the outputs just do not
         return _seen_closer(exact) or backward
+    if exact is not None and any(each.blamed is None for each in backward):
+        return _inside(sides, exact) or backward
     changed = backward or _lone_update(sides)
     return changed or _first_difference(sides, (prepared_gradients, updates))
 
@@ -488,6 +492,30 @@ def _closer_difference(sides: Sides) -> list[Difference]:
     """Return what differs in the outputs looked at more closely, if gradients differ."""
     ours, theirs, _ = gradients(sides)
     return _seen_closer(sides) if ours and theirs else []
+
+
+def _inside(sides: Sides, exact: Sides) -> list[Difference]:
+    """Return what differs in fp64 inside a forward pass whose outputs agree, if anything does.
+
+    A loss adds up much, and hides what an epsilon does to a layer. The last value of the
+    recorded pass that agrees there, and in fp64 does not.
+    """
+    for key in sorted(sides.twins, reverse=True):
+        twin, _ = sides.twins[key]
+        value = exact.candidate.values.get(key)
+        other = exact.reference.values.get(twin)
+        if value is None or other is None or key in exact.twins or value.inner:
+            continue
+        is_wide = value.is_number and (value.row.numel or 0) >= WIDE
+        if not is_wide or not value.computes or twin in exact.agreeing:
+            continue
+        return _first_difference(exact, (partial(_results, twin, key),))
+    return []
+
+
+def _results(twin: int, key: int, _sides: Sides) -> Results:
+    """Return one value of each program as the result that differs."""
+    return [twin], [key], _FORWARD
 
 
 def _seen_closer(sides: Sides) -> list[Difference]:

@@ -309,16 +309,20 @@ def _scaled_by_hand(
     if end is None:
         return
     whole = found.tensors[end.key]
+    by_shape: dict[torch.Size, dict[int, Tensor]] = {}
     for row, factor in _factors_by_hand(found.flow):
         gradient = found.flow.step.tensor(row.inputs[0])
         if gradient is None:
             continue
-        values = {
-            key: tensor
-            for key, tensor in found.tensors.items()
-            if tensor.shape == gradient.shape and tensor.requires_grad
-        }
-        got = _gradients(whole, values, torch.ones_like(whole))
+        if gradient.shape not in by_shape:
+            values = {
+                key: tensor
+                for key, tensor in found.tensors.items()
+                if tensor.shape == gradient.shape and tensor.requires_grad
+            }
+            got = _gradients(whole, values, torch.ones_like(whole))
+            by_shape[gradient.shape] = got
+        got = by_shape[gradient.shape]
         near = limit * float(gradient.norm())
         keys = [key for key in got if float((got[key] - gradient).norm()) <= near]
         if keys:

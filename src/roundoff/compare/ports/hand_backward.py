@@ -49,6 +49,8 @@ from roundoff.ops import operators_that
 
 #: Trials of a gradient in the place of a wrong one, at most.
 TRIALS = 600
+#: Gradients that are tried in the place of one value, at most.
+MOST_GRADIENTS = 16
 #: Right gradients that are made of one: fewer may be those of other values by chance.
 FEWEST = 3
 #: What is made of one, before a trial is in vain.
@@ -104,11 +106,22 @@ class _Search:
         self._with_parts = SketchIndex(sketches)
         rows = self._flow.step.rows.values()
         self._forward_lines = {row.line for row in rows if row.phase == _FORWARD}
+        going_back = [
+            value
+            for value in self._flow.values.values()
+            if value.row.phase == _BACKWARD and value.sketch is not None
+        ]
+        present = SketchIndex((v.key, v.sketch) for v in going_back if v.sketch)
         self._right: set[int] = set()
         for value in self._flow.in_order():
             if self._is_right(value):
                 self._right.add(value.key)
         self._region = upstream(self._flow, wrong, self._is_wrong)
+        self._missing: dict[tuple[int, ...], list[_Gradient]] = {}
+        for gradient in sorted(self._known, key=lambda each: -each.key):
+            if not present.near(gradient.sketch, sides.limit):
+                shape = tuple(gradient.tensor.shape)
+                self._missing.setdefault(shape, []).append(gradient)
         self._of_parameters = {
             f"{name}.grad": sketch_of_tensor(tensor.detach())
             for name, tensor in found.gradients.items()
@@ -219,8 +232,12 @@ class _Search:
         return blamed_for(self._sides, repair, region, None)
 
     def _of_shape(self, value: Value) -> list[_Gradient]:
+        """Return what a value may have to hold: gradients that are nowhere in the pass.
+
+        Those of the last values of the forward pass first: they come first, going back.
+        """
         shape = tuple(value.row.shape or ())
-        return [each for each in self._known if tuple(each.tensor.shape) == shape]
+        return self._missing.get(shape, [])[:MOST_GRADIENTS]
 
     def _is_mended_with(self, value: Value, gradient: Tensor) -> bool:
         """Return True where what is made of a wrong value is right if it holds this."""

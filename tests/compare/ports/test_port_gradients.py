@@ -250,6 +250,41 @@ def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
     assert (culprit.reference_site is None) == (reference in (weighed, in_turns))
 
 
+def with_momentum(parameters):
+    """What it keeps of a gradient in the first step are views of it."""
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def test_a_cut_is_named_where_the_optimizer_keeps_gradients(compared):
+    optimizers = (with_momentum, with_momentum)
+    [culprit] = compared(with_branch, detached_branch, optimizers=optimizers).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
+def in_one_buffer(m, x, y):
+    top = torch.zeros(7, 24)
+    top[:, :8] = product(x, m.a)
+    for turn in (1, 2):
+        before = tanh(top[:, : 8 * turn].detach())
+        top[:, 8 * turn : 8 * turn + 8] = product(before[:, -8:], m.b) - before[:, :8]
+    both = (top[:, 8:16] + top[:, 16:]).clamp(min=0)
+    return far(product(both + top[:, :8], m.c), y)
+
+
+def in_lists(m, x, y):
+    parts = [F.linear(x, m.a)]
+    for _ in range(2):
+        parts.append(torch.tanh(parts[-1]) @ m.b.T - torch.tanh(parts[0]))
+    return F.mse_loss(F.linear(F.relu(parts[1] + parts[2]) + parts[0], m.c), y)
+
+
+def test_a_cut_in_a_buffer_that_is_filled_in_turns_is_named(compared):
+    [culprit] = compared(in_lists, in_one_buffer).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert ".detach()" in text(culprit.line)
+
+
 def test_a_batch_may_be_cut_out_of_one_tensor(compared):
     """Tokens and targets are, mostly: neither is what became of the other."""
     both = torch.cat([X, Y], 1)

@@ -90,6 +90,46 @@ def test_one_value_with_other_statistics_leaves_none(runs, change):
     assert restored_tensors(run, 0, 0, rows) is None
 
 
+@pytest.mark.parametrize(
+    ("phase", "kept"),
+    [("backward", {"forward"}), ("optimizer", {"forward", "backward"})],
+)
+def test_the_phases_before_other_statistics_are_kept(runs, phase, kept):
+    _, run = runs
+    rows = rows_of(run, 0, 0)
+    record = next(
+        record
+        for record, row in rows.items()
+        if row.phase == phase and row.l2 and row.is_call and not row.inplace
+    )
+    rows[record] = replace(rows[record], max=1e3)
+    tensors = restored_tensors(run, 0, 0, rows)
+    assert {rows[record].phase for record in rows if record in tensors} == kept
+
+
+@pytest.mark.parametrize(("off", "is_kept"), [(2.0**-21, True), (2.0**-12, False)])
+def test_what_is_left_of_a_sum_is_as_far_off_as_its_terms_are_rounded(
+    recorded, off, is_kept
+):
+    """The gradient of a bias before a normalization is zero but for rounding."""
+    net = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Tanh())
+    x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(1))
+    run = recorded(lambda model: model(x).square().sum().backward(), net, keep="stats")
+    rows = rows_of(run, 0, 0)
+    [record] = [
+        record
+        for record, row in rows.items()
+        if row.operator == "convolution_backward" and row.place == 1
+    ]
+    row = rows[record]
+    gradient = rows[row.inputs[0]]
+    terms = max(abs(gradient.min), abs(gradient.max))
+    assert max(abs(row.min), abs(row.max)) < 2.0**-18 * terms
+    rows[record] = replace(row, max=row.max + off * terms)
+    tensors = restored_tensors(run, 0, 0, rows)
+    assert (record in tensors) == is_kept
+
+
 @pytest.mark.parametrize("keep", ["sample", "hash"])
 def test_samples_and_hashes_are_no_beginning(recorded, keep):
     run = recorded(train, Net(), keep=keep)

@@ -37,14 +37,15 @@ MOST_THREADS = 256
 #: what one call rounds another way all that follow are made of.
 SAME = 2.0**-17
 
-#: Which results of a backward call are sums of the gradient that it reads, of a parameter.
-_PLACES_OF_SUMS = {
-    "convolution_backward": (2,),
-    "native_batch_norm_backward": (1, 2),
-    "native_layer_norm_backward": (1, 2),
-    "native_group_norm_backward": (1, 2),
-    "sum": (0, None),
-}
+#: Backward calls whose results but for the first are sums of the gradient that they read.
+_WITH_SUMS = frozenset(
+    {
+        "convolution_backward",
+        "native_batch_norm_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+    }
+)
 #: What they make of such sums is rounded as these are.
 _KEEP_TERMS = frozenset({"add", "add_", "clone", "detach", "mul", "div", "_to_copy"})
 
@@ -169,7 +170,7 @@ class _Terms:
     def of(self, row: RecordedRow) -> float:
         """Return the size of the largest term; 0 for a result that is no such sum."""
         operator = row.base_operator
-        if row.place in _PLACES_OF_SUMS.get(operator, ()):
+        if operator == "sum" or (operator in _WITH_SUMS and row.place):
             read = self._program.tensor(row.inputs[0]) if row.inputs else None
             largest = 0.0 if read is None or not read.numel() else _largest(read)
         elif row.view_of is not None or operator in _KEEP_TERMS:

@@ -1,0 +1,159 @@
+"""Backward passes by hand: each is right in its own formula, and wrong in one line."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+
+import roundoff as ro
+
+COUNT, WIDTH, CLASSES = 9, 6, 4
+#: What is wrong -> the line that is to be named.
+FAULTS = {
+    "norm": "return (grad - common) * inverse, None",
+    "swish": "return grad * (s + x * s), None",
+    "columns": "total[:, place : place + size] = part",
+    "loss": "return (shares - target) * grad, None, None",
+}
+
+
+class Norm(Function):
+    @staticmethod
+    def forward(ctx, x, fault):
+        centred = x - x.mean(0)
+        inverse = 1 / (centred.square().mean(0) + 1e-5).sqrt()
+        hat = centred * inverse
+        ctx.save_for_backward(hat, inverse)
+        ctx.fault = fault
+        return hat
+
+    @staticmethod
+    def backward(ctx, grad):
+        hat, inverse = ctx.saved_tensors
+        common = grad.mean(0)
+        along = (grad * hat).mean(0)
+        if ctx.fault == "norm":
+            return (grad - common) * inverse, None
+        return (grad - common - hat * along) * inverse, None
+
+
+class Swish(Function):
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.save_for_backward(x)
+        ctx.fault = fault
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        if ctx.fault == "swish":
+            return grad * (s + x * s), None
+        return grad * (s + x * s * (1 - s)), None
+
+
+class Windows(Function):
+    """The sums of windows of two that overlap, (count, width - 1)."""
+
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.fault = fault
+        ctx.width = x.shape[1]
+        return x[:, :-1] * 0.75 + x[:, 1:] * 1.25
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.new_zeros(len(grad), ctx.width)
+        size = ctx.width - 1
+        for place, factor in enumerate((0.75, 1.25)):
+            part = grad * factor
+            if ctx.fault == "columns":
+                total[:, place : place + size] = part
+            else:
+                total[:, place : place + size] += part
+        return total, None
+
+
+class Loss(Function):
+    @staticmethod
+    def forward(ctx, scores, target, fault):
+        shares = torch.softmax(scores, 1)
+        ctx.save_for_backward(shares, target)
+        ctx.fault = fault
+        return -(target * shares.log()).sum() / len(scores)
+
+    @staticmethod
+    def backward(ctx, grad):
+        shares, target = ctx.saved_tensors
+        if ctx.fault == "loss":
+            return (shares - target) * grad, None, None
+        return (shares - target) * (grad / len(shares)), None, None
+
+
+class Reference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH - 1, WIDTH)
+        self.third = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, y):
+        for layer in (self.first, self.second):
+            x = layer(x)
+            x = F.silu(F.batch_norm(x, None, None, training=True))
+            if layer is self.first:
+                x = x[:, :-1] * 0.75 + x[:, 1:] * 1.25
+        return F.cross_entropy(self.third(x), y)
+
+
+class Port(nn.Module):
+    def __init__(self, reference, fault):
+        super().__init__()
+        layers = (reference.first, reference.second, reference.third)
+        self.w = nn.ParameterList([layer.weight.detach().t() for layer in layers])
+        self.b = nn.ParameterList([layer.bias.detach().clone() for layer in layers])
+        self.fault = fault
+
+    def forward(self, x, y):
+        for number in range(2):
+            x = torch.einsum("bi,io->bo", x, self.w[number]) + self.b[number]
+            x = Swish.apply(Norm.apply(x, self.fault), self.fault)
+            if number == 0:
+                x = Windows.apply(x, self.fault)
+        scores = x @ self.w[2] + self.b[2]
+        return Loss.apply(scores, F.one_hot(y, CLASSES).float(), self.fault)
+
+
+def compared(fault, folder, *, tensors):
+    torch.manual_seed(0)
+    reference = Reference()
+    port = Port(reference, fault)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(COUNT, WIDTH, generator=generator)
+    y = torch.randint(0, CLASSES, (COUNT,), generator=generator)
+    folders = {"reference": folder / "ours", "candidate": folder / "theirs"}
+    for path, module in zip(folders.values(), (reference, port), strict=True):
+        with ro.capture(path, module, keep="tensors"):
+            module(x, y).backward()
+    paths = {side: str(path) for side, path in folders.items()}
+    return ro.compare(**paths, tensors=tensors)
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_other_formulas_of_the_same_derivatives_are_right(tensors, tmp_path):
+    assert compared("", tmp_path, tensors=tensors).agrees
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_line_of_a_wrong_one_is_named(fault, tensors, tmp_path):
+    [first] = compared(fault, tmp_path, tensors=tensors).culprits(3)
+    number = int(first.line.rpartition(":")[2])
+    assert linecache.getline(__file__, number).strip() == FAULTS[fault]
+    assert first.phase == "backward"

@@ -251,7 +251,8 @@ class _Search:
         """Return what else the same place of a line makes, by size, with what it is given.
 
         A function that is called for several values, queries and keys, is wrong for all.
-        The reference makes these with one operator too. What is made of the value is left
+        The reference makes these with one operator too, all with a bias or all without.
+        What is made of the value is left
         out: it is right whatever the value is, if it is given what the reference has.
         """
         by_size: dict[int, list[Value]] = {}
@@ -266,7 +267,7 @@ class _Search:
             if value.key in made_of:
                 continue
             for like in self._lost.get(numel, []):
-                if like.operator == twin.operator and like.inner == twin.inner:
+                if _are_called_alike(like, twin):
                     pairs = self._pairs(values, like)
                     if pairs:
                         groups.append(pairs)
@@ -516,15 +517,27 @@ def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:
             waiting += value.inputs
 
 
+def _are_called_alike(one: Value, other: Value) -> bool:
+    """Return True for two calls of one operator that read as many tensors."""
+    is_same = one.operator == other.operator and one.inner == other.inner
+    return is_same and len(one.row.inputs) == len(other.row.inputs)
+
+
 def _as_large(values: Sequence[Value], value: Value) -> list[Value]:
-    """Return the values of as many elements as one."""
-    numel = value.sketch.numel if value.sketch is not None else 0
-    return [v for v in values if v.sketch is not None and v.sketch.numel == numel]
+    """Return the values with axes as long as those of one, in any order."""
+    known = [v for v in values if v.sketch is not None]
+    return [v for v in known if _axes(v) == _axes(value)]
+
+
+def _axes(value: Value) -> list[int]:
+    return sorted(size for size in value.row.shape or () if size != 1)
 
 
 def _kind(value: Value) -> object:
-    numel = value.sketch.numel if value.sketch is not None else 0
-    return value.operator, value.inner, numel, value.row.phase
+    """Return what calls have in common that may be turns: a bias is one tensor more."""
+    row = value.row
+    axes = tuple(_axes(value))
+    return value.operator, value.inner, axes, len(row.inputs), row.phase
 
 
 def _only_input(flow: Flow, value: Value) -> Value | None:

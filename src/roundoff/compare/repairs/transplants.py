@@ -13,7 +13,7 @@ values are replaced together, each by the one that the reference makes in the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 
@@ -57,6 +57,9 @@ MOST_GIVEN = 64
 MOST_IN_PARTS = 24
 #: Values that agree, before the first that does not, which may stand in the wrong place.
 MOST_BEFORE = 32
+
+#: Calls that make a value of values that agree, at most.
+MOST_CALLS = 4
 
 _MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply two matrices")
@@ -126,6 +129,8 @@ def rejoin_of(
         agrees, gained = trials.outcome(
             {}, transplant.tensors, to_the_end=True, is_patient=transplant.is_in_parts
         )
+        if not agrees and not gained and search.is_no_chance(transplant):
+            agrees, _ = trials.trusting().outcome({}, transplant.tensors)
         if len(gained) > most or (agrees and len(gained) == most):
             best = transplant
             most = len(gained)
@@ -172,6 +177,22 @@ class _Search:
         self._lost = self._lost_by_size()
         self._kinds: dict[object, list[Value]] = {}
 
+    def is_no_chance(self, transplant: _Transplant) -> bool:
+        """Return True where a loss alone, one number, that agrees with it says enough.
+
+        Both programs make the value of the same values that agree.
+        """
+        return self._are_of_the_same(transplant.value, transplant.twin)
+
+    def _are_of_the_same(self, value: Value, twin: Value) -> bool:
+        sides = self._sides
+        made_of = _made_of(sides.candidate, value, sides.twins)
+        twins = {
+            k for key in made_of for k in sides.all_twins(sides.candidate.values[key])
+        }
+        wanted = _made_of(sides.reference, twin, sides.agreeing)
+        return bool(wanted) and wanted <= twins
+
     def _lost_by_size(self) -> dict[int, list[Value]]:
         """Return what the candidate lacks of the reference's region, the first first."""
         lost: dict[int, list[Value]] = {}
@@ -217,8 +238,10 @@ class _Search:
                 yield value
 
     def _given_to(self, value: Value, *, alone: bool = False) -> Iterator[_Transplant]:
-        """Yield what a value may be given: what the candidate lacks, or, for one that
-        agrees, its own elements in other places.
+        """Yield what a value may be given: what the candidate lacks.
+
+        For one that agrees its own elements in other places, and what it lacks that is
+        made of the same: one value may be read where another is meant.
 
         With ``alone`` no other values of the same place of the line with it.
         """
@@ -227,7 +250,8 @@ class _Search:
             return
         twins = self._lost.get(value.sketch.numel, [])
         if value.key not in self._part.region:
-            twins = list(self._equal_in_other_places(value, held))
+            others = [twin for twin in twins if self._are_of_the_same(value, twin)]
+            twins = [*self._equal_in_other_places(value, held), *others]
         ours = _as_large(self._turns.of(value), value)
         seen: set[int] = set()
         count = 0
@@ -515,6 +539,27 @@ def before(flow: Flow, region: Collection[int]) -> Iterator[Value]:
         yield value
         if value.operator in _MOVE or not value.computes:
             waiting += value.inputs
+
+
+def _made_of(flow: Flow, value: Value, agreeing: Container[int]) -> set[int]:
+    """Return the numbers that agree and that a value is made of; none if others are read too.
+
+    In a few calls: what is made in many reads much that others read.
+    """
+    found: set[int] = set()
+    waiting = [value]
+    for _ in range(MOST_CALLS):
+        if not waiting:
+            return found
+        for key in waiting.pop().inputs:
+            read = flow.values.get(key)
+            if read is None or not (key in agreeing or read.is_call):
+                return set()
+            if key in agreeing:
+                found.add(key)
+            else:
+                waiting.append(read)
+    return set()
 
 
 def _are_called_alike(one: Value, other: Value) -> bool:

@@ -80,6 +80,7 @@ from roundoff.compare.repairs.alike_leaves import leaves_alike
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.faults_behind import (
     left_out,
+    misread,
     repaired_behind,
     unlike_behind,
 )
@@ -590,7 +591,9 @@ def _blamed_on_tensors(
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
         end = rejoin_of(sides, part, trials)
-        repaired = _repaired(sides, part, trials, end) if end is not None else None
+        repaired = misread(sides, end, part.region) if end is not None else None
+        if repaired is None and end is not None:
+            repaired = _repaired(sides, part, trials, end)
         if repaired is not None:
             return repaired
         trials.left = BUDGET

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from itertools import combinations, product, repeat
 
 import torch
@@ -341,6 +342,30 @@ def _mistaken(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             )
             return _misread(sides, rejoin, first_reader, (value, other))
     return None
+
+
+def misread(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | None:
+    """Return the call that reads one right value where another of them is meant.
+
+    ``region``: of the programs' difference. None where the value that should be another
+    is computed in it, or the candidate has no such other.
+    """
+    flow = sides.candidate
+    value = rejoin.value
+    if value.key in region:
+        return None
+    meant = [
+        other
+        for other in flow.in_order()
+        if other.is_call
+        and not other.inner
+        and rejoin.twin.key in sides.all_twins(other)
+    ]
+    readers = [each for each in computing_readers(flow, value) if each.key in region]
+    if not meant or not readers:
+        return None
+    first = min(readers, key=lambda each: each.order)
+    return _misread(sides, replace(rejoin, region=region), first, (value, meant[0]))
 
 
 def _joining(sides: Sides, value: Value, rejoin: Rejoin) -> Value | None:

@@ -198,7 +198,8 @@ class Goal:
         """Return True where these results are right, and that is enough."""
         if not right or not self.needed.issubset(right):
             return False
-        return len(right) == len(self.ends) or len(gained) >= SEVERAL
+        is_enough = self.is_trusting or len(gained) >= SEVERAL
+        return len(right) == len(self.ends) or is_enough
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is."""

@@ -129,7 +129,7 @@ def rejoin_of(
         agrees, gained = trials.outcome(
             {}, transplant.tensors, to_the_end=True, is_patient=transplant.is_in_parts
         )
-        if not agrees and not gained and search.is_no_chance(transplant):
+        if not agrees and search.is_no_chance(transplant):
             agrees, _ = trials.trusting().outcome({}, transplant.tensors)
         if len(gained) > most or (agrees and len(gained) == most):
             best = transplant
@@ -250,7 +250,8 @@ class _Search:
             return
         twins = self._lost.get(value.sketch.numel, [])
         if value.key not in self._part.region:
-            others = [twin for twin in twins if self._are_of_the_same(value, twin)]
+            others = [*twins, *self._read_by_reference(value)]
+            others = [twin for twin in others if self._are_of_the_same(value, twin)]
             twins = [*self._equal_in_other_places(value, held), *others]
         ours = _as_large(self._turns.of(value), value)
         seen: set[int] = set()
@@ -270,6 +271,14 @@ class _Search:
                 yield transplant
             if count >= MOST_GIVEN:
                 return
+
+    def _read_by_reference(self, value: Value) -> Iterator[Value]:
+        """Yield what the reference's region reads that is as large and another value."""
+        twins = self._sides.all_twins(value)
+        for other in before(self._sides.reference, self._part.expected):
+            is_number = other.is_number and other.sketch is not None
+            if is_number and _axes(other) == _axes(value) and other.key not in twins:
+                yield other
 
     def _pairs_of_other_sizes(self, value: Value, twin: Value) -> list[_Pairs]:
         """Return what else the same place of a line makes, by size, with what it is given.
@@ -548,10 +557,11 @@ def _made_of(flow: Flow, value: Value, agreeing: Container[int]) -> set[int]:
     """
     found: set[int] = set()
     waiting = [value]
-    for _ in range(MOST_CALLS):
-        if not waiting:
-            return found
-        for key in waiting.pop().inputs:
+    calls = 0
+    while waiting and calls <= MOST_CALLS:
+        made = waiting.pop()
+        calls += made.computes and made.operator not in _MOVE
+        for key in made.inputs:
             read = flow.values.get(key)
             if read is None or not (key in agreeing or read.is_call):
                 return set()
@@ -559,7 +569,7 @@ def _made_of(flow: Flow, value: Value, agreeing: Container[int]) -> set[int]:
                 found.add(key)
             else:
                 waiting.append(read)
-    return set()
+    return set() if waiting or calls > MOST_CALLS else found
 
 
 def _are_called_alike(one: Value, other: Value) -> bool:

@@ -37,6 +37,7 @@ KEPT_APART = (
     "continual",
     "superres",
     "protein",
+    "anomaly",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -581,3 +581,23 @@ def test_a_gradient_that_is_scaled_and_unscaled_agrees(compared):
 
     comparison = compared(scaled_reference, scaled, prepare=(unscale, unscale))
     assert comparison.agrees
+
+
+def with_epsilon(m, x, y):
+    h = F.group_norm(0.3 * F.linear(x, m.a), 2, eps=1e-5)
+    return F.mse_loss(F.linear(torch.tanh(h), m.c), y) + 300 * (y * y).mean()
+
+
+def with_another_epsilon(m, x, y):
+    h = (0.3 * product(x, m.a)).view(7, 2, 4)
+    h = h - h.mean(2, keepdim=True)
+    h = h * (h.square().mean(2, keepdim=True) + 1e-6).rsqrt()
+    return far(product(tanh(h.view(7, 8)), m.c), y) + 300 * y.square().mean()
+
+
+def test_what_a_loss_hides_is_found_in_the_layer(compared):
+    """In fp64 the losses agree to 1e-6, the gradients do not."""
+    [culprit] = compared(with_epsilon, with_another_epsilon).culprits()
+    assert culprit.phase == "forward"
+    assert "rsqrt()" in text(culprit.line)
+    assert "with 1e-05, not 1e-06" in culprit.evidence

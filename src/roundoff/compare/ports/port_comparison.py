@@ -349,11 +349,11 @@ def _differences(sides: Sides) -> list[Difference]:
     if in_buffers:
         return [_as_written(sides, each) for each in in_buffers]
     backward = _backward_difference(sides, exact)
-    if exact is not None and any(map(_hardly_differs, backward)):
-        # of an epsilon a gradient may just show what the outputs just do not
-        return _seen_closer(exact) or backward
     if exact is not None and any(each.blamed is None for each in backward):
-        return _inside(sides, exact) or backward
+        # of an epsilon a gradient may just show what the outputs just do not
+        is_weak = any(map(_hardly_differs, backward))
+        closer = _seen_closer(exact) if is_weak else []
+        return closer or _inside(sides, exact) or backward
     changed = backward or _lone_update(sides)
     return changed or _first_difference(sides, (prepared_gradients, updates))
 

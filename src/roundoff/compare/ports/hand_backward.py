@@ -137,7 +137,7 @@ class _Search:
             repaired = self._repaired(value, gradient, region)
             if repaired is not None:
                 return repaired
-        first = self._named(region)
+        first = self._named(region, is_last=gradient is not None)
         if first is None:
             return None
         if gradient is None:
@@ -277,18 +277,19 @@ class _Search:
             return False
         return bool(self._index.near(sketch, self._sides.limit))
 
-    def _named(self, region: set[int]) -> Value | None:
+    def _named(self, region: set[int], *, is_last: bool) -> Value | None:
         """Return the call by hand of a region that is named; None where there is none.
 
-        The last one that computes: what is left out before it is missing there. Where none
-        does, the first that moves values; where none is by hand, what autograd was handed.
+        The last one that computes, of a region that makes one value: what is left out
+        before it is missing there; else the first. Where none does, the first that moves
+        values; where none is by hand, what autograd was handed.
         """
         flow = self._flow
         values = sorted((flow.values[key] for key in region), key=lambda v: v.order)
         by_hand = [v for v in values if self._is_by_hand(v) and not v.inner]
         computing = [v for v in by_hand if v.computes and v.operator not in _MOVE]
         if computing:
-            return computing[-1]
+            return computing[-1] if is_last else computing[0]
         calls = [value for value in by_hand if value.is_call]
         if calls:
             return calls[0]

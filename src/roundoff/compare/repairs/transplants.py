@@ -250,7 +250,9 @@ class _Search:
             return
         twins = self._lost.get(value.sketch.numel, [])
         if value.key not in self._part.region:
-            others = [*twins, *self._read_by_reference(value)]
+            others = (
+                [*twins, *self._read_by_reference(value)] if value.is_number else []
+            )
             others = [twin for twin in others if self._are_of_the_same(value, twin)]
             twins = [*self._equal_in_other_places(value, held), *others]
         ours = _as_large(self._turns.of(value), value)

@@ -404,7 +404,9 @@ class _Search:
                 and apart(transplanted, held) > self._sides.limit
             ):
                 yield _Transplant(value, twin, tensors)
-            if _is_taken_away(self._sides.candidate, value):
+            if _is_taken_away(self._sides.candidate, value) and not any(
+                tensor.dtype == torch.bool for tensor in tensors.values()
+            ):
                 negative = {key: -tensor for key, tensor in tensors.items()}
                 yield _Transplant(value, twin, negative)
 

@@ -601,3 +601,37 @@ def test_what_a_loss_hides_is_found_in_the_layer(compared):
     assert culprit.phase == "forward"
     assert "rsqrt()" in text(culprit.line)
     assert "with 1e-05, not 1e-06" in culprit.evidence
+
+
+def with_weights(m, x, y):
+    h = torch.tanh(F.linear(x, m.a) + F.linear(torch.tanh(F.linear(x, m.a)), m.b))
+    labels = (y.sum(1) > 0).long()
+    weight = torch.tensor([0.4, 1.5, 1.0, 0.7, 1.2])
+    return F.cross_entropy(F.linear(h, m.c), labels, weight)
+
+
+def with_weights_by_hand(m, x, y, *, by_count):
+    h = product(x, m.a)
+    h = tanh(h + product(tanh(h), m.b))
+    labels = (y.sum(1) > 0).long()
+    weight = torch.tensor([0.4, 1.5, 1.0, 0.7, 1.2])
+    scores = product(h, m.c)
+    scores = scores - torch.logsumexp(scores, 1, keepdim=True)
+    each = -torch.sum(F.one_hot(labels, 5) * weight * scores, 1)
+    count = len(labels) if by_count else weight[labels].sum()
+    return each.sum() / count
+
+
+def by_count(m, x, y):
+    return with_weights_by_hand(m, x, y, by_count=True)
+
+
+def by_weight(m, x, y):
+    return with_weights_by_hand(m, x, y, by_count=False)
+
+
+def test_a_loss_that_is_off_by_a_factor_as_all_gradients_are(compared):
+    assert compared(with_weights, by_weight).agrees
+    [culprit] = compared(with_weights, by_count).culprits()
+    assert text(culprit.line) == "return each.sum() / count"
+    assert culprit.looks_like == "constant factor"

@@ -65,7 +65,7 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.ports.port_updates import lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
-from roundoff.compare.ports.scaled_gradients import blamed_scale
+from roundoff.compare.ports.scaled_gradients import blamed_scale, factor_of_gradients
 from roundoff.compare.ports.written_buffers import buffers
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import (
@@ -704,6 +704,9 @@ def _tried(
         missing = missing or _behind(sides, part, end, likely)
         if missing is not None:
             return missing
+    scaled = _scaled_loss(sides)
+    if scaled is not None:
+        return scaled
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None
@@ -715,6 +718,34 @@ def _tried(
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
+
+
+def _scaled_loss(sides: Sides) -> Blamed | None:
+    """Return where a factor comes in by which a loss and all gradients are off alike."""
+    ours, theirs, _ = gradients(sides)
+    blamed = blamed_scale(sides, ours, theirs) if ours and theirs else None
+    if blamed is None:
+        return None
+    ends = last_result(sides.reference), last_result(sides.candidate)
+    sizes = [end.sketch.size for end in ends if end is not None and end.sketch]
+    factor = factor_of_gradients(sides, ours)
+    if len(sizes) < len(ends) or factor is None:
+        return None
+    if abs(sizes[1] - abs(factor) * sizes[0]) > sides.limit * sizes[1]:
+        return None
+    flow = sides.candidate
+
+    def is_wrong(value: Value) -> bool:
+        return value.key not in sides.twins and value.row.phase == _BACKWARD
+
+    behind = upstream(flow, [blamed.value.key], is_wrong)
+    made = [flow.values[key] for key in behind if flow.values[key].computes]
+    first = min(made, key=lambda value: value.order, default=blamed.value)
+    words = (
+        f"the loss is {factor:.6g} times the reference's, and so are all gradients from "
+        "here on"
+    )
+    return replace(blamed, value=first, evidence=words)
 
 
 def _between(sides: Sides, trials: Trials, region: Region) -> Blamed | None:

@@ -45,7 +45,7 @@ def blamed_scale(
         theirs: those of the candidate.
     """
     limit = gradient_limit(sides)
-    factor = _common_factor(sides, ours, limit)
+    factor = factor_of_gradients(sides, ours)
     if factor is None:
         return None
     twins = _by_numel(sides.reference, ours, sides.agreeing)
@@ -70,8 +70,9 @@ def _order(value: Value) -> tuple[float, int]:
     return value.order
 
 
-def _common_factor(sides: Sides, ours: Sequence[int], limit: float) -> float | None:
+def factor_of_gradients(sides: Sides, ours: Sequence[int]) -> float | None:
     """Return by what all gradients that differ are multiplied; None where it is not one."""
+    limit = gradient_limit(sides)
     apart = pairs_far_apart(sides, gradient_pairs(sides, gradients_left))
     wanted = set(ours)
     pairs = [p for p in apart.values() if any(v.key in wanted for v in p.ours)]

@@ -274,6 +274,16 @@ def test_clips_between_backward_passes_are_told():
     )
     [found] = loop_causes(loop(*each), loop(*once), rank=0)
     assert "after backward pass 2 of 2" in found.evidence
-    # two groups of parameters that are clipped one after the other are clipped once
-    groups = (*once[:3], *2 * once[3:4], once[4])
-    assert loop_causes(loop(*once), loop(*groups), rank=0) == []
+
+
+def test_groups_that_are_clipped_by_norms_of_their_own_are_told():
+    once = ("zero_grad", "backward", "clip_grad_norm_", "optimizer.step")
+    groups = (*once[:2], *2 * once[2:3], once[3])
+    [found] = loop_causes(loop(*once), loop(*groups), rank=0)
+    assert found.name == "clip of the gradients"
+    assert "by 2 norms, each of a part of the gradients" in found.evidence
+    assert "by one norm of all gradients" in found.evidence
+    assert loop_causes(loop(*groups), loop(*groups), rank=0) == []
+    values = tuple(name.replace("norm", "value") for name in once)
+    several = tuple(name.replace("norm", "value") for name in groups)
+    assert loop_causes(loop(*values), loop(*several), rank=0) == []

@@ -565,6 +565,8 @@ def _clip_difference(twin: OptimizerStep, step: OptimizerStep) -> str | None:
         return _clipped_too_early(twin, step)
     if _is_clipped_otherwise_often(twin, step):
         return _clipped_otherwise_often(twin, step)
+    if _is_norm_of_other_parts(twin, step):
+        return _norm_of_other_parts(twin, step)
     return _other_clip(twin.clips[0], step.clips[0], twin)
 
 
@@ -598,6 +600,29 @@ def _clipped_otherwise_often(twin: OptimizerStep, step: OptimizerStep) -> str:
         f"clipped ({here}) after {_passes(step)} of {len(step.backward)} before "
         f"{step.event.of} steps; the reference clips ({there}) after {_passes(twin)}"
     )
+
+
+def _is_norm_of_other_parts(twin: OptimizerStep, step: OptimizerStep) -> bool:
+    """Return True where gradients are clipped by the norms of other parts of them."""
+    clips = [clip for clip, _ in (*twin.clips, *step.clips)]
+    are_norms = all(clip.what == "clip_grad_norm_" for clip in clips)
+    is_same_work = len(twin.backward) == len(step.backward)
+    return are_norms and is_same_work and len(twin.clips) != len(step.clips)
+
+
+def _norm_of_other_parts(twin: OptimizerStep, step: OptimizerStep) -> str:
+    here = _called(step.clips[0][0])
+    there = _called(twin.clips[0][0])
+    return (
+        f"clipped ({here}) by {_norms(step)} before {step.event.of} steps; the reference "
+        f"clips ({there}) by {_norms(twin)}"
+    )
+
+
+def _norms(step: OptimizerStep) -> str:
+    if len(step.clips) == 1:
+        return "one norm of all gradients"
+    return f"{len(step.clips)} norms, each of a part of the gradients"
 
 
 def _passes(step: OptimizerStep) -> str:

@@ -352,7 +352,8 @@ def misread(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | No
     """
     flow = sides.candidate
     value = rejoin.value
-    if value.key in region:
+    # its own elements in other places are no other value
+    if value.key in region or rejoin.twin.key in sides.all_twins(value):
         return None
     meant = [
         other

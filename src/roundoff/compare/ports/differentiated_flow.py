@@ -10,9 +10,16 @@ call reads a value to which it hands nothing on, the gradient that is lost there
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +61,12 @@ _WITHOUT_CALL = operators_that("hand the gradient on without a call")
 
 Key = TypeVar("Key")
 
+#: Recorded gradients with what they may be of that are begun with, at most.
+MOST_STARTS = 48
+#: Values that one of them may be of.
+MOST_ALIKE = 12
+#: Gradients of fewer elements may be others'.
+FEWEST = 8
 #: Lines that detach values, each tried as the only one that means it, at most.
 MOST_LINES = 8
 
@@ -211,31 +224,71 @@ def differentiated(flow: Flow, limit: float, least: float) -> DifferentiatedFlow
 
 
 def differentiated_rightly(
-    flow: Flow, is_right: Callable[[Mapping[str, Tensor]], bool]
+    flow: Flow,
+    is_right: Callable[[Mapping[str, Tensor]], bool],
+    agreeing: Container[int],
 ) -> DifferentiatedFlow | None:
     """Return a forward pass under autograd that gives right gradients, whatever was recorded.
 
     With what goes back to each value, and through each read of one. None where it cannot
     run, or gives none that ``is_right``: gradients by the names of their parameters.
+
+    It begins with the loss, or with a recorded gradient that is ``agreeing`` with the
+    reference's: a loss in logarithms of zeros has none that autograd could give.
     """
     end = last_result(flow)
     if end is None or end.row.numel != 1:
         return None
     try:
         for way in _ways(flow):
-            whole = _Run(flow, way)
-            plain = whole.run(end)
-            edges = frozenset(whole.doubtful)
-            standing = frozenset(whole.standing)
-            for cut in dict.fromkeys([frozenset[Edge](), standing, edges]):
-                found = plain
-                if cut:
-                    found = _Run(flow, replace(way, cut=cut)).run(end)
-                if is_right(found.gradients):
-                    return _Run(flow, found.way, is_whole=True).run(end)
+            found = _rightly(flow, way, end, is_right, agreeing)
+            if found is not None:
+                return found
     except CannotRun:
         return None
     return None
+
+
+def _rightly(
+    flow: Flow,
+    way: _Way,
+    end: Value,
+    is_right: Callable[[Mapping[str, Tensor]], bool],
+    agreeing: Container[int],
+) -> DifferentiatedFlow | None:
+    whole = _Run(flow, way)
+    plain = whole.run(end)
+    edges = frozenset(whole.doubtful)
+    standing = frozenset(whole.standing)
+    for cut in dict.fromkeys([frozenset[Edge](), standing, edges]):
+        way = replace(way, cut=cut)
+        found = _Run(flow, way).run(end) if cut else plain
+        if is_right(found.gradients):
+            return _Run(flow, way, is_whole=True).run(end)
+        for value, gradient in islice(_starts(found, agreeing), MOST_STARTS):
+            if is_right(found.given(value.key, gradient)):
+                return _Run(flow, way, is_whole=True).run(value, gradient)
+    return None
+
+
+def _starts(
+    found: DifferentiatedFlow, agreeing: Container[int]
+) -> Iterator[tuple[Value, Tensor]]:
+    """Yield recorded gradients that agree with the reference's, each with what it may be of.
+
+    The first of them, going back, and the last values of their shape that hand it on.
+    """
+    flow = found.flow
+    values = list(flow.in_order())
+    later = [v for v in reversed(values) if v.key in found.tensors and v.is_call]
+    going_back = [v for v in values if v.row.phase == "backward" and v.key in agreeing]
+    for recorded in going_back:
+        gradient = flow.tensor(recorded.key)
+        if gradient is None or gradient.numel() < FEWEST or recorded.says_nothing:
+            continue
+        alike = [v for v in later if found.tensors[v.key].shape == gradient.shape]
+        for value in islice((v for v in alike if found.hands_on(v.key)), MOST_ALIKE):
+            yield value, gradient
 
 
 def _attempts(
@@ -500,8 +553,11 @@ class _Run:
         self.standing: set[Edge] = set()
         self._program = TracedProgram(flow, self._tensors)
 
-    def run(self, end: Value) -> DifferentiatedFlow:
-        """Run all. Raises ``CannotRun``."""
+    def run(self, end: Value, gradient: Tensor | None = None) -> DifferentiatedFlow:
+        """Run all, and differentiate ``end``, to which ``gradient`` goes back, or ones.
+
+        Raises ``CannotRun``.
+        """
         parameters: dict[str, Tensor] = {}
         for leaf in leaves_of_pass(self.flow):
             tensor = self._kept(leaf.row)
@@ -516,6 +572,8 @@ class _Run:
         if result is None or not result.requires_grad:
             raise CannotRun("its result has no gradient")
         ones = torch.ones_like(result)
+        if gradient is not None:
+            ones = gradient.detach().to(result.dtype)
         made = self._tensors if self._is_whole else {}
         made = {key: each for key, each in made.items() if each.requires_grad}
         return DifferentiatedFlow(

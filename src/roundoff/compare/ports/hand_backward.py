@@ -69,7 +69,7 @@ def blamed_by_hand(sides: Sides, wrong: Sequence[int]) -> Blamed | None:
         sides: with the tensors of both passes.
         wrong: keys of the candidate's gradients that differ.
     """
-    found = differentiated_rightly(sides.candidate, _Wanted(sides).are)
+    found = differentiated_rightly(sides.candidate, _Wanted(sides).are, sides.twins)
     return None if found is None else _Search(sides, found, wrong).blamed()
 
 

@@ -303,7 +303,12 @@ def turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
 
 
 def _backwards(content: Tensor, held: Tensor) -> Iterator[Tensor]:
-    """Yield the values of one tensor in the shape of another, backwards along some axes."""
+    """Yield the values of one tensor in the shape of another, backwards along some axes.
+
+    None for one that is the other as it is: what reads it is wrong then, not the loader.
+    """
+    if content.shape == held.shape and torch.equal(content, held):
+        return
     for layout in turned(content, held):
         for axes in backward_axes(layout):
             yield layout.flip(axes)

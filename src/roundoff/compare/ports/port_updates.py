@@ -45,8 +45,11 @@ class _Parameters:
 
     @property
     def is_left(self) -> bool:
-        """True where nothing writes any of them."""
-        return self.ends == self.starts
+        """True where nothing writes any of them.
+
+        One in the memory of another is there from the first write on.
+        """
+        return not any(row.is_call for row in self.ends)
 
 
 @dataclass(frozen=True, slots=True)

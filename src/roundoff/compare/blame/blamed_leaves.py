@@ -306,12 +306,15 @@ def _backwards(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     """Yield the values of one tensor in the shape of another, backwards along some axes.
 
     None for one that is the other as it is: what reads it is wrong then, not the loader.
+    One whose axes a loader has put in another order may lack a turn in space, along
+    several axes; along one alone a line would turn what it is multiplied with.
     """
     if content.shape == held.shape and torch.equal(content, held):
         return
     for layout in turned(content, held):
         for axes in backward_axes(layout):
-            yield layout.flip(axes)
+            if len(axes) > 1 or content.shape == held.shape:
+                yield layout.flip(axes)
 
 
 def _gates_of(content: Tensor, held: Tensor) -> Iterator[Tensor]:

@@ -51,6 +51,8 @@ NEXT = 4
 #: A turn of what the reference does at once has at least so many elements: all of eight
 #: within a limit of 2**-14 of some turn's are not there by chance, of two or three may be.
 FEWEST_IN_TURN = 8
+#: Of larger values only the turns that lie one after the other are looked at.
+MOST_SORTED = 10**6
 #: Values that are tried in parameters, at most.
 TRIALS = 200
 #: How a parameter holds all of another's values.
@@ -410,7 +412,8 @@ def _sorted_turns(whole: Tensor, numel: int) -> Tensor:
     values = in_reals(whole.detach()).to(torch.float64)
     count = values.numel() // numel
     turns = [values.reshape(count, -1)]
-    for axis, size in enumerate(values.shape):
+    is_small = values.numel() <= MOST_SORTED
+    for axis, size in enumerate(values.shape if is_small else ()):
         if size % count == 0:
             before, after = values.shape[:axis], values.shape[axis + 1 :]
             first = values.reshape(*before, count, size // count, *after)

@@ -206,8 +206,8 @@ class _Search:
         handed: dict[int, Value] = {}
         waiting = [key for head in heads for key in head.inputs]
         while waiting:
-            value = self._flow.values[waiting.pop()]
-            if value.row.phase != _BACKWARD:
+            value = self._flow.values.get(waiting.pop())
+            if value is None or value.row.phase != _BACKWARD:
                 continue
             if self._is_by_hand(value):
                 handed[value.key] = value
@@ -248,9 +248,9 @@ class _Search:
         try:
             changed = self._program.again({}, {value.key: gradient.to(held.dtype)})
             for row, tensor in changed:
-                made = self._flow.values[row.record]
                 if row.record not in self._region:
                     continue
+                made = self._flow.values[row.record]
                 if self._is_gradient(made, tensor):
                     gained += 1
                     since = 0
@@ -294,10 +294,12 @@ class _Search:
         if calls:
             return calls[0]
         # a tensor of which views were written
-        written = [flow.values[key] for value in by_hand for key in value.inputs[:1]]
-        handed = [flow.values[key] for value in values for key in value.inputs]
-        handed = [value for value in handed if self._is_by_hand(value)]
-        return max(written or handed, key=lambda value: value.order, default=None)
+        written = [key for value in by_hand for key in value.inputs[:1]]
+        handed = [key for value in values for key in value.inputs]
+        handed = [key for key in handed if key in flow.values]
+        handed = [key for key in handed if self._is_by_hand(flow.values[key])]
+        named = [flow.values[key] for key in written or handed if key in flow.values]
+        return max(named, key=lambda value: value.order, default=None)
 
 
 def _gradients(found: DifferentiatedFlow) -> Iterator[_Gradient]:

@@ -371,8 +371,10 @@ def _as_written(sides: Sides, difference: Difference) -> Difference:
     written = last_named(flow.step.rows).get(name)
     if written is None or not written.is_call:
         return difference
-    [first, *_], _, _ = buffers(sides)
-    twin = sides.reference.values[first]
+    ours, _, _ = buffers(sides)
+    if not ours:
+        return difference
+    twin = sides.reference.values[ours[0]]
     words = f"it writes something else to {name} than the reference to {twin.row.name}"
     value = flow.values[written.record]
     return replace(difference, blamed=Blamed(value, twin, words, is_operator=True))

@@ -107,6 +107,7 @@ Trait = Literal[
     "grow with their argument",
     "take moments",
     "add up terms",
+    "add up a gradient in further results",
     "average targets",
     "clamp",
     "hand on in decompositions",
@@ -304,6 +305,10 @@ _TRAITS: dict[Trait, str] = {
         sum mean cumsum embedding_dense_backward index_add scatter_add mm bmm addmm
         baddbmm addbmm mv addmv dot vdot matmul linear convolution
         convolution_backward""",
+    # the gradients of parameters, beside that of what the layer works on
+    "add up a gradient in further results": """
+        convolution_backward native_batch_norm_backward native_layer_norm_backward
+        native_group_norm_backward""",
     # add elements of several: what is near may cancel
     "add or subtract": "add sub rsub lerp addcmul addcdiv",
     "normalize": "native_layer_norm native_batch_norm native_group_norm _fused_rms_norm",

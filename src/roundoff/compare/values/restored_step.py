@@ -37,17 +37,13 @@ MOST_THREADS = 256
 #: what one call rounds another way all that follow are made of.
 SAME = 2.0**-17
 
-#: Backward calls whose results but for the first are sums of the gradient that they read.
-_WITH_SUMS = frozenset(
-    {
-        "convolution_backward",
-        "native_batch_norm_backward",
-        "native_layer_norm_backward",
-        "native_group_norm_backward",
-    }
-)
+_WITH_SUMS = operators_that("add up a gradient in further results")
 #: What they make of such sums is rounded as these are.
-_KEEP_TERMS = frozenset({"add", "add_", "clone", "detach", "mul", "div", "_to_copy"})
+_KEEP_TERMS = (
+    operators_that("move values")
+    | operators_that("pair elements")
+    | operators_that("divide")
+)
 
 _FORWARD = "forward"
 _BACKWARD = "backward"

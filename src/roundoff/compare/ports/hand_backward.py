@@ -11,21 +11,22 @@ one of them, what is made of it is right: the fault is in what that is made of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
-from roundoff.compare.ports.counterparts import Counterparts, counterparts, named_leaves
+from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.differentiated_flow import (
     DifferentiatedFlow,
     differentiated_rightly,
 )
 from roundoff.compare.ports.port_results import (
+    GradientPair,
     gradient_pairs,
     gradients_left,
-    least_gradient,
+    pairs_far_apart,
 )
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import (
@@ -321,29 +322,23 @@ class _Wanted:
     def __init__(self, sides: Sides) -> None:
         self._sides = sides
         pairs = gradient_pairs(sides, gradients_left)
-        self._wanted: list[tuple[Counterparts, Sketch]] = []
-        for each in counterparts(sides):
-            pair = pairs.get(each.ours[0])
-            if pair is not None and pair.sketch is not None:
-                self._wanted.append((each, pair.sketch))
+        self._wanted = [
+            (each, pairs[each.ours[0]])
+            for each in counterparts(sides)
+            if each.ours[0] in pairs
+        ]
         self._leaves = named_leaves(sides.candidate)
 
     def are(self, gradients: Mapping[str, Tensor]) -> bool:
         """Return True for these gradients by name; small ones may be rounding."""
-        largest = max((sketch.size for _, sketch in self._wanted), default=0.0)
-        least = least_gradient(self._sides) * largest
-        return bool(self._wanted) and all(
-            self._apart(each, sketch, gradients) * sketch.size
-            <= self._sides.limit * max(sketch.size, least)
-            for each, sketch in self._wanted
-        )
-
-    def _apart(
-        self, each: Counterparts, wanted: Sketch, gradients: Mapping[str, Tensor]
-    ) -> float:
-        parts = [self._gradient(name, gradients) for name in each.theirs]
-        sketch = sketch_of_tensor(torch.cat(parts))
-        return 1.0 if sketch is None else wanted.distance(sketch)
+        pairs: dict[str, GradientPair] = {}
+        for each, pair in self._wanted:
+            parts = [self._gradient(name, gradients) for name in each.theirs]
+            twin = sketch_of_tensor(torch.cat(parts))
+            if twin is None:
+                return False  # not finite
+            pairs[each.ours[0]] = replace(pair, twin=twin)
+        return bool(pairs) and not pairs_far_apart(self._sides, pairs)
 
     def _gradient(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
         if name in gradients:

@@ -16,6 +16,7 @@ from torch import Tensor
 from roundoff.compare.ports.counterparts import joined_sketch, named_leaves
 from roundoff.compare.ports.port_results import Results
 from roundoff.compare.records.recorded_rows import last_named
+from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -99,7 +100,8 @@ def _change(flow: Flow, buffers: Sequence[Value]) -> Tensor | None:
         after = flow.tensor(value.key)
         if before is None or after is None or before.shape != after.shape:
             return None
-        changes.append((after.to(torch.float64) - before.to(torch.float64)).reshape(-1))
+        ends = in_reals(after).to(torch.float64), in_reals(before).to(torch.float64)
+        changes.append((ends[0] - ends[1]).reshape(-1))
     return torch.cat(changes)
 
 

@@ -129,7 +129,7 @@ def rejoin_of(
         agrees, gained = trials.outcome(
             {}, transplant.tensors, to_the_end=True, is_patient=transplant.is_in_parts
         )
-        if not agrees and search.is_no_chance(transplant):
+        if not agrees and search.are_of_the_same(transplant.value, transplant.twin):
             agrees, _ = trials.trusting().outcome({}, transplant.tensors)
         if len(gained) > most or (agrees and len(gained) == most):
             best = transplant
@@ -177,14 +177,11 @@ class _Search:
         self._lost = self._lost_by_size()
         self._kinds: dict[object, list[Value]] = {}
 
-    def is_no_chance(self, transplant: _Transplant) -> bool:
-        """Return True where a loss alone, one number, that agrees with it says enough.
+    def are_of_the_same(self, value: Value, twin: Value) -> bool:
+        """Return True where both programs make a value of the same values that agree.
 
-        Both programs make the value of the same values that agree.
+        Then a loss alone, one number, that agrees with it says enough.
         """
-        return self._are_of_the_same(transplant.value, transplant.twin)
-
-    def _are_of_the_same(self, value: Value, twin: Value) -> bool:
         sides = self._sides
         made_of = _made_of(sides.candidate, value, sides.twins)
         twins = {
@@ -253,7 +250,7 @@ class _Search:
             others = (
                 [*twins, *self._read_by_reference(value)] if value.is_number else []
             )
-            others = [twin for twin in others if self._are_of_the_same(value, twin)]
+            others = [twin for twin in others if self.are_of_the_same(value, twin)]
             twins = [*self._equal_in_other_places(value, held), *others]
         ours = _as_large(self._turns.of(value), value)
         seen: set[int] = set()

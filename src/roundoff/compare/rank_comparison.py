@@ -37,6 +37,7 @@ from roundoff.compare.portions.comparison import (
 from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.port_comparison import by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
+    agreeing_by_values,
     compared_as_another_layer,
     compared_by_values,
     has_other_parameters,
@@ -356,9 +357,13 @@ class _RankComparison:
             if by_values is not None:
                 return self._believed(by_values, step, before)
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
-        if by_hands or not is_same_before or self._is_explained(step):
+        if by_hands or not is_same_before:
             return rows
-        by_values = compared_by_values(sides, rows)
+        by_values = None
+        if not self._is_explained(step, but="other loop"):
+            by_values = agreeing_by_values(sides, rows)
+        if by_values is None and not self._is_explained(step):
+            by_values = compared_by_values(sides, rows)
         return rows if by_values is None else self._believed(by_values, step, before)
 
     def _as_another_layer(
@@ -393,15 +398,16 @@ class _RankComparison:
         self.causes = [cause for cause in self.causes if cause.step != step]
         return by_values
 
-    def _is_explained(self, step: int) -> bool:
+    def _is_explained(self, step: int, but: str | None = None) -> bool:
         """Return True where a step was fed or given something else, or lacks work.
 
         A gradient that is cut may follow from what the forward pass does otherwise, and
-        an operator that one program lacks from how the other writes it.
+        an operator that one program lacks from how the other writes it; ``but``: the
+        label of what says nothing either.
         """
         causes = [cause for cause in self.causes if cause.step == step]
         return any(
-            cause.kind != OPERATORS and cause.label != "gradient cut"
+            cause.kind != OPERATORS and cause.label not in ("gradient cut", but)
             for cause in causes
         )
 

@@ -292,6 +292,18 @@ def values_compared(steps: RecordedSides) -> ValuesCompared:
     return ValuesCompared(sides, _differences(sides))
 
 
+def agreeing_results(steps: RecordedSides) -> ValuesCompared | None:
+    """Return the comparison by values of one step where no recorded result differs; else None.
+
+    Outputs, gradients and buffers are looked at first: nothing is asked of a step in which
+    they differ.
+    """
+    sides = _values_of(steps)
+    if any(results(sides)[0] for results in (outputs, buffers, gradients)):
+        return None
+    return ValuesCompared(sides, _differences(sides))
+
+
 def _values_of(steps: RecordedSides) -> Sides:
     reference = flow_of(steps.reference)
     candidate = flow_of(steps.candidate)

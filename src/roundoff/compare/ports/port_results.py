@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.ports.counterparts import counterparts, joined_sketch
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.records.value_sketch import Sketch
@@ -38,6 +39,8 @@ def outputs(sides: Sides) -> Results:
     theirs = last_result(sides.candidate)
     if ours is None or theirs is None:
         return [], [], _FORWARD
+    if _have_same_sum(sides):
+        return [], [], _FORWARD
     if _is_reduced_later(ours, theirs, sides.limit):
         return [], [], _FORWARD
     if _ends_differ(sides, ours, theirs):
@@ -53,6 +56,14 @@ def outputs(sides: Sides) -> Results:
     if ours_is_formula and _is_of_values_alone(sides.candidate, other_end, sides.twins):
         return [], [], _FORWARD
     return [end.key], [other_end.key], _FORWARD
+
+
+def _have_same_sum(sides: Sides) -> bool:
+    """Return True where one program goes back from the sum of the losses of the other."""
+    reference = sides.reference.step.rows
+    candidate = sides.candidate.step.rows
+    is_other_number = len(losses_of(reference)) != len(losses_of(candidate))
+    return is_other_number and have_same_losses(reference, candidate)
 
 
 def _differ_in_sign(end: Value, other_end: Value, limit: float) -> bool:

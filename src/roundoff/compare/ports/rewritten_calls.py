@@ -19,6 +19,7 @@ from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
 from roundoff.compare.ports.port_comparison import (
     ValuesCompared,
+    agreeing_results,
     explained_by_values,
     values_compared,
 )
@@ -33,6 +34,9 @@ _BACKWARD = "backward"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 _MOVES = operators_that("move values")
+#: A call that is this far off, relative to what it should be, shows in a result that is made
+#: of it, unless another call makes up for it.
+LARGE = 1e-3
 #: Fewer elements are in another order by chance.
 _FEWEST = 8
 
@@ -72,6 +76,31 @@ def compared_by_values(
         return None
     is_left_out = first.looks_like == "missing operator"
     return explained_by_values(sides, suspect=first.record, is_left_out=is_left_out)
+
+
+def agreeing_by_values(
+    sides: Sides, rows: Sequence[ComparedRow]
+) -> list[ComparedRow] | None:
+    """Return the rows of a step in which names blame a forward call, and all results agree.
+
+    Of two calls that do the same together each differs from the other program's by itself.
+    What is far off, shows in a result; what hardly is may be a fault that results hide.
+
+    Args:
+        sides: the first step in which the programs differ by name.
+        rows: of it, by name.
+    """
+    if sides.reference.tensors is None or sides.candidate.tensors is None:
+        return None
+    first = next((row for row in rows if row.cause == OWN), None)
+    if first is None or first.phase != _FORWARD or (first.call or 0) < 0:
+        return None
+    if (first.error or 0.0) < LARGE:
+        return None
+    compared = agreeing_results(sides)
+    if compared is None or not compared.compares_all_gradients:
+        return None
+    return compared.rows() if _agree(sides, rows, compared) else None
 
 
 def _is_told(row: ComparedRow) -> bool:

@@ -85,6 +85,7 @@ NETWORKS = (
     "densenet",
     "vae",
     "deepspeech",
+    "sasrec",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -116,6 +117,7 @@ KEPT_APART = (
     "densenet",
     "vae",
     "deepspeech",
+    "sasrec",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

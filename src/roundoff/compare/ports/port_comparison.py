@@ -39,6 +39,7 @@ from roundoff.compare.judging.explain import Sides as RecordedSides
 from roundoff.compare.judging.step_causes import CAUSE_ADVICE, listed, with_line
 from roundoff.compare.judging.symptoms import ADVICE
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.step_results import have_same_losses
 from roundoff.compare.pairing.alignment import (
     EQUIVALENT,
     MATCHED,
@@ -235,7 +236,18 @@ class ValuesCompared:
         ends = last_result(self.sides.reference), last_result(self.sides.candidate)
         if self.differences or None in ends:
             return False
-        return all(record in self.sides.twins for record in results)
+        return all(map(self._is_computed_there, results))
+
+    def _is_computed_there(self, record: int) -> bool:
+        """Return True where a call of the reference gives a value of the candidate.
+
+        A copy that should have changed, and did not, is as its source was before.
+        """
+        value = self.sides.candidate.values.get(record)
+        if value is None:
+            return False
+        twins = map(self.sides.reference.values.get, self.sides.all_twins(value))
+        return any(twin is not None and twin.is_call for twin in twins)
 
     @property
     def compares_all_gradients(self) -> bool:
@@ -295,9 +307,11 @@ def values_compared(steps: RecordedSides) -> ValuesCompared:
 def agreeing_results(steps: RecordedSides) -> ValuesCompared | None:
     """Return the comparison by values of one step where no recorded result differs; else None.
 
-    Outputs, gradients and buffers are looked at first: nothing is asked of a step in which
-    they differ.
+    Losses, outputs, gradients and buffers are looked at first: nothing is asked of a step
+    in which they differ.
     """
+    if not have_same_losses(steps.reference.rows, steps.candidate.rows):
+        return None
     sides = _values_of(steps)
     if any(results(sides)[0] for results in (outputs, buffers, gradients)):
         return None

@@ -37,6 +37,7 @@ from roundoff.compare.records.value_sketch import (
 )
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.tensors.structure import fewer_digits
+from roundoff.compare.values.padded_rows import kept_rows
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
@@ -975,10 +976,22 @@ def _same_places(sides: Sides, twin: int, key: int) -> bool:
         ours = sides.reference.tensor(value.key)
         if ours is None or same_layout(ours, theirs):
             return True
+        if _same_but_for_padding(sides, ours, theirs):
+            return True
         if value.computes or len(value.inputs) != 1:
             return False
         value = sides.reference.values.get(value.inputs[0])
     return False
+
+
+def _same_but_for_padding(sides: Sides, ours: Tensor, theirs: Tensor) -> bool:
+    """Return True where two values agree in the places of a batch that count."""
+    return any(
+        same_layout(kept, other)
+        for mask in sides.padding
+        for kept in kept_rows(ours, mask)
+        for other in kept_rows(theirs, mask)
+    )
 
 
 def _is_in_place(sides: Sides, value: Value) -> bool:

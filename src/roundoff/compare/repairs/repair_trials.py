@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ from roundoff.compare.repairs.call_edits import (
     proposals,
 )
 from roundoff.compare.values.fault_lines import alike_inside
+from roundoff.compare.values.padded_rows import kept_rows, kept_values
 from roundoff.compare.values.traced_calls import (
     BEFORE,
     Edit,
@@ -183,6 +184,8 @@ class Goal:
             value of the same formula, which no repair makes equal: where one is not,
             lost values that are there now speak for it.
         held: what results are to be element by element, where that is known.
+        kept: where elements of a result count, if not all do.
+        padding: masks of places that count for something: see ``padded_rows``.
         is_trusting: a result of few elements agrees by no chance.
     """
 
@@ -192,6 +195,8 @@ class Goal:
     ends: Ends
     needed: frozenset[int] = frozenset()
     held: Mapping[int, Tensor] = field(default_factory=dict)
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
+    padding: Sequence[Tensor] = ()
     is_trusting: bool = False
 
     def is_reached(self, right: Collection[int], gained: Collection[int]) -> bool:
@@ -202,8 +207,16 @@ class Goal:
         return len(right) == len(self.ends) or is_enough
 
     def gains(self, tensor: Tensor) -> list[int]:
-        """Return the reference's values that a new value is."""
+        """Return the reference's values that a new value is, or is but for its padding."""
         tensor = in_reals(tensor)
+        kept = (rows for mask in self.padding for rows in kept_rows(tensor, mask))
+        for each in chain([tensor], kept):
+            gained = self._gained(each)
+            if gained:
+                return gained
+        return []
+
+    def _gained(self, tensor: Tensor) -> list[int]:
         if not tensor.is_floating_point() or tensor.numel() < FEWEST:
             return []
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
@@ -219,6 +232,9 @@ class Goal:
         """Return True for a result that agrees, up to ``factor`` times what is allowed."""
         if record not in self.ends:
             return False
+        kept = self.kept.get(record)
+        if kept is not None and kept.shape == tensor.shape:
+            tensor = tensor[kept]
         if record in self.held:
             [(_, limit)] = self.ends[record]
             return apart(self.held[record], tensor) <= factor * limit
@@ -445,9 +461,14 @@ def trials_of(sides: Sides, ends: Ends, needed: Iterable[int]) -> Trials:
     ``ends`` and ``needed``: see ``Goal``.
     """
     lost = _lost(sides)
-    index = SketchIndex((v.key, v.sketch) for v in lost if v.sketch is not None)
+    sketches = [(v.key, v.sketch) for v in lost if v.sketch is not None]
+    keys = {value.key for value in lost}
+    kept = kept_values(sides.reference, sides.padding)
+    sketches += [(each.key, each.sketch) for each in kept if each.key in keys]
+    index = SketchIndex(sketches)
     first = lost[0].key if lost else None
-    goal = Goal(index, first, sides.limit, ends, frozenset(needed) & ends.keys())
+    is_needed = frozenset(needed) & ends.keys()
+    goal = Goal(index, first, sides.limit, ends, is_needed, padding=sides.padding)
     return Trials(TracedProgram(sides.candidate), goal)
 
 

@@ -42,6 +42,7 @@ from roundoff.compare.values.learnt_layouts import (
     orders_of,
     stand_in,
 )
+from roundoff.compare.values.padded_rows import places_kept
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
@@ -152,17 +153,39 @@ def trials_of_value(
     flow = sides.candidate
     key = rejoin.value.key
     present = flow.tensor(key)
-    sketch = sketch_of_tensor(rejoin.held)
+    wanted = rejoin.held
+    counts: dict[int, Tensor] = {}
+    kept = _kept_places(sides, wanted, present) if present is not None else None
+    if kept is not None and present is not None:
+        counts[key] = kept
+        wanted, present = wanted[kept], present[kept]
+    sketch = sketch_of_tensor(wanted)
     ends: dict[int, list[tuple[Sketch, float]]] = {}
     has_elements = rejoin.twin.key in sides.all_twins(rejoin.value)
-    held = {key: rejoin.held} if rejoin.agrees or has_elements else {}
+    held = {key: wanted} if rejoin.agrees or has_elements else {}
     if present is not None and sketch is not None:
-        off = apart(rejoin.held, present)
+        off = apart(wanted, present)
         ends[key] = [(sketch, min(sides.usual, off / CLEARLY))]
     made_of = upstream(flow, [key], lambda _value: True)
     only = {k for k in made_of if not flow.values[k].inner}
-    goal = Goal(SketchIndex(()), None, sides.limit, ends, frozenset(ends), held)
+    goal = Goal(SketchIndex(()), None, sides.limit, ends, frozenset(ends), held, counts)
     return Trials(TracedProgram(flow), goal, only=only, whole=whole)
+
+
+def _kept_places(sides: Sides, wanted: Tensor, present: Tensor) -> Tensor | None:
+    """Return where a value counts that has padding, and differs elsewhere; None otherwise.
+
+    Of several ways in which a mask may lie the one that leaves the least difference.
+    """
+    if wanted.shape != present.shape:
+        return None
+    best: Tensor | None = None
+    least = apart(wanted, present)
+    for kept in places_kept(wanted.shape, sides.padding):
+        off = apart(wanted[kept], present[kept])
+        if sides.limit < off < least:
+            best, least = kept, off
+    return best
 
 
 class _Search:

@@ -8,6 +8,7 @@ gradient goes on from them: then values agree that agree in the places that the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -109,6 +110,27 @@ def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
             yield tensor[mask]
     else:
         yield from _rows_of_sequences(tensor, mask)
+
+
+def places_kept(shape: Sequence[int], masks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield, for each way in which a mask fits a shape, where a tensor of it counts.
+
+    >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+    >>> [kept.shape for kept in places_kept((2, 3, 1), [mask])]
+    [torch.Size([2, 3, 1])]
+    >>> [kept[..., 0].tolist() for kept in places_kept((6, 1), [mask])]
+    [[True, False, True, True, True, False]]
+    """
+    numel = math.prod(shape)
+    if not numel:
+        return
+    places = torch.arange(numel).view(*shape)
+    for mask in masks:
+        for rows in kept_rows(places, mask):
+            kept = torch.zeros(numel, dtype=torch.bool)
+            kept[rows.reshape(-1)] = True
+            if not kept.all():
+                yield kept.view(*shape)
 
 
 def _rows_of_sequences(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:

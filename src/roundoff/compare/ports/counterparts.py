@@ -20,6 +20,7 @@ from roundoff.compare.records.value_sketch import (
     in_reals,
     sketch_of_tensor,
     together,
+    zeros_sketch,
 )
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -35,10 +36,18 @@ _COMMON = {0.0, 1.0, -1.0}
 @dataclass(frozen=True, slots=True)
 class Counterparts:
     """Names of parameters of the reference and of the candidate that hold together the
-    same values; mostly one of each."""
+    same values; mostly one of each.
+
+    Attributes:
+        ours: the reference's.
+        theirs: the candidate's.
+        numel: how many elements they have where one side leaves zeros out, such as the row
+            of the padding: those of the other side.
+    """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
+    numel: int | None = None
 
 
 def counterparts(sides: Sides) -> list[Counterparts]:
@@ -50,9 +59,10 @@ def counterparts(sides: Sides) -> list[Counterparts]:
     alone = [Counterparts((name,), (other,)) for name, other in pairs]
     found = sides.together.get(tuple(pairs))
     if found is None:
-        found = [(each.ours, each.theirs) for each in _together(sides, pairs)]
+        joined = _together(sides, pairs)
+        found = [(each.ours, each.theirs, each.numel) for each in joined]
         sides.together[tuple(pairs)] = found
-    return [*alone, *(Counterparts(ours, theirs) for ours, theirs in found)]
+    return [*alone, *(Counterparts(*each) for each in found)]
 
 
 def same_parameters(sides: Sides) -> list[tuple[str, str]]:
@@ -136,23 +146,29 @@ def _with_gradient(flow: Flow) -> set[str]:
 
 
 def joined_sketch(
-    flow: Flow, names: Sequence[str], values: Mapping[str, Value]
+    flow: Flow,
+    names: Sequence[str],
+    values: Mapping[str, Value],
+    numel: int | None = None,
 ) -> Sketch | None:
     """Return the sketch of what belongs to several parameters, such as their gradients.
 
     As exact as those of each; None where one is not known. A parameter that has none
-    counts with zeros where tensors were kept, unless it is the only one.
+    counts with zeros where tensors were kept, unless it is the only one. With ``numel``
+    zeros fill up what is fewer elements.
     """
     sketches = [values[name].sketch for name in names if name in values]
     known = [sketch for sketch in sketches if sketch is not None]
-    if len(names) == 1:
+    leaves = named_leaves(flow)
+    lacking = (numel or 0) - sum(leaves[name].row.numel or 0 for name in names)
+    if len(names) == 1 and lacking <= 0:
         return next(iter(sketches), None)
     if len(known) < len(sketches):
         return None
     if not all(sketch.exact for sketch in known):
-        return together(known) if len(known) == len(names) else None
-    leaves = named_leaves(flow)
-    parts = []
+        zeros = [zeros_sketch(lacking)] if lacking > 0 else []
+        return together([*known, *zeros]) if len(known) == len(names) else None
+    parts = [torch.zeros(max(lacking, 0))]
     for name in names:
         if name not in values:
             parts.append(torch.zeros(leaves[name].row.numel or 0))
@@ -174,11 +190,11 @@ def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterpar
     links = _links(ours, theirs) | {(b, a) for a, b in _links(theirs, ours)}
     found = []
     for names, others in _components(links):
-        have_all = _hold_the_same(
-            [ours[name] for name in names], [theirs[name] for name in others]
-        )
-        if have_all:
-            found.append(Counterparts(names, others))
+        one = np.concatenate([ours[name] for name in names])
+        other = np.concatenate([theirs[name] for name in others])
+        if _hold_the_same(one, other):
+            numel = None if len(one) == len(other) else max(len(one), len(other))
+            found.append(Counterparts(names, others, numel))
     return found
 
 
@@ -242,8 +258,10 @@ def _components(
     return sorted(components)
 
 
-def _hold_the_same(ours: Sequence[Array], theirs: Sequence[Array]) -> bool:
-    if sum(map(len, ours)) != sum(map(len, theirs)):
+def _hold_the_same(one: Array, other: Array) -> bool:
+    """Return True for the same values in any order; one side may leave zeros out."""
+    if len(one) != len(other):
+        one, other = one[one != 0], other[other != 0]
+    if len(one) != len(other) or one.dtype != other.dtype:
         return False
-    one, other = (np.sort(np.concatenate(parts)) for parts in (ours, theirs))
-    return one.dtype == other.dtype and bool(np.array_equal(one, other))
+    return bool(np.array_equal(np.sort(one), np.sort(other)))

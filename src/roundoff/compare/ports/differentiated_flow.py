@@ -57,6 +57,7 @@ _FAILURES = (
 )
 _FORWARD = "forward"
 
+_UNWRITTEN = operators_that("leave memory unwritten")
 _WITHOUT_CALL = operators_that("hand the gradient on without a call")
 
 Key = TypeVar("Key")
@@ -588,10 +589,12 @@ class _Run:
         )
 
     def _kept(self, row: RecordedRow, made: Tensor | None = None) -> Tensor:
-        """Return what was recorded; else what was ``made`` again, or nothing of no elements."""
+        """Return what was recorded; else what was ``made`` again, or memory without values."""
         tensor = self.flow.tensor(row.record)
-        if tensor is None and made is None and row.numel == 0:
-            made = torch.empty(tuple(row.shape or ()))
+        is_blank = row.numel == 0 or row.base_operator in _UNWRITTEN
+        if tensor is None and made is None and is_blank:
+            dtype = getattr(torch, row.dtype or "", None)
+            made = torch.zeros(tuple(row.shape or ()), dtype=dtype)
         tensor = made if tensor is None else tensor
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")

@@ -334,6 +334,8 @@ class _Wanted:
         pairs: dict[str, GradientPair] = {}
         for each, pair in self._wanted:
             parts = [self._gradient(name, gradients) for name in each.theirs]
+            lacking = (each.numel or 0) - sum(part.numel() for part in parts)
+            parts.append(parts[0].new_zeros(max(lacking, 0)))
             twin = sketch_of_tensor(torch.cat(parts))
             if twin is None:
                 return False  # not finite

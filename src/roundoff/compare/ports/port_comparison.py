@@ -66,7 +66,8 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.ports.port_updates import lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
-from roundoff.compare.ports.scaled_gradients import blamed_scale, factor_of_gradients
+from roundoff.compare.ports.scaled_gradients import blamed_scale
+from roundoff.compare.ports.scaled_losses import scaled_loss, scaled_term
 from roundoff.compare.ports.written_buffers import buffers
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import (
@@ -620,6 +621,8 @@ def _blamed_on_tensors(
     if not sides.made_up:
         end = rejoin_of(sides, part, trials)
         repaired = misread(sides, end, part.region) if end is not None else None
+        if repaired is None and end is not None and not end.agrees:
+            repaired = _scaled(sides, part, trials)
         if repaired is None and end is not None:
             repaired = _repaired(sides, part, trials, end)
         if repaired is not None:
@@ -633,6 +636,19 @@ def _blamed_on_tensors(
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )
+
+
+def _scaled(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return where a term of the loss gets a factor; an edit that takes it away, if one does."""
+    scaled = scaled_term(sides, part)
+    if scaled is None:
+        return None
+    trials.left = BUDGET
+    region = Region(part.region, part.expected)
+    repair = best_repair(sides, trials, region, lambda: None)
+    if isinstance(repair, Repair) and repair.ends:
+        return blamed_for(sides, repair, part.region, part.reference)
+    return scaled
 
 
 def _is_right_with(sides: Sides, trials: Trials, blamed: Blamed) -> bool:
@@ -732,7 +748,7 @@ def _tried(
         missing = missing or _behind(sides, part, end, likely)
         if missing is not None:
             return missing
-    scaled = _scaled_loss(sides)
+    scaled = scaled_loss(sides)
     if scaled is not None:
         return scaled
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
@@ -746,34 +762,6 @@ def _tried(
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
-
-
-def _scaled_loss(sides: Sides) -> Blamed | None:
-    """Return where a factor comes in by which a loss and all gradients are off alike."""
-    ours, theirs, _ = gradients(sides)
-    blamed = blamed_scale(sides, ours, theirs) if ours and theirs else None
-    if blamed is None:
-        return None
-    ends = last_result(sides.reference), last_result(sides.candidate)
-    sizes = [end.sketch.size for end in ends if end is not None and end.sketch]
-    factor = factor_of_gradients(sides, ours)
-    if len(sizes) < len(ends) or factor is None:
-        return None
-    if abs(sizes[1] - abs(factor) * sizes[0]) > sides.limit * sizes[1]:
-        return None
-    flow = sides.candidate
-
-    def is_wrong(value: Value) -> bool:
-        return value.key not in sides.twins and value.row.phase == _BACKWARD
-
-    behind = upstream(flow, [blamed.value.key], is_wrong)
-    made = [flow.values[key] for key in behind if flow.values[key].computes]
-    first = min(made, key=lambda value: value.order, default=blamed.value)
-    words = (
-        f"the loss is {factor:.6g} times the reference's, and so are all gradients from "
-        "here on"
-    )
-    return replace(blamed, value=first, evidence=words)
 
 
 def _between(sides: Sides, trials: Trials, region: Region) -> Blamed | None:

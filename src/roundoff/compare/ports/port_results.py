@@ -272,8 +272,8 @@ def gradient_pairs(
         values = tuple(ours[name] for name in each.ours if name in ours)
         twins = tuple(theirs[name] for name in each.theirs if name in theirs)
         if values and twins:
-            sketch = joined_sketch(sides.reference, each.ours, ours)
-            twin = joined_sketch(sides.candidate, each.theirs, theirs)
+            sketch = joined_sketch(sides.reference, each.ours, ours, each.numel)
+            twin = joined_sketch(sides.candidate, each.theirs, theirs, each.numel)
             pairs[each.ours[0]] = GradientPair(values, twins, sketch, twin)
     return pairs
 

@@ -53,7 +53,7 @@ def blamed_scale(
         sides.candidate, theirs, lambda value: value.key not in sides.twins
     )
     for value in sorted(map(sides.candidate.values.__getitem__, region), key=_order):
-        if not _says_something(value):
+        if not says_something(value):
             continue
         for twin in twins.get(_numel(value), ()):
             if _is_times(value, twin, factor, limit):
@@ -99,6 +99,15 @@ def _factor_of(pair: GradientPair, limit: float) -> float | None:
     return None
 
 
+def factor_between(twin: Value, value: Value, limit: float) -> float | None:
+    """Return how many times the reference's value another one is; None where it is not."""
+    if twin.sketch is None or value.sketch is None or not twin.sketch.size:
+        return None
+    factor = value.sketch.size / twin.sketch.size
+    is_it = abs(factor - 1) > limit and _is_times(value, twin, factor, limit)
+    return factor if is_it else None
+
+
 def _apart(one: Sketch, other: Sketch, factor: float) -> float:
     """Return how far ``other`` is from ``factor`` times ``one``, relative; ``factor`` > 0."""
     if one.numel != other.numel or not (one.exact and other.exact):
@@ -115,12 +124,13 @@ def _by_numel(
     region = upstream(flow, results, lambda value: value.key not in agreeing)
     found: dict[int, list[Value]] = {}
     for value in sorted(map(flow.values.__getitem__, region), key=_order):
-        if _says_something(value):
+        if says_something(value):
             found.setdefault(_numel(value), []).append(value)
     return found
 
 
-def _says_something(value: Value) -> bool:
+def says_something(value: Value) -> bool:
+    """Return True for numbers of a backward pass that agree with no others by chance."""
     return (
         value.row.phase == _BACKWARD
         and value.is_number

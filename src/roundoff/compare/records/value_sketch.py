@@ -192,6 +192,11 @@ def together(parts: Sequence[Sketch]) -> Sketch | None:
     return Sketch(numel, values, size, False, low == high, masked)
 
 
+def zeros_sketch(numel: int) -> Sketch:
+    """Return the sketch of the statistics of zeros."""
+    return Sketch(numel, np.zeros(5), 0.0, False, True, 0)
+
+
 def _repeats(values: Array) -> int:
     """Return the largest number by which the lengths of all runs of equal values divide."""
     starts = np.flatnonzero(np.diff(values)) + 1

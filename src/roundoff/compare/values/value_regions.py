@@ -64,8 +64,8 @@ class Sides:
         learnt: for two shapes how values of them that agree stand in each other: see
             ``learnt_layouts``.
         padding: masks of places that count for something: see ``padded_rows``.
-        together: names of parameters that hold the same values together, by the pairs that
-            do alone: they are looked for once.
+        together: names of parameters that hold the same values together, and how many
+            elements, by the pairs that do alone: they are looked for once.
     """
 
     reference: Flow
@@ -80,7 +80,8 @@ class Sides:
     )
     padding: tuple[Tensor, ...] = ()
     together: dict[
-        tuple[tuple[str, str], ...], list[tuple[tuple[str, ...], tuple[str, ...]]]
+        tuple[tuple[str, str], ...],
+        list[tuple[tuple[str, ...], tuple[str, ...], int | None]],
     ] = field(default_factory=dict)
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)

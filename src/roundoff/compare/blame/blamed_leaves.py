@@ -24,6 +24,7 @@ from roundoff.compare.records.parameter_content import (
     PART,
     RESHAPED,
     TRANSPOSED,
+    TURNED,
     axis_orders,
     backward_axes,
     relation,
@@ -43,6 +44,8 @@ from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
 from roundoff.ops import operators_that
 
+#: Rows at the ends of a table that a loader may leave out: of padding, of unknown words.
+MOST_LACKING = 4
 #: Parameters of a region that are tried one by one.
 MOST_LEAVES = 12
 #: Parameters that may be put together in one.
@@ -57,7 +60,7 @@ MOST_SORTED = 10**6
 #: Values that are tried in parameters, at most.
 TRIALS = 200
 #: How a parameter holds all of another's values.
-_LAYOUTS = (EQUAL, RESHAPED, TRANSPOSED, FLIPPED)
+_LAYOUTS = (EQUAL, RESHAPED, TRANSPOSED, TURNED, FLIPPED)
 #: A part of a parameter may agree though it stands in another place.
 _MOVES = operators_that("move values")
 #: Gates of a recurrent layer, in any order.
@@ -222,8 +225,10 @@ def tried_leaves(
                     break
                 trials += 1
                 if agrees(leaf, other):
-                    words = _held_in_words(sides, leaf, wanted, content, held)
-                    words += _wanted_in_words(content, held, other)
+                    words = _shifted_in_words(leaf, wanted, held, other)
+                    if words is None:
+                        words = _held_in_words(sides, leaf, wanted, content, held)
+                        words += _wanted_in_words(content, held, other)
                     return Blamed(leaf, wanted, words, other)
     return None
 
@@ -262,6 +267,9 @@ def _contents(
         elif tensor.numel() > numel and tensor.numel() % numel == 0:
             for part in _parts(tensor, tensor.numel() // numel):
                 yield leaf, part
+        elif tensor.numel() > numel:
+            for part in _stretches(tensor, numel):
+                yield leaf, part
     for (leaf, first), (_, second) in combinations(kept, 2):
         for content in _put_together(first, second, numel):
             yield leaf, content
@@ -279,6 +287,20 @@ def _parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
     for axis in range(tensor.dim()):
         if tensor.shape[axis] % count == 0:
             yield from tensor.chunk(count, axis)
+
+
+def _stretches(tensor: Tensor, numel: int) -> Iterator[Tensor]:
+    """Yield most of a tensor along an axis: without its first rows, its last ones, or both.
+
+    >>> [part.tolist() for part in _stretches(torch.arange(5), 4)]
+    [[0, 1, 2, 3], [1, 2, 3, 4]]
+    """
+    for axis, size in enumerate(tensor.shape):
+        length, rest = divmod(numel * size, tensor.numel())
+        lacking = size - length
+        if not rest and 0 < lacking <= MOST_LACKING and 2 * lacking < size:
+            for start in range(lacking + 1):
+                yield tensor.narrow(axis, start, length)
 
 
 def _joined(one: Tensor, other: Tensor) -> Iterator[Tensor]:
@@ -654,6 +676,29 @@ def _held_in_words(
         wanted_name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
         return f"{leaf.row.name} holds the reference's {names[0]}, not {wanted_name}"
     return _in_words(leaf, wanted, content, held)
+
+
+def _shifted_in_words(
+    leaf: Value, wanted: Value, held: Tensor, other: Tensor
+) -> str | None:
+    """Return by how many rows a parameter holds what it should; None where it does not."""
+    for axis, size in enumerate(held.shape):
+        for lacking in range(1, min(MOST_LACKING, (size - 1) // 2) + 1):
+            length = size - lacking
+            first = torch.equal(
+                held.narrow(axis, lacking, length), other.narrow(axis, 0, length)
+            )
+            last = torch.equal(
+                held.narrow(axis, 0, length), other.narrow(axis, lacking, length)
+            )
+            if first or last:
+                which = "later" if first else "earlier"
+                places = "place" if lacking == 1 else "places"
+                return (
+                    f"{leaf.row.name} holds the reference's {wanted.row.name} {lacking} "
+                    f"{places} {which} along axis {axis} than it should"
+                )
+    return None
 
 
 def _wanted_in_words(content: Tensor, held: Tensor, other: Tensor) -> str:

@@ -94,6 +94,7 @@ from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     CLEARLY,
+    ODD,
     SEVERAL,
     Region,
     Repair,
@@ -733,6 +734,9 @@ def _tried(
     one may, in the turns of a loop.
     """
     region = Region(part.region, part.expected)
+    odd = leaf_on_trial(sides, trials, region, of=ODD)
+    if odd is not None:
+        return odd
     repair = best_repair(sides, trials, region, lambda: _between(sides, trials, region))
     if isinstance(repair, Blamed):
         return repair

@@ -25,6 +25,8 @@ FEWEST = 4
 
 EQUAL = "equal"
 TRANSPOSED = "transposed"
+#: With an axis cut into several, which stand in another order then.
+TURNED = "turned"
 RESHAPED = "reshaped"
 FLIPPED = "flipped"
 REORDERED = "reordered"
@@ -100,7 +102,7 @@ def _in_another_layout(ours: Tensor, theirs: Tensor, allowed: float) -> Relation
     flat = ours.reshape(-1)
     for order in axis_orders(theirs):
         if _near(flat, theirs.permute(order).reshape(-1), allowed):
-            return Relation(TRANSPOSED, f"with axes {list(order)} of its shape turned")
+            return Relation(TURNED, f"with axes {list(order)} of its shape turned")
     return None
 
 

@@ -268,14 +268,18 @@ def _between(
     sides: Sides, trials: Trials, rejoin: Rejoin, region: Region
 ) -> Blamed | None:
     """Return a parameter, values that are exchanged or in another order, what is left out."""
-    return (
+    exchanged = (
         leaf_on_trial(sides, trials, region, of=PLAIN)
         or exchanged_leaves(sides, trials, region)
         or _exchanged(sides, trials, rejoin)
         or _mistaken(sides, trials, rejoin)
-        or left_out(sides, trials, rejoin)
-        or misordered(sides, trials, rejoin)
     )
+    if exchanged is not None:
+        return exchanged
+    if rejoin.twin.key in sides.all_twins(rejoin.value):
+        # the elements are right: what is left out would change them
+        return misordered(sides, trials, rejoin) or left_out(sides, trials, rejoin)
+    return left_out(sides, trials, rejoin) or misordered(sides, trials, rejoin)
 
 
 def _read(flow: Flow, rejoin: Rejoin) -> list[Value]:

@@ -34,6 +34,7 @@ from roundoff.compare.records.parameter_content import (
     FLIPPED,
     REORDERED,
     SHUFFLED,
+    TURNED,
     relation,
 )
 from roundoff.compare.records.parameter_names import name_in_module
@@ -1114,7 +1115,7 @@ def _is_odd(sides: Sides, leaf: Value) -> bool:
     kinds = set()
     for key in sides.all_twins(leaf):
         tensor = sides.reference.tensor(key)
-        how = relation(tensor, held) if tensor is not None else None
-        if how is not None:
-            kinds.add(how.kind)
-    return bool(kinds) and kinds <= {FLIPPED, REORDERED, SHUFFLED}
+        if tensor is not None:
+            how = relation(tensor, held)
+            kinds.add(SHUFFLED if how is None else how.kind)
+    return bool(kinds) and kinds <= {FLIPPED, REORDERED, SHUFFLED, TURNED}

@@ -198,12 +198,36 @@ class _Search:
                 trials += 1
                 if trials > TRIALS:
                     return None
-                if self._is_mended_with(value, gradient.tensor):
+                together = self._together(value, gradient)
+                ways = [{value.key: gradient.tensor}, *([together] if together else [])]
+                if any(self._is_mended_with(value, way) for way in ways):
                     return value, gradient
         return None
 
+    def _together(self, value: Value, gradient: _Gradient) -> dict[int, Tensor]:
+        """Return what a place of a line has to hold in all turns of a loop, by their keys.
+
+        Going back the last turn comes first. Nothing for a place without other turns, or
+        with another number of them than the place in the forward pass has.
+        """
+        flow = self._flow
+        turns = [v for v in flow.in_order() if _place_of(v) == _place_of(value)]
+        place = _place_of(flow.values[gradient.key])
+        alike = {
+            each.key: each.tensor
+            for each in self._known
+            if each.is_whole and _place_of(flow.values[each.key]) == place
+        }
+        if len(turns) < 2 or len(turns) != len(alike):
+            return {}
+        going_back = [alike[key] for key in sorted(alike, reverse=True)]
+        pairs = list(zip(turns, going_back, strict=True))
+        if any(tuple(v.row.shape or ()) != tuple(each.shape) for v, each in pairs):
+            return {}
+        return {turn.key: each for turn, each in pairs}
+
     def _handed_to(self, heads: Sequence[Value]) -> list[Value]:
-        """Return what calls by hand make and these read, behind autograd's moves of it."""
+        """Return what calls by hand make and these read, behind autograd's moves and sums."""
         handed: dict[int, Value] = {}
         waiting = [key for head in heads for key in head.inputs]
         while waiting:
@@ -212,7 +236,7 @@ class _Search:
                 continue
             if self._is_by_hand(value):
                 handed[value.key] = value
-            elif not value.computes:
+            elif not value.computes or value.operator in _SUMS:
                 waiting += value.inputs
         return list(handed.values())
 
@@ -240,14 +264,19 @@ class _Search:
         shape = tuple(value.row.shape or ())
         return self._missing.get(shape, [])[:MOST_GRADIENTS]
 
-    def _is_mended_with(self, value: Value, gradient: Tensor) -> bool:
-        """Return True where what is made of a wrong value is right if it holds this."""
+    def _is_mended_with(self, value: Value, given: Mapping[int, Tensor]) -> bool:
+        """Return True where what is made of wrong values is right if they hold these.
+
+        ``value`` is one of them.
+        """
         since = gained = 0
         held = self._flow.tensor(value.key)
         if held is None:
             return False
+        gradient = given[value.key]
+        instead = {key: each.to(held.dtype) for key, each in given.items()}
         try:
-            changed = self._program.again({}, {value.key: gradient.to(held.dtype)})
+            changed = self._program.again({}, instead)
             for row, tensor in changed:
                 if row.record not in self._region:
                     continue
@@ -301,6 +330,12 @@ class _Search:
         handed = [key for key in handed if self._is_by_hand(flow.values[key])]
         named = [flow.values[key] for key in written or handed if key in flow.values]
         return max(named, key=lambda value: value.order, default=None)
+
+
+def _place_of(value: Value) -> object:
+    """Return what values of one place of a line have in common."""
+    row = value.row
+    return row.line, value.operator, row.place, row.phase, value.inner, row.callers
 
 
 def _gradients(found: DifferentiatedFlow) -> Iterator[_Gradient]:

@@ -64,7 +64,7 @@ from roundoff.compare.ports.port_results import (
     undone_gradients,
     wide,
 )
-from roundoff.compare.ports.port_updates import lone_update, updates
+from roundoff.compare.ports.port_updates import averages, lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
 from roundoff.compare.ports.scaled_gradients import blamed_scale
 from roundoff.compare.ports.scaled_losses import scaled_loss, scaled_term
@@ -383,7 +383,8 @@ def _differences(sides: Sides) -> list[Difference]:
         closer = _seen_closer(exact) if is_weak else []
         return closer or _inside(sides, exact) or backward
     changed = backward or _lone_update(sides)
-    return changed or _first_difference(sides, (prepared_gradients, updates))
+    ends = (prepared_gradients, updates, averages)
+    return changed or _first_difference(sides, ends)
 
 
 def _as_written(sides: Sides, difference: Difference) -> Difference:

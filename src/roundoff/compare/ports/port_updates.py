@@ -23,6 +23,9 @@ from roundoff.compare.values.value_regions import Sides
 
 #: Updates of parameters agree up to this.
 UPDATE = 1e-3
+#: Averages of parameters move as far up to this: what each moves by is rounded where it is
+#: small beside the average, and what roundings add to a norm is their square.
+AVERAGE = 1e-2
 _OPTIMIZER = "optimizer"
 
 
@@ -108,6 +111,51 @@ def updates(sides: Sides) -> Results:
     ours = [row.record for each in apart for row in each.ours.ends]
     theirs = [row.record for each in apart for row in each.theirs.ends]
     return ours, theirs, _OPTIMIZER
+
+
+def averages(sides: Sides) -> Results:
+    """What the optimizer adds to copies that get no gradient, as moving averages do.
+
+    By how much they change: elements whose gradients are rounding go anywhere, as far.
+    """
+    ours: list[int] = []
+    theirs: list[int] = []
+    learnt = _with_any_gradient(sides.reference), _with_any_gradient(sides.candidate)
+    for each in counterparts(sides):
+        if learnt[0].intersection(each.ours) or learnt[1].intersection(each.theirs):
+            continue
+        copies = _parameters(sides.reference, each.ours)
+        others = _parameters(sides.candidate, each.theirs)
+        if copies is None or others is None:
+            continue
+        if not (copies.is_updated and others.is_updated):
+            continue
+        moved = _moved(sides.reference, copies)
+        moved_there = _moved(sides.candidate, others)
+        if moved is None or moved_there is None:
+            continue
+        if abs(moved - moved_there) > AVERAGE * max(moved, moved_there):
+            ours += [row.record for row in copies.ends]
+            theirs += [row.record for row in others.ends]
+    return ours, theirs, _OPTIMIZER
+
+
+def _with_any_gradient(flow: Flow) -> set[str]:
+    names = last_named(flow.step.rows)
+    return {name.removesuffix(".grad") for name in names if name.endswith(".grad")}
+
+
+def _moved(flow: Flow, parameters: _Parameters) -> float | None:
+    """Return how far parameters are from where they were; None where it was not kept."""
+    square = 0.0
+    for start, end in zip(parameters.starts, parameters.ends, strict=True):
+        before = flow.step.tensor(start.record)
+        after = flow.step.tensor(end.record)
+        if before is None or after is None or before.shape != after.shape:
+            return None
+        ends = in_reals(before).to(torch.float64), in_reals(after).to(torch.float64)
+        square += float((ends[1] - ends[0]).square().sum())
+    return math.sqrt(square)
 
 
 def _are_kept(sides: Sides, updated: _Updated) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.records.recorded_rows import last_named
 from roundoff.compare.records.value_sketch import (
     Array,
     Sketch,
@@ -192,9 +193,14 @@ def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterpar
     for names, others in _components(links):
         one = np.concatenate([ours[name] for name in names])
         other = np.concatenate([theirs[name] for name in others])
-        if _hold_the_same(one, other):
-            numel = None if len(one) == len(other) else max(len(one), len(other))
-            found.append(Counterparts(names, others, numel))
+        if not _hold_the_same(one, other):
+            continue
+        lacking = len(one) - len(other)
+        flow = sides.reference if lacking > 0 else sides.candidate
+        if lacking and not _are_zeros_kept(flow, names if lacking > 0 else others):
+            continue
+        numel = max(len(one), len(other)) if lacking else None
+        found.append(Counterparts(names, others, numel))
     return found
 
 
@@ -256,6 +262,21 @@ def _components(
             grown = bool(reached)
         components.append((tuple(sorted(ours)), tuple(sorted(theirs))))
     return sorted(components)
+
+
+def _are_zeros_kept(flow: Flow, names: Sequence[str]) -> bool:
+    """Return True where no gradient reaches what is zero: biases begin with zeros too."""
+    leaves = named_leaves(flow)
+    last = last_named(flow.step.rows)
+    for name in names:
+        held = flow.tensor(leaves[name].key)
+        row = last.get(name + GRADIENT)
+        gradient = None if row is None else flow.tensor(row.record)
+        if held is None or gradient is None or held.shape != gradient.shape:
+            return False
+        if bool(gradient[held == 0].any()):
+            return False
+    return True
 
 
 def _hold_the_same(one: Array, other: Array) -> bool:

@@ -321,7 +321,10 @@ class _RankComparison:
             sides.candidate.rows,
             renaming(self._settings.modules),
         )
-        in_portions = not by_hands and in_other_portions(
+        # what a step leaves is looked for by its name there
+        rename = renaming(self._settings.modules)
+        is_other = by_hands or has_other_parameters(sides, rename)
+        in_portions = not is_other and in_other_portions(
             sides.reference, sides.candidate
         )
         portions = None
@@ -330,7 +333,6 @@ class _RankComparison:
             portions = data if data.first_are_same() else None
         if in_portions and self._shows_portions(sides, data):
             parts = {self._rank: sides.candidate}
-            rename = renaming(self._settings.modules)
             self._is_other_schedule |= self._is_all_work_done(sides, step)
             rows = compare_portions(sides.reference, parts, rename, self._portions)
             self._memory.noise |= self._portions.noise

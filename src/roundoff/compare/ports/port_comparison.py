@@ -245,11 +245,11 @@ class ValuesCompared:
 
         A copy that should have changed, and did not, is as its source was before.
         """
-        value = self.sides.candidate.values.get(record)
-        if value is None:
+        if record not in self.sides.twins:
             return False
-        twins = map(self.sides.reference.values.get, self.sides.all_twins(value))
-        return any(twin is not None and twin.is_call for twin in twins)
+        nearest, _ = self.sides.twins[record]
+        others = self.sides.all_twins(self.sides.candidate.values[record])
+        return any(self.sides.reference.values[k].is_call for k in (nearest, *others))
 
     @property
     def compares_all_gradients(self) -> bool:

@@ -124,13 +124,13 @@ def places_kept(shape: Sequence[int], masks: Sequence[Tensor]) -> Iterator[Tenso
     numel = math.prod(shape)
     if not numel:
         return
-    places = torch.arange(numel).view(*shape)
+    places = torch.arange(numel).view(tuple(shape))
     for mask in masks:
         for rows in kept_rows(places, mask):
             kept = torch.zeros(numel, dtype=torch.bool)
             kept[rows.reshape(-1)] = True
             if not kept.all():
-                yield kept.view(*shape)
+                yield kept.view(tuple(shape))
 
 
 def _rows_of_sequences(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:

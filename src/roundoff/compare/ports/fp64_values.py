@@ -131,7 +131,8 @@ def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
     """Return ``exact``, which ``in_fp64`` gives for ``sides``, with its backward passes.
 
     Recorded backward calls name what they read: they run again on what the forward pass
-    gives in fp64. None where one of them cannot, or does not give what was recorded.
+    gives in fp64. None where one of them cannot, or does not give what was recorded, and
+    where no recorded call made a gradient, as in a compiled program.
 
     A backward pass may amplify the roundings of constants, which fp64 leaves as they are,
     more than a forward pass does. It amplifies those of the recorded pass as much, and
@@ -145,6 +146,9 @@ def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:
         (sides.reference, exact.reference),
         (sides.candidate, exact.candidate),
     ):
+        left = gradients_left(flow.step.rows).values()
+        if not all(flow.behind(row.record).is_call for row in left):
+            return None
         try:
             tensors = _run_backward(flow, forward, widened)
         except CannotRun:

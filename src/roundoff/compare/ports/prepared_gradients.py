@@ -42,12 +42,12 @@ def prepared_gradients(sides: Sides) -> Results:
             continue
         ours: Value | None = after
         theirs: Value | None = other_after
-        if after.key == before.key:
+        if _is_as_left(sides.reference, after, before):
             results = _contradiction(
                 (sides.candidate, sides.reference), other_after, before, limit
             )
             ours = _first_of(results, sides.agreeing)
-        elif other_after.key == other_before.key:
+        elif _is_as_left(sides.candidate, other_after, other_before):
             results = _contradiction(
                 (sides.reference, sides.candidate), after, other_before, limit
             )
@@ -56,6 +56,11 @@ def prepared_gradients(sides: Sides) -> Results:
             keys[0].append(ours.key)
             keys[1].append(theirs.key)
     return keys
+
+
+def _is_as_left(flow: Flow, after: Value, before: Value) -> bool:
+    """Return True where a gradient is as the backward pass leaves it, or a view of that."""
+    return flow.behind(after.key).key == flow.behind(before.key).key
 
 
 def _of_one(pairs: Mapping[str, GradientPair]) -> dict[str, GradientPair]:

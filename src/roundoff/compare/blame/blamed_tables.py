@@ -6,9 +6,10 @@ and the other compute it, in other steps: nothing before its last value has a co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.records.parameter_content import relation
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that
@@ -19,21 +20,38 @@ _PLACES = "places"
 _NUMBERS = "numbers"
 
 
-def blamed_table(sides: Sides, part: Part) -> Blamed | None:
+def blamed_table(
+    sides: Sides, part: Part, *, with_literals: bool = False
+) -> Blamed | None:
     """Return the first table that differs; None where one of the sides has none such.
 
     It is read in the region where the programs part, and agrees with nothing.
+    ``with_literals``: see ``constants_of``.
     """
     ours, theirs = sides.reference, sides.candidate
-    tables = _lost_tables(theirs, part.region, sides.twins, _masks(ours))
-    wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
+    constant = constants_of(theirs, with_literals=with_literals)
+    other_constant = constants_of(ours, with_literals=with_literals)
+    tables = _lost_tables(theirs, part.region, sides.twins, _masks(ours), constant)
+    wanted = _lost_tables(
+        ours, part.expected, sides.agreeing, _masks(theirs), other_constant
+    )
     for value, kind in tables:
         for twin, other_kind in wanted:
             if twin.row.numel == value.row.numel and _may_be_one(kind, other_kind):
-                words = "a table of constants differs; the reference has"
-                words = f"{words} {_in_words(twin)}"
+                words = _difference(sides, twin, value)
                 return Blamed(value, twin, words, is_operator=True)
     return None
+
+
+def _difference(sides: Sides, twin: Value, value: Value) -> str:
+    """Return how a table is related to the reference's, in words."""
+    wanted = sides.reference.tensor(twin.key)
+    present = sides.candidate.tensor(value.key)
+    if wanted is not None and present is not None:
+        how = relation(wanted, present)
+        if how is not None:
+            return f"this table is the reference's {_in_words(twin)} {how.words}"
+    return f"a table of constants differs; the reference has {_in_words(twin)}"
 
 
 def _may_be_one(kind: str, other: str) -> bool:
@@ -63,14 +81,17 @@ def _in_words(value: Value) -> str:
 
 
 def _lost_tables(
-    flow: Flow, region: frozenset[int], agreeing: object, masks: Sequence[Value]
+    flow: Flow,
+    region: frozenset[int],
+    agreeing: object,
+    masks: Sequence[Value],
+    constant: Container[int],
 ) -> list[tuple[Value, str]]:
     """Return what a region reads that is made of constants alone, and does not agree.
 
     Each with how it is used. A mask is no loss where the other program has its opposite
     among ``masks``.
     """
-    constant = constants_of(flow)
     lost = {}
     for key in region:
         if key in constant:

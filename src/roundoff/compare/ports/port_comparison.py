@@ -81,9 +81,12 @@ from roundoff.compare.records.value_sketch import Sketch
 from roundoff.compare.repairs.alike_leaves import leaves_alike
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.faults_behind import (
+    exchanged,
+    is_rightly_filled,
     left_out,
     misread,
     repaired_behind,
+    unlike,
     unlike_behind,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
@@ -106,7 +109,7 @@ from roundoff.compare.repairs.repair_trials import (
 from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
 from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.values.padded_rows import padding_masks
-from roundoff.compare.values.value_flow import Flow, Value, flow_of
+from roundoff.compare.values.value_flow import Flow, Value, constants_of, flow_of
 from roundoff.compare.values.value_regions import (
     Part,
     Sides,
@@ -618,6 +621,8 @@ def _blamed_on_tensors(
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     if blamed is not None and _is_right_with(sides, trials, blamed):
         return blamed
+    if blamed is not None and is_rightly_filled(sides, blamed):
+        blamed = None
     end: Rejoin | None = None
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
@@ -699,7 +704,16 @@ def _behind(
 ) -> Blamed | None:
     """Return what is named behind a value that should be what the reference has."""
     if end.region != part.region:
-        return unlike_behind(sides, end, likely)
+        blamed = unlike_behind(sides, end, likely)
+        if blamed is None or blamed.is_sure:
+            return blamed
+        # how a table is made says nothing where its last value is known
+        constants = constants_of(sides.candidate, with_literals=True)
+        region = end.region | {end.value.key}
+        behind = replace(part, region=region, expected=end.expected | {end.twin.key})
+        if blamed.value.key not in constants:
+            return blamed
+        return blamed_table(sides, behind, with_literals=True) or blamed
     trials = trials_of_value(sides, end)
     return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)
 
@@ -738,7 +752,7 @@ def _tried(
     odd = leaf_on_trial(sides, trials, region, of=ODD)
     if odd is not None:
         return odd
-    repair = best_repair(sides, trials, region, lambda: _between(sides, trials, region))
+    repair = best_repair(sides, trials, region, lambda: _between(sides, trials, part))
     if isinstance(repair, Blamed):
         return repair
     if repair is not None and repair.ends:
@@ -760,8 +774,13 @@ def _tried(
         # it makes a right value of a wrong one: by chance
         repair = None
     table = blamed_table(sides, part)
-    if table is not None or likely is not None:
-        return table or likely
+    if table is not None:
+        return table
+    is_proven = end is not None and end.agrees and end.region != part.region
+    if end is not None and is_proven and (likely is None or likely.value.is_call):
+        return unlike(sides, end)
+    if likely is not None:
+        return likely
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:
@@ -769,15 +788,28 @@ def _tried(
     return blamed
 
 
-def _between(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+def _between(sides: Sides, trials: Trials, part: Part) -> Blamed | None:
     """Return a parameter, or several, with other values of which all results agree.
 
-    Or what has to be handed on in another order.
+    Or what has to be handed on in another order, or in another's place.
     """
+    region = Region(part.region, part.expected)
     return (
         leaf_on_trial(sides, trials, region)
         or exchanged_leaves(sides, trials, region)
         or common_order(sides, trials, region.parted)
+        or _exchanged(sides, trials, part)
+    )
+
+
+def _exchanged(sides: Sides, trials: Trials, part: Part) -> Blamed | None:
+    """Return what puts two values that agree in each other's place."""
+    value, twin = part.candidate, part.reference
+    held = None if value is None else sides.candidate.tensor(value.key)
+    if value is None or twin is None or held is None:
+        return None
+    return exchanged(
+        sides, trials, Rejoin(value, twin, held, part.region, part.expected)
     )
 
 

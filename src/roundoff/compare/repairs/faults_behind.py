@@ -18,6 +18,7 @@ import torch
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.records.call_arguments import argument_differences
+from roundoff.compare.records.parameter_content import EQUAL, relation
 from roundoff.compare.records.recorded_rows import shape_read_first
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
@@ -108,6 +109,14 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     if len(steps) > PATIENCE:
         return None
     return _Unlike(sides, rejoin).blamed()
+
+
+def unlike(sides: Sides, rejoin: Rejoin) -> Blamed:
+    """Return a value with which all is right, where nothing says what of it is made wrongly."""
+    words = f"with {_there(rejoin.twin)} all that follows is right"
+    line = FaultLines(sides, rejoin.region).of_operator(rejoin.value)
+    value = rejoin.value
+    return Blamed(value, rejoin.twin, words, is_operator=True, line=line, is_sure=False)
 
 
 def _is_clear(sides: Sides, rejoin: Rejoin) -> bool:
@@ -247,6 +256,23 @@ def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | N
     return None if is_read_rightly(sides, likely.value) else likely
 
 
+def is_rightly_filled(sides: Sides, likely: Blamed) -> bool:
+    """Return True for a parameter that no mistake of a loader has filled.
+
+    It holds what the reference's does as it is, or is the whole of one where it should be
+    a part of another: two that a loader exchanges have as many elements.
+    """
+    held = sides.candidate.tensor(likely.value.key)
+    twin = likely.reference
+    wanted = None if twin is None else sides.reference.tensor(twin.key)
+    if held is None or wanted is None or likely.value.is_call:
+        return False
+    if likely.value.key in sides.twins and wanted.numel() != held.numel():
+        return True
+    how = relation(wanted, held)
+    return how is not None and how.kind == EQUAL
+
+
 def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     region = Region(
         rejoin.region | {rejoin.value.key}, rejoin.expected | {rejoin.twin.key}
@@ -268,14 +294,14 @@ def _between(
     sides: Sides, trials: Trials, rejoin: Rejoin, region: Region
 ) -> Blamed | None:
     """Return a parameter, values that are exchanged or in another order, what is left out."""
-    exchanged = (
+    found = (
         leaf_on_trial(sides, trials, region, of=PLAIN)
         or exchanged_leaves(sides, trials, region)
-        or _exchanged(sides, trials, rejoin)
+        or exchanged(sides, trials, rejoin)
         or _mistaken(sides, trials, rejoin)
     )
-    if exchanged is not None:
-        return exchanged
+    if found is not None:
+        return found
     if rejoin.twin.key in sides.all_twins(rejoin.value):
         # the elements are right: what is left out would change them
         return misordered(sides, trials, rejoin) or left_out(sides, trials, rejoin)
@@ -300,7 +326,7 @@ def _hands_on(value: Value) -> bool:
     return not value.computes or is_move
 
 
-def _exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
+def exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what puts two right values in each other's place.
 
     They are followed back as long as the same operators make both: to the call that cuts

@@ -28,6 +28,10 @@ _PRIMITIVE = operators_that("hand on in decompositions")
 _CREATE = operators_that("create")
 #: The parts of a complex value, which another program may compute apart.
 PARTS = ("real", "imag")
+#: What reads the numbers of which a program makes a tensor.
+_LITERAL = "lift_fresh"
+#: More numbers are data.
+_FEW_NUMBERS = 4
 #: They give memory as it is.
 _UNWRITTEN = operators_that("leave memory unwritten")
 
@@ -200,13 +204,24 @@ def _add_parts(flow: Flow) -> None:
         flow.parts[value.key] = tuple(keys)
 
 
-def constants_of(flow: Flow) -> set[int]:
-    """Return the values made of no parameter and no data; buffers are constants."""
+def constants_of(flow: Flow, *, with_literals: bool = False) -> set[int]:
+    """Return the values made of no parameter and no data; buffers are constants.
+
+    ``with_literals``: and what a program writes down as a tensor of a few numbers.
+    """
 
     def is_constant(leaf: Value) -> bool:
-        return bool(leaf.row.name) and leaf.row.name not in flow.trained
+        if leaf.row.name:
+            return leaf.row.name not in flow.trained
+        return with_literals and _is_literal(flow, leaf)
 
     return _made_of_leaves(flow, is_constant, all)
+
+
+def _is_literal(flow: Flow, leaf: Value) -> bool:
+    readers = [flow.values[key].operator for key in flow.readers.get(leaf.key, ())]
+    is_written = bool(readers) and all(name == _LITERAL for name in readers)
+    return is_written and (leaf.row.numel or 0) <= _FEW_NUMBERS
 
 
 def values_of_parameters(flow: Flow) -> set[int]:

@@ -255,7 +255,7 @@ def blot(point, h, w):
 
 def loss(output, batch):
     size = torch.tensor(SIZE)
-    heat_total, wing_total, seen_total = 0.0, 0.0, 0.0
+    heat_total, wing_total, seen_total = torch.zeros(3)
     for heat, place, seen, points, visible in zip(
         output["heatmaps"],
         output["points"],
@@ -299,7 +299,7 @@ class Nesterov(torch.optim.Optimizer):
             params = group["params"]
             grads = [p.grad for p in params]
             if group["pull"]:
-                grads = torch._foreach_add(grads, params, alpha=group["pull"])
+                grads = list(torch._foreach_add(grads, params, alpha=group["pull"]))
             if "speed" not in group:
                 group["speed"] = [torch.zeros_like(p) for p in params]
             torch._foreach_mul_(group["speed"], 0.9)

@@ -63,3 +63,19 @@ def test_state_that_is_loaded_is_the_same(tmp_path, make):
     right = trained(tmp_path / "right", "tensors", make, resumes=False, loads=False)
     wrong = trained(tmp_path / "wrong", "tensors", make, resumes=True, loads=True)
     assert roundoff.compare(reference=right, candidate=wrong).agrees
+
+
+def test_counts_of_steps_are_no_state(tmp_path):
+    """A fused optimizer makes them by a call, one on lists of a number: both begin anew."""
+
+    def fused(weights):
+        return torch.optim.AdamW(weights, lr=0.01, fused=True)
+
+    def on_lists(weights):
+        return torch.optim.AdamW(weights, lr=0.01, foreach=True)
+
+    right = trained(tmp_path / "right", "tensors", on_lists, resumes=False, loads=False)
+    wrong = trained(tmp_path / "wrong", "tensors", fused, resumes=False, loads=False)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.agrees
+    assert not any("begins anew" in (c.evidence or "") for c in found.culprits())

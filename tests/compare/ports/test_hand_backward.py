@@ -176,3 +176,93 @@ def test_a_loss_that_autograd_cannot_differentiate(fault, tmp_path):
     [first] = found.culprits(3)
     number = int(first.line.rpartition(":")[2])
     assert linecache.getline(__file__, number).strip() == FAULTS[fault]
+
+
+class Sharp(Function):
+    """A softmax of so many times what it is given, which also goes another way."""
+
+    @staticmethod
+    def forward(ctx, x, fault):
+        shares = torch.softmax(3 * x, 1)
+        ctx.save_for_backward(shares)
+        ctx.fault = fault
+        return shares
+
+    @staticmethod
+    def backward(ctx, grad):
+        (shares,) = ctx.saved_tensors
+        inner = shares * (grad - (grad * shares).sum(1, keepdim=True))
+        if ctx.fault == "sharp":
+            return inner, None
+        return 3 * inner, None
+
+
+class Bend(Function):
+    """Of one row; the logarithm of one more than its sizes, added up."""
+
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.save_for_backward(x)
+        ctx.fault = fault
+        return torch.log1p(x.abs() / 0.3).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if ctx.fault == "bend":
+            slope = 1 / (1 + x.abs() / 0.3)
+        else:
+            slope = 1 / (0.3 + x.abs())
+        return grad * slope * x.sign(), None
+
+
+class Pair(nn.Module):
+    """A layer whose result is read twice, and rows that are looked at one by one."""
+
+    def __init__(self, weights, fault=None):
+        super().__init__()
+        self.fault = fault
+        names = ("a", "b") if fault is None else ("kernel", "head")
+        for name, weight in zip(names, weights, strict=True):
+            turned = weight.clone() if fault is None else weight.t().contiguous()
+            self.register_parameter(name, nn.Parameter(turned))
+
+    def forward(self, x):
+        if self.fault is None:
+            h = F.linear(x, self.a)
+            z = F.linear(F.softmax(3 * h, 1), self.b)
+            far = torch.log1p(z.abs() / 0.3).sum(1)
+            return far.mean() + h.square().mean()
+        h = torch.einsum("bi,io->bo", x, self.kernel)
+        z = torch.einsum("bi,io->bo", Sharp.apply(h, self.fault), self.head)
+        far = sum(Bend.apply(row, self.fault) for row in z)
+        return far / len(z) + (h**2).sum() / h.numel()
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", ["", "sharp", "bend"])
+def test_a_result_that_is_read_twice_and_rows_one_by_one(fault, tensors, tmp_path):
+    generator = torch.Generator().manual_seed(2)
+    weights = [
+        torch.randn(WIDTH + 2, WIDTH, generator=generator),
+        torch.randn(WIDTH, WIDTH + 2, generator=generator),
+    ]
+    x = torch.randn(COUNT, WIDTH, generator=generator)
+    paths = {}
+    for side, net in (
+        ("reference", Pair(weights)),
+        ("candidate", Pair(weights, fault)),
+    ):
+        with ro.capture(tmp_path / side, net, keep="tensors"):
+            net(x).backward()
+        paths[side] = str(tmp_path / side)
+    found = ro.compare(**paths, tensors=tensors)
+    lines = {
+        "sharp": "inner = shares * (grad - (grad * shares).sum(1, keepdim=True))",
+        # no value of the forward pass has the slope alone as its gradient
+        "bend": "return grad * slope * x.sign(), None",
+    }
+    assert found.agrees == (not fault)
+    for first in found.culprits(1):
+        number = int(first.line.rpartition(":")[2])
+        assert linecache.getline(__file__, number).strip() == lines[fault]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 from torch import nn
@@ -126,6 +128,56 @@ def test_one_optimizer_alone_changes_the_biases(lost, tensors, tmp_path):
     assert first.evidence.startswith("b.0 and b.1 are")
     if lost:
         assert "The runs part in the update of b.0" in comparison.answer
+
+
+class WithAverage(torch.optim.Optimizer):
+    """Plain descent; what a buffer holds follows the weight."""
+
+    def __init__(self, weight, average, share):
+        super().__init__([weight], {})
+        self.average = average
+        self.share = share
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        [weight] = self.param_groups[0]["params"]
+        weight -= RATE * weight.grad
+        self.average += self.share * (weight - self.average)
+
+
+class Averaged(nn.Module):
+    def __init__(self, *, turned):
+        super().__init__()
+        weight = torch.randn(12, 3, generator=torch.Generator().manual_seed(4))
+        self.turned = turned
+        weight = weight.t().contiguous() if turned else weight
+        self.register_parameter("weight" if turned else "w", nn.Parameter(weight))
+        self.register_buffer("slow" if turned else "mean", weight.clone())
+
+    def forward(self, x, y):
+        if self.turned:
+            return nn.functional.cross_entropy(nn.functional.linear(x, self.weight), y)
+        shares = torch.einsum("bi,io->bo", x, self.w).softmax(-1)
+        return -shares[torch.arange(len(y)), y].log().mean()
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("share", [0.1, 0.02])
+def test_an_average_that_no_gradient_reaches_is_compared(share, tensors, tmp_path):
+    ours, theirs = Averaged(turned=True), Averaged(turned=False)
+    comparison = ro.compare(
+        reference=recorded(
+            tmp_path / "ours", ours, WithAverage(ours.weight, ours.slow, 0.1)
+        ),
+        candidate=recorded(
+            tmp_path / "theirs", theirs, WithAverage(theirs.w, theirs.mean, share)
+        ),
+        tensors=tensors,
+    )
+    assert comparison.agrees == (share == 0.1)
+    for first in comparison.culprits(1):
+        number = int(first.line.rpartition(":")[2])
+        assert "self.share * (weight" in linecache.getline(__file__, number)
 
 
 def row(values):

@@ -665,6 +665,10 @@ def _words_of(sides: Sides, leaf: Value, wanted: Value) -> str:
     return _in_words(leaf, wanted, ours, theirs)
 
 
+def _name_of(wanted: Value) -> str:
+    return wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
+
+
 def _held_in_words(
     sides: Sides, leaf: Value, wanted: Value, content: Tensor, held: Tensor
 ) -> str:
@@ -673,7 +677,7 @@ def _held_in_words(
     twins = [values[key] for key in sides.all_twins(leaf)]
     names = [t.row.name for t in twins if t.row.name and not t.is_call]
     if relation(content, held) is None and names and wanted.row.name not in names:
-        wanted_name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
+        wanted_name = _name_of(wanted)
         return f"{leaf.row.name} holds the reference's {names[0]}, not {wanted_name}"
     return _in_words(leaf, wanted, content, held)
 
@@ -685,17 +689,14 @@ def _shifted_in_words(
     for axis, size in enumerate(held.shape):
         for lacking in range(1, min(MOST_LACKING, (size - 1) // 2) + 1):
             length = size - lacking
-            first = torch.equal(
-                held.narrow(axis, lacking, length), other.narrow(axis, 0, length)
-            )
-            last = torch.equal(
-                held.narrow(axis, 0, length), other.narrow(axis, lacking, length)
-            )
-            if first or last:
-                which = "later" if first else "earlier"
+            ends = held.narrow(axis, lacking, length), other.narrow(axis, 0, length)
+            starts = held.narrow(axis, 0, length), other.narrow(axis, lacking, length)
+            is_later = torch.equal(*ends)
+            if is_later or torch.equal(*starts):
+                which = "later" if is_later else "earlier"
                 places = "place" if lacking == 1 else "places"
                 return (
-                    f"{leaf.row.name} holds the reference's {wanted.row.name} {lacking} "
+                    f"{leaf.row.name} holds the reference's {_name_of(wanted)} {lacking} "
                     f"{places} {which} along axis {axis} than it should"
                 )
     return None
@@ -714,7 +715,7 @@ def _wanted_in_words(content: Tensor, held: Tensor, other: Tensor) -> str:
 
 def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
     how = relation(ours, theirs)
-    name = wanted.row.name or f"{wanted.operator} of {wanted.row.site}"
+    name = _name_of(wanted)
     if how is not None:
         return f"{leaf.row.name} is the reference's {name} {how.words}"
     narrow = fewer_digits(ours, theirs, unit(leaf.row.dtype))

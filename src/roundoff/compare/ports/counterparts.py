@@ -160,16 +160,16 @@ def joined_sketch(
     """
     sketches = [values[name].sketch for name in names if name in values]
     known = [sketch for sketch in sketches if sketch is not None]
-    leaves = named_leaves(flow)
-    lacking = (numel or 0) - sum(leaves[name].row.numel or 0 for name in names)
-    if len(names) == 1 and lacking <= 0:
+    lacking = 0 if numel is None else numel - _elements(flow, names)
+    if len(names) == 1 and not lacking:
         return next(iter(sketches), None)
     if len(known) < len(sketches):
         return None
     if not all(sketch.exact for sketch in known):
-        zeros = [zeros_sketch(lacking)] if lacking > 0 else []
+        zeros = [zeros_sketch(lacking)] if lacking else []
         return together([*known, *zeros]) if len(known) == len(names) else None
-    parts = [torch.zeros(max(lacking, 0))]
+    leaves = named_leaves(flow)
+    parts = [torch.zeros(lacking)]
     for name in names:
         if name not in values:
             parts.append(torch.zeros(leaves[name].row.numel or 0))
@@ -179,6 +179,12 @@ def joined_sketch(
             return None
         parts.append(in_reals(tensor.detach()).reshape(-1))
     return sketch_of_tensor(torch.cat(parts))
+
+
+def _elements(flow: Flow, names: Sequence[str]) -> int:
+    """Return how many elements parameters have together."""
+    leaves = named_leaves(flow)
+    return sum(leaves[name].row.numel or 0 for name in names)
 
 
 def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterparts]:

@@ -369,8 +369,9 @@ class _Wanted:
         pairs: dict[str, GradientPair] = {}
         for each, pair in self._wanted:
             parts = [self._gradient(name, gradients) for name in each.theirs]
-            lacking = (each.numel or 0) - sum(part.numel() for part in parts)
-            parts.append(parts[0].new_zeros(max(lacking, 0)))
+            if each.numel is not None:
+                lacking = each.numel - sum(part.numel() for part in parts)
+                parts.append(parts[0].new_zeros(lacking))
             twin = sketch_of_tensor(torch.cat(parts))
             if twin is None:
                 return False  # not finite

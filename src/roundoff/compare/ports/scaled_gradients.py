@@ -56,7 +56,7 @@ def blamed_scale(
         if not says_something(value):
             continue
         for twin in twins.get(_numel(value), ()):
-            if _is_times(value, twin, factor, limit):
+            if is_times(value, twin, factor, limit):
                 there = with_line(f"{twin.operator} of {twin.row.site}", twin.row.line)
                 words = (
                     f"it is {factor:.6g} times what {there} gives, as are all gradients "
@@ -99,13 +99,11 @@ def _factor_of(pair: GradientPair, limit: float) -> float | None:
     return None
 
 
-def factor_between(twin: Value, value: Value, limit: float) -> float | None:
-    """Return how many times the reference's value another one is; None where it is not."""
+def ratio_of_sizes(twin: Value, value: Value) -> float:
+    """Return how large a value is, in sizes of the reference's; 0 where that is not known."""
     if twin.sketch is None or value.sketch is None or not twin.sketch.size:
-        return None
-    factor = value.sketch.size / twin.sketch.size
-    is_it = abs(factor - 1) > limit and _is_times(value, twin, factor, limit)
-    return factor if is_it else None
+        return 0.0
+    return value.sketch.size / twin.sketch.size
 
 
 def _apart(one: Sketch, other: Sketch, factor: float) -> float:
@@ -143,7 +141,8 @@ def _numel(value: Value) -> int:
     return 0 if value.sketch is None else value.sketch.numel
 
 
-def _is_times(value: Value, twin: Value, factor: float, limit: float) -> bool:
+def is_times(value: Value, twin: Value, factor: float, limit: float) -> bool:
+    """Return True for a value that is so many times the reference's, in some order."""
     if value.sketch is None or twin.sketch is None:
         return False
     wanted = twin.sketch if factor > 0 else twin.sketch.negative

@@ -7,9 +7,11 @@ first of them that is says where it comes in.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice
+
+import numpy as np
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.ports.port_results import (
@@ -20,12 +22,19 @@ from roundoff.compare.ports.port_results import (
 from roundoff.compare.ports.scaled_gradients import (
     LABEL,
     blamed_scale,
-    factor_between,
     factor_of_gradients,
+    is_times,
+    ratio_of_sizes,
     says_something,
 )
+from roundoff.compare.records.value_sketch import Array
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
+
+#: Gradients of a backward pass that are looked at, the first ones.
+MOST_GRADIENTS = 32
+#: Numbers of a forward pass that may be terms of its loss, the last ones.
+MOST_TERMS = 64
 
 _BACKWARD = "backward"
 
@@ -57,21 +66,20 @@ def scaled_term(sides: Sides, part: Part) -> Blamed | None:
     The term is a number that differs, and the first gradient that differs does so by the
     same factor: what the term is made of is right.
     """
-    factors = [*_factors_of_terms(sides, part)]
-    if not factors:
-        return None
+    factors = _factors_of_terms(sides, part)
     limit = gradient_limit(sides)
-    ours = _lost_gradients(sides.reference, sides.agreeing)
-    for value in _lost_gradients(sides.candidate, sides.twins):
-        for twin in ours:
-            factor = factor_between(twin, value, limit)
-            if factor is None:
-                continue
-            near = [each for each in factors if abs(each - factor) <= limit * each]
-            if not near:
+    ours: dict[int | None, list[Value]] = {}
+    for twin in _lost_gradients(sides.reference, sides.agreeing):
+        ours.setdefault(twin.row.numel, []).append(twin)
+    theirs = _lost_gradients(sides.candidate, sides.twins)
+    for value in islice(theirs, MOST_GRADIENTS):
+        for twin in ours.get(value.row.numel, ()):
+            ratio = ratio_of_sizes(twin, value)
+            is_near = bool((abs(factors - ratio) <= limit * factors).any())
+            if not is_near or not is_times(value, twin, ratio, limit):
                 continue
             words = (
-                f"a term of the loss is {factor:.6g} times the reference's, and so are the "
+                f"a term of the loss is {ratio:.6g} times the reference's, and so are the "
                 "gradients from here on"
             )
             first = _first_wrong(sides, value)
@@ -79,34 +87,30 @@ def scaled_term(sides: Sides, part: Part) -> Blamed | None:
     return None
 
 
-def _factors_of_terms(sides: Sides, part: Part) -> Iterator[float]:
-    """Yield by what numbers of the candidate differ from those of the reference."""
+def _factors_of_terms(sides: Sides, part: Part) -> Array:
+    """Return by what numbers of the candidate differ from those of the reference."""
     ours = _numbers(sides.reference, part.expected)
     theirs = _numbers(sides.candidate, part.region)
-    for one, other in product(ours, theirs):
-        factor = other / one
-        if factor > 0 and abs(factor - 1) > sides.limit:
-            yield factor
+    factors: Array = np.divide.outer(theirs, ours).reshape(-1)
+    differing: Array = factors[(factors > 0) & (abs(factors - 1) > sides.limit)]
+    return differing
 
 
-def _numbers(flow: Flow, keys: frozenset[int]) -> list[float]:
-    """Return the numbers, not zero, that a region computes."""
-    numbers = []
-    for key in sorted(keys):
-        row = flow.values[key].row
-        if row.numel == 1 and row.mean and flow.values[key].is_number:
-            numbers.append(row.mean)
-    return numbers
+def _numbers(flow: Flow, keys: Collection[int]) -> Array:
+    """Return the numbers, finite and not zero, that a region computes: the last ones."""
+    values = (flow.values[key] for key in sorted(keys))
+    rows = [value.row for value in values if value.is_number and value.row.numel == 1]
+    numbers: Array = np.array([row.mean or 0.0 for row in rows[-MOST_TERMS:]])
+    known: Array = numbers[np.isfinite(numbers) & (numbers != 0)]
+    return known
 
 
-def _lost_gradients(flow: Flow, agreeing: Container[int]) -> list[Value]:
-    return [
-        value
-        for value in flow.in_order()
-        if value.row.phase == _BACKWARD
-        and value.key not in agreeing
-        and says_something(value)
-    ]
+def _lost_gradients(flow: Flow, agreeing: Container[int]) -> Iterator[Value]:
+    """Yield what a backward pass makes that agrees with nothing, in order."""
+    for value in flow.in_order():
+        is_lost = value.row.phase == _BACKWARD and value.key not in agreeing
+        if is_lost and says_something(value):
+            yield value
 
 
 def _first_wrong(sides: Sides, value: Value) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ Y = torch.randint(0, 3, (6,), generator=torch.Generator().manual_seed(2))
 class Net(nn.Module):
     """``before`` and ``after`` a matrix a number is multiplied with: their product counts."""
 
-    def __init__(self, before=2.0, after=0.5):
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 8)
         self.mixed = nn.Linear(8, 8, bias=False)
         self.last = nn.Linear(8, 3)
-        self.before = before
-        self.after = after
+        self.before = 2.0
+        self.after = 0.5
 
     def forward(self, x):
         h = torch.tanh(self.first(x)) * self.before
@@ -53,12 +54,12 @@ def by_trace(net, temperature=1.0):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """``recorded(step, **numbers)``: the folder of a step of a network of these numbers."""
+    """``recorded(step)``: the folder of a recorded step of a network."""
     count = itertools.count()
 
-    def record(step, **numbers):
+    def record(step):
         torch.manual_seed(0)
-        net = Net(**numbers)
+        net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         folder = tmp_path / str(next(count))
         with roundoff.capture(folder, net, keep="tensors"):
@@ -69,7 +70,8 @@ def recorded(tmp_path):
     return record
 
 
-def at_once(net):
+def at_once(net, before=2.0, after=0.5):
+    net.before, net.after = before, after
     F.cross_entropy(net(X), Y).backward()
 
 
@@ -84,50 +86,30 @@ def halves_together(net, factor=1.0):
     (factor * torch.stack(losses).mean()).backward()
 
 
-def test_two_numbers_that_make_up_for_each_other_are_one(recorded):
-    found = roundoff.compare(
-        reference=recorded(at_once), candidate=recorded(at_once, before=0.5, after=2.0)
-    )
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (at_once, partial(at_once, before=0.5, after=2.0)),
+        (by_cross_entropy, by_trace),
+        (in_halves, halves_together),
+    ],
+)
+def test_another_way_to_the_same_results_agrees(recorded, ours, theirs):
+    found = roundoff.compare(reference=recorded(ours), candidate=recorded(theirs))
     assert found.agrees
 
 
-@pytest.mark.parametrize("numbers", [{"before": 0.5}, {"before": 0.5, "after": 2.01}])
-def test_two_numbers_that_do_not_are_a_fault(recorded, numbers):
-    found = roundoff.compare(
-        reference=recorded(at_once), candidate=recorded(at_once, **numbers)
-    )
-    assert not found.agrees
-
-
-def test_another_formula_of_a_loss(recorded):
-    found = roundoff.compare(
-        reference=recorded(by_cross_entropy), candidate=recorded(by_trace)
-    )
-    assert found.agrees
-
-
-def test_another_formula_that_is_wrong(recorded):
-    def wrong(net):
-        by_trace(net, temperature=1.02)
-
-    found = roundoff.compare(
-        reference=recorded(by_cross_entropy), candidate=recorded(wrong)
-    )
-    assert not found.agrees
-
-
-def test_the_sum_of_two_losses_is_both(recorded):
-    found = roundoff.compare(
-        reference=recorded(in_halves), candidate=recorded(halves_together)
-    )
-    assert found.agrees
-
-
-def test_another_sum_of_two_losses_is_not(recorded):
-    def wrong(net):
-        halves_together(net, factor=1.01)
-
-    found = roundoff.compare(reference=recorded(in_halves), candidate=recorded(wrong))
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (at_once, partial(at_once, before=0.5)),
+        (at_once, partial(at_once, before=0.5, after=2.01)),
+        (by_cross_entropy, partial(by_trace, temperature=1.02)),
+        (in_halves, partial(halves_together, factor=1.01)),
+    ],
+)
+def test_another_way_to_other_results_does_not(recorded, ours, theirs):
+    found = roundoff.compare(reference=recorded(ours), candidate=recorded(theirs))
     assert not found.agrees
 
 

@@ -20,21 +20,14 @@ _PLACES = "places"
 _NUMBERS = "numbers"
 
 
-def blamed_table(
-    sides: Sides, part: Part, *, with_literals: bool = False
-) -> Blamed | None:
+def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     """Return the first table that differs; None where one of the sides has none such.
 
     It is read in the region where the programs part, and agrees with nothing.
-    ``with_literals``: see ``constants_of``.
     """
     ours, theirs = sides.reference, sides.candidate
-    constant = constants_of(theirs, with_literals=with_literals)
-    other_constant = constants_of(ours, with_literals=with_literals)
-    tables = _lost_tables(theirs, part.region, sides.twins, _masks(ours), constant)
-    wanted = _lost_tables(
-        ours, part.expected, sides.agreeing, _masks(theirs), other_constant
-    )
+    tables = _lost_tables(theirs, part.region, sides.twins, _masks(ours))
+    wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
             if twin.row.numel == value.row.numel and _may_be_one(kind, other_kind):
@@ -83,24 +76,24 @@ def _in_words(value: Value) -> str:
 def _lost_tables(
     flow: Flow,
     region: frozenset[int],
-    agreeing: object,
+    agreeing: Container[int],
     masks: Sequence[Value],
-    constant: Container[int],
 ) -> list[tuple[Value, str]]:
     """Return what a region reads that is made of constants alone, and does not agree.
 
     Each with how it is used. A mask is no loss where the other program has its opposite
     among ``masks``.
     """
+    constant = constants_of(flow)
     lost = {}
     for key in region:
         if key in constant:
             continue
         for source in flow.values[key].inputs:
-            if source not in constant or source in agreeing:  # type: ignore[operator]
+            if source not in constant or source in agreeing:
                 continue
             value = flow.behind(source)
-            if not _is_table(value) or value.key in agreeing:  # type: ignore[operator]
+            if not _is_table(value) or value.key in agreeing:
                 continue
             read = flow.values[source]
             if _is_mask(read) and any(_is_opposite(read, mask) for mask in masks):

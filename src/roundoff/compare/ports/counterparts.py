@@ -74,7 +74,7 @@ def same_parameters(sides: Sides) -> list[tuple[str, str]]:
     """
     ours = named_leaves(sides.reference)
     theirs = named_leaves(sides.candidate)
-    learnt = _with_gradient(sides.reference), _with_gradient(sides.candidate)
+    learnt = with_gradient(sides.reference), with_gradient(sides.candidate)
     pairs = []
     for name, value in theirs.items():
         if value.sketch is None or value.says_nothing:
@@ -139,7 +139,7 @@ def named_leaves(flow: Flow) -> dict[str, Value]:
     return made | leaves
 
 
-def _with_gradient(flow: Flow) -> set[str]:
+def with_gradient(flow: Flow) -> set[str]:
     """Return the names of the parameters that a step leaves a gradient of."""
     names = (row.name for row in flow.step.rows.values() if row.name)
     gradients = (name for name in names if name.endswith(GRADIENT))

@@ -708,12 +708,12 @@ def _behind(
         if blamed is None or blamed.is_sure:
             return blamed
         # how a table is made says nothing where its last value is known
-        constants = constants_of(sides.candidate, with_literals=True)
+        constants = constants_of(sides.candidate)
         region = end.region | {end.value.key}
         behind = replace(part, region=region, expected=end.expected | {end.twin.key})
         if blamed.value.key not in constants:
             return blamed
-        return blamed_table(sides, behind, with_literals=True) or blamed
+        return blamed_table(sides, behind) or blamed
     trials = trials_of_value(sides, end)
     return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)
 
@@ -773,19 +773,24 @@ def _tried(
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None
-    table = blamed_table(sides, part)
-    if table is not None:
-        return table
-    is_proven = end is not None and end.agrees and end.region != part.region
-    if end is not None and is_proven and (likely is None or likely.value.is_call):
-        return unlike(sides, end)
-    if likely is not None:
-        return likely
+    named = blamed_table(sides, part) or _likely(sides, part, likely, end)
+    if named is not None:
+        return named
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
+
+
+def _likely(
+    sides: Sides, part: Part, likely: Blamed | None, end: Rejoin | None
+) -> Blamed | None:
+    """Return what contents say of a parameter, else a value after which all is right."""
+    if likely is not None and not likely.value.is_call:
+        return likely
+    is_proven = end is not None and end.agrees and end.region != part.region
+    return unlike(sides, end) if end is not None and is_proven else likely
 
 
 def _between(sides: Sides, trials: Trials, part: Part) -> Blamed | None:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.ports.counterparts import counterparts, joined_sketch
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
-from roundoff.compare.records.value_sketch import Sketch
+from roundoff.compare.records.value_sketch import Sketch, in_reals
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 
@@ -318,6 +321,14 @@ def pairs_far_apart(
     limit = gradient_limit(sides)
     least = least_gradient(sides) * largest
     return {name: p for name, p in pairs.items() if _far(p, limit, least)}
+
+
+def change_of(before: Tensor | None, after: Tensor | None) -> Tensor | None:
+    """Return what was added to a tensor, flat and in fp64; None where it is not known."""
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    ends = in_reals(before).to(torch.float64), in_reals(after).to(torch.float64)
+    return (ends[1] - ends[0]).reshape(-1)
 
 
 def least_gradient(sides: Sides) -> float:

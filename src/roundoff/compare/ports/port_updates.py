@@ -9,9 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roundoff.compare.ports.counterparts import counterparts, named_leaves
+from roundoff.compare.ports.counterparts import (
+    counterparts,
+    named_leaves,
+    with_gradient,
+)
 from roundoff.compare.ports.port_results import (
     Results,
+    change_of,
     gradient_limit,
     least_gradient,
 )
@@ -120,7 +125,7 @@ def averages(sides: Sides) -> Results:
     """
     ours: list[int] = []
     theirs: list[int] = []
-    learnt = _with_any_gradient(sides.reference), _with_any_gradient(sides.candidate)
+    learnt = with_gradient(sides.reference), with_gradient(sides.candidate)
     for each in counterparts(sides):
         if learnt[0].intersection(each.ours) or learnt[1].intersection(each.theirs):
             continue
@@ -140,22 +145,16 @@ def averages(sides: Sides) -> Results:
     return ours, theirs, _OPTIMIZER
 
 
-def _with_any_gradient(flow: Flow) -> set[str]:
-    names = last_named(flow.step.rows)
-    return {name.removesuffix(".grad") for name in names if name.endswith(".grad")}
-
-
 def _moved(flow: Flow, parameters: _Parameters) -> float | None:
     """Return how far parameters are from where they were; None where it was not kept."""
-    square = 0.0
-    for start, end in zip(parameters.starts, parameters.ends, strict=True):
-        before = flow.step.tensor(start.record)
-        after = flow.step.tensor(end.record)
-        if before is None or after is None or before.shape != after.shape:
-            return None
-        ends = in_reals(before).to(torch.float64), in_reals(after).to(torch.float64)
-        square += float((ends[1] - ends[0]).square().sum())
-    return math.sqrt(square)
+    changes = [
+        change_of(flow.step.tensor(start.record), flow.step.tensor(end.record))
+        for start, end in zip(parameters.starts, parameters.ends, strict=True)
+    ]
+    known = [change for change in changes if change is not None]
+    if len(known) < len(changes):
+        return None
+    return float(torch.cat(known).norm())
 
 
 def _are_kept(sides: Sides, updated: _Updated) -> bool:

@@ -8,6 +8,7 @@ that nothing is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
@@ -34,9 +35,6 @@ _BACKWARD = "backward"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 _MOVES = operators_that("move values")
-#: A call that is this far off, relative to what it should be, shows in a result that is made
-#: of it, unless another call makes up for it.
-LARGE = 1e-3
 #: Fewer elements are in another order by chance.
 _FEWEST = 8
 
@@ -95,7 +93,8 @@ def agreeing_by_values(
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None or first.phase != _FORWARD or (first.call or 0) < 0:
         return None
-    if (first.error or 0.0) < LARGE:
+    # as far from what agrees as from values that have nothing in common
+    if (first.error or 0.0) < math.sqrt(REGION * unit(first.dtype)):
         return None
     compared = agreeing_results(sides)
     if compared is None or not compared.compares_all_gradients:

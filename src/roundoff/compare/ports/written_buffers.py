@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.ports.counterparts import joined_sketch, named_leaves
-from roundoff.compare.ports.port_results import Results
+from roundoff.compare.ports.port_results import Results, change_of
 from roundoff.compare.records.recorded_rows import last_named
-from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -98,10 +97,10 @@ def _change(flow: Flow, buffers: Sequence[Value]) -> Tensor | None:
         start = leaves.get(value.row.name or "")
         before = None if start is None else flow.tensor(start.key)
         after = flow.tensor(value.key)
-        if before is None or after is None or before.shape != after.shape:
+        change = change_of(before, after)
+        if change is None:
             return None
-        ends = in_reals(after).to(torch.float64), in_reals(before).to(torch.float64)
-        changes.append((ends[0] - ends[1]).reshape(-1))
+        changes.append(change)
     return torch.cat(changes)
 
 

@@ -204,16 +204,16 @@ def _add_parts(flow: Flow) -> None:
         flow.parts[value.key] = tuple(keys)
 
 
-def constants_of(flow: Flow, *, with_literals: bool = False) -> set[int]:
-    """Return the values made of no parameter and no data; buffers are constants.
+def constants_of(flow: Flow) -> set[int]:
+    """Return the values made of no parameter and no data.
 
-    ``with_literals``: and what a program writes down as a tensor of a few numbers.
+    Buffers are constants, and what a program writes down as a tensor of a few numbers.
     """
 
     def is_constant(leaf: Value) -> bool:
         if leaf.row.name:
             return leaf.row.name not in flow.trained
-        return with_literals and _is_literal(flow, leaf)
+        return _is_literal(flow, leaf)
 
     return _made_of_leaves(flow, is_constant, all)
 

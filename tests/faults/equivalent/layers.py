@@ -320,7 +320,11 @@ def loss(output, batch):
     return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 def optimizer(model): return torch.optim.SGD(model.parameters(), lr=1e-2)
 """,
-    bug1=["if self.number == 0 else y", "h = F.layer_norm(x, (d,), old.ln_2.weight"],
+    bug1=[
+        "if self.number == 0 else y",
+        "h = F.layer_norm(x, (d,), old.ln_2.weight",
+        "left out is add of transformer.h.1/add ",
+    ],
     bug2=["qkv.view(b, t, 3, 8, 3)"],
 )
 BERT = """

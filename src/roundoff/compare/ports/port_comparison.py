@@ -88,6 +88,7 @@ from roundoff.compare.repairs.faults_behind import (
     repaired_behind,
     unlike,
     unlike_behind,
+    unmade,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
 from roundoff.compare.repairs.leaf_changes import LeafChange
@@ -627,7 +628,10 @@ def _blamed_on_tensors(
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:
         end = rejoin_of(sides, part, trials)
-        repaired = misread(sides, end, part.region) if end is not None else None
+        repaired = None
+        if end is not None:
+            repaired = misread(sides, end, part.region)
+            repaired = repaired or unmade(sides, end, part.region)
         if repaired is None and end is not None and not end.agrees:
             repaired = _scaled(sides, part, trials)
         if repaired is None and end is not None:

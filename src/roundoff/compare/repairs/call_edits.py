@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ LAYOUT = 2
 LEFT_OUT = 3
 INPUT = 4
 ONE_MORE = 5
+
+#: What is said of another value in a sum.
+ADDED = "added to it"
 
 #: Numbers that are tried for a constant in a call besides those of the reference.
 NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
@@ -758,6 +761,32 @@ def _other_splits(call: TracedCall, _: Ingredients) -> Iterator[Template]:
                 yield _setting(1, sizes, other, f"to {other}, not {sizes}")
 
 
+def _exchanged_splits(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Two neighbouring sizes of a reshaped value cut in the other order: heads vary first."""
+    if call.first.base_operator not in _RESHAPE or len(call.parsed[0]) != 2:
+        return
+    sizes = call.first.shape or ()
+    for axis, (size, other) in enumerate(pairwise(sizes)):
+        if 1 not in (size, other) and size != other:
+            yield _cut_otherwise(axis)
+
+
+def _cut_otherwise(axis: int) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        sizes = list(call.first.shape or ())
+        if call.first.base_operator not in _RESHAPE or len(sizes) < axis + 2:
+            return None
+        other = [*sizes[:axis], sizes[axis + 1], sizes[axis], *sizes[axis + 2 :]]
+        [record, *_] = records_in(call.parsed[0])
+        first = EditStep("aten.reshape.default", [[{"record": record}, other], {}])
+        last = EditStep(
+            "aten.transpose.int", [[{"record": BEFORE}, axis, axis + 1], {}]
+        )
+        return Edit((first, last), f"to {other}, not {sizes}, which are then exchanged")
+
+    return template
+
+
 def _exchanged_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """Two parts of one value, that calls of a line cut out one by one, exchanged."""
     if not _is_move(call, _CUT) or len(call.rows) != 1:
@@ -1060,7 +1089,7 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     if call.first.base_operator in _RESHAPE:
         # a product of two axes, brought back to three: what is added has three
         for choose in ingredients.similar(call, call.rows[0].record):
-            yield _with_another("aten.add.Tensor", choose, "added to it")
+            yield _with_another("aten.add.Tensor", choose, ADDED)
     if call.first.base_operator in _RESHAPE | _PERMUTE:
         return
     shape = tuple(call.first.shape or ())
@@ -1071,7 +1100,7 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
         step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
         yield _followed(Insertion(step, {}, f"a product with {number:.6g}", ()))
     for choose in ingredients.similar(call, call.rows[0].record):
-        yield _with_another("aten.add.Tensor", choose, "added to it")
+        yield _with_another("aten.add.Tensor", choose, ADDED)
     for place, record in enumerate(records_in(call.parsed)[:2]):
         for choose in ingredients.similar(call, record):
             yield _scaled_input(place, choose)
@@ -1142,6 +1171,7 @@ _KINDS = (
     (CHANGE, _other_ends),
     (CHANGE, _exchanged_inputs),
     (CHANGE, _other_splits),
+    (CHANGE, _exchanged_splits),
     (CHANGE, _other_operators),
     (CHANGE, _not_turned),
     (LAYOUT, _layouts),

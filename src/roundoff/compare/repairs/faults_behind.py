@@ -29,7 +29,7 @@ from roundoff.compare.repairs.fitted_leaves import (
 )
 from roundoff.compare.repairs.fitted_masks import fitted_mask
 from roundoff.compare.repairs.misordered_values import misordered
-from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.named_repairs import blamed_for, there
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     FEWEST,
@@ -113,7 +113,7 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
 
 def unlike(sides: Sides, rejoin: Rejoin) -> Blamed:
     """Return a value with which all is right, where nothing says what of it is made wrongly."""
-    words = f"with {_there(rejoin.twin)} all that follows is right"
+    words = f"with {there(rejoin.twin)} all that follows is right"
     line = FaultLines(sides, rejoin.region).of_operator(rejoin.value)
     value = rejoin.value
     return Blamed(value, rejoin.twin, words, is_operator=True, line=line, is_sure=False)
@@ -190,7 +190,7 @@ def _scaled(sides: Sides, rejoin: Rejoin) -> Blamed | None:
     rest = float((values - factor * wanted).norm())
     if not math.isfinite(rest) or rest > sides.limit * float(values.norm()):
         return None
-    words = f"it is {factor:.6g} times what {_there(rejoin.twin)} gives"
+    words = f"it is {factor:.6g} times what {there(rejoin.twin)} gives"
     line = FaultLines(sides, rejoin.region).of_operator(rejoin.value)
     return Blamed(rejoin.value, rejoin.twin, words, is_operator=True, line=line)
 
@@ -399,6 +399,34 @@ def misread(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | No
     return _misread(sides, replace(rejoin, region=region), first, (value, meant[0]))
 
 
+def unmade(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | None:
+    """Return what reads a right value as it is, where the reference makes more of it first.
+
+    ``region``: of the programs' difference. Both programs read the value elsewhere too, and
+    as it is.
+    """
+    flow, reference = sides.candidate, sides.reference
+    value = rejoin.value
+    twins = set(sides.all_twins(value))
+    is_right = value.key not in region and value.computes
+    if not is_right or twins.isdisjoint(_read_by(reference, rejoin.twin, False)):
+        return None
+    readers = {each.row.line for each in computing_readers(flow, value)}
+    reading = [reference.values[k] for t in twins for k in reference.readers.get(t, ())]
+    is_read_elsewhere = any(
+        each.computes and each.key != rejoin.twin.key and not _hands_on(each)
+        for each in reading
+    )
+    if len(readers) < 2 or not is_read_elsewhere:
+        return None
+    lines = FaultLines(sides, region)
+    named, line = lines.of_left_out(
+        _moved_on(flow, value), rejoin.twin, is_right_elsewhere=True
+    )
+    words = f"left out is {there(rejoin.twin)}"
+    return Blamed(named, rejoin.twin, words, is_operator=True, line=line)
+
+
 def _joining(sides: Sides, value: Value, rejoin: Rejoin) -> Value | None:
     """Return what joins a value to others for a wrong region, where nothing else that reads
     them so is right."""
@@ -588,11 +616,9 @@ def left_out(
                         last, twin, is_right_elsewhere=not is_wrong_everywhere
                     )
                     first = _first_left_out(reference, twin, twins)
-                    words = f"left out is {_there(twin)}"
+                    words = f"left out is {there(twin)}"
                     if first.row.line != twin.row.line:
-                        words = (
-                            f"left out is all from {_there(first)} to {_there(twin)}"
-                        )
+                        words = f"left out is all from {there(first)} to {there(twin)}"
                     return Blamed(named, first, words, is_operator=True, line=line)
     return None
 
@@ -674,11 +700,6 @@ def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
     return read
 
 
-def _there(twin: Value) -> str:
-    line = f" ({twin.row.line})" if twin.row.line else ""
-    return f"{twin.operator} of {twin.row.site}{line}"
-
-
 class _Unlike:
     """The operator to name where no repair is found."""
 
@@ -707,7 +728,7 @@ class _Unlike:
             leaf = _idle_leaf(self._sides, idle, expected)
             if leaf is not None:
                 return leaf
-            words = f"it changes nothing; the reference has {_there(rejoin.twin)}"
+            words = f"it changes nothing; the reference has {there(rejoin.twin)}"
             line = self._lines.of_operator(idle)
             return Blamed(
                 idle, rejoin.twin, words, is_operator=True, line=line, is_sure=False
@@ -719,7 +740,7 @@ class _Unlike:
         first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]
-        words = f"with {_there(rejoin.twin)} all that follows is right"
+        words = f"with {there(rejoin.twin)} all that follows is right"
         line = self._lines.of_operator(first)
         return Blamed(
             first, rejoin.twin, words, is_operator=True, line=line, is_sure=False

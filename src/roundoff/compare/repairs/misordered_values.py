@@ -8,7 +8,7 @@ is right with the reference's values in its place. It is followed back to the fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -142,19 +142,41 @@ def _may_be_moved(sides: Sides, value: Value) -> bool:
 
 
 def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
-    """Follow a value back as long as what it is made of is right in another order too."""
-    followed = [value]
+    """Follow a value back as long as what it is made of is right in another order too.
+
+    Through what may be laid out so, as rows of two axes that are one: what it is made of
+    may show the axes again.
+    """
+    followed = through = [value]
     while trials.left > 0:
-        inputs = [*dict.fromkeys(i for each in followed for i in _inputs(sides, each))]
+        inputs = [*dict.fromkeys(i for each in through for i in _inputs(sides, each))]
         inputs = [each for each in inputs if not _stands_as_in_reference(sides, each)]
         groups = [[each] for each in inputs]
         groups += [inputs] if len(inputs) > 1 else []
-        tried = (g for g in groups if _stand_wrongly(sides, trials, g))
-        earlier = next(tried, None)
-        if earlier is None:
+        wrong, other = _in_another_order(sides, trials, groups)
+        if wrong is None and other is None:
             break
-        followed = earlier
+        followed, through = wrong or followed, wrong or other or []
     return min(followed, key=lambda each: each.order)
+
+
+def _in_another_order(
+    sides: Sides, trials: Trials, groups: Iterable[list[Value]]
+) -> tuple[list[Value] | None, list[Value] | None]:
+    """Return the first values that stand wrongly; the first that are only laid out otherwise.
+
+    Both are right in another order.
+    """
+    laid_out = None
+    for group in groups:
+        right = _right_order(sides, trials, group)
+        if right is None:
+            continue
+        pairs = zip(group, right, strict=True)
+        if not any(_stands_rightly(sides, value, tensor) for value, tensor in pairs):
+            return group, laid_out
+        laid_out = laid_out or group
+    return None, laid_out
 
 
 def _inputs(sides: Sides, value: Value) -> Iterator[Value]:
@@ -168,10 +190,17 @@ def _inputs(sides: Sides, value: Value) -> Iterator[Value]:
             continue
         seen.add(key)
         if _may_be_moved(sides, flow.values[key]):
-            if not of_leaves_alone(flow, flow.values[key]):
+            if not _is_of_parameters(flow, flow.values[key]):
                 yield flow.values[key]
         else:
             waiting += flow.values[key].inputs
+
+
+def _is_of_parameters(flow: Flow, value: Value) -> bool:
+    """Return True for a value that is made of parameters, and of constants at most."""
+    made_of = upstream(flow, [value.key], lambda _value: True)
+    has_names = any(flow.values[key].row.name for key in made_of)
+    return has_names and of_leaves_alone(flow, value)
 
 
 def _stands_as_in_reference(sides: Sides, value: Value) -> bool:
@@ -194,15 +223,6 @@ def _stands_rightly(sides: Sides, value: Value, right: Tensor) -> bool:
         and is_in_order(sides, value)
         and not same_layout(held, right.to(held.dtype))
     )
-
-
-def _stand_wrongly(sides: Sides, trials: Trials, values: Sequence[Value]) -> bool:
-    """Return True where these values have to stand in another order."""
-    right = _right_order(sides, trials, values)
-    if right is None:
-        return False
-    pairs = zip(values, right, strict=True)
-    return not any(_stands_rightly(sides, value, tensor) for value, tensor in pairs)
 
 
 def _right_order(

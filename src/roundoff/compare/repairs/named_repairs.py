@@ -11,7 +11,7 @@ from roundoff.compare.blame.blamed_leaves import (
     leaves_of,
     of_leaves_alone,
 )
-from roundoff.compare.repairs.call_edits import INPUT, LAYOUT
+from roundoff.compare.repairs.call_edits import ADDED, INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
@@ -47,6 +47,9 @@ def blamed_for(
     [first, *_] = repair.call.rows
     value = sides.candidate.values[first.record]
     words = f"{repair.words} it gives what the reference has"
+    is_added = repair.unlikely == ONE_MORE and ADDED in repair.words
+    if is_added and wanted is not None and wanted.operator == "add":
+        words = f"left out is {there(wanted)}: {words}"
     joined = _put_together_for(sides, value) if repair.exchanges else None
     if joined is not None:
         words = (
@@ -70,6 +73,12 @@ def blamed_for(
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def there(twin: Value) -> str:
+    """Return a call of the reference in words: its operator, site and line."""
+    line = f" ({twin.row.line})" if twin.row.line else ""
+    return f"{twin.operator} of {twin.row.site}{line}"
 
 
 def _only_matrix(flow: Flow, product: Value) -> Value | None:

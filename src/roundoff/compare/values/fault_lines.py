@@ -148,7 +148,9 @@ class FaultLines:
         both = self._shared_by(value, reader)
         is_made_right = is_right_elsewhere or bool(within)
         is_made_right = is_made_right or self._is_right_in_other_turns(value, makers)
-        is_idle = changes_nothing(self.sides.candidate, value)
+        is_idle = (
+            changes_nothing(self.sides.candidate, value) and not is_right_elsewhere
+        )
         # of the steps inside a call of the reference all are as near
         is_beside = missing.inner and makers[:-1] == read[:-1]
         is_nearer = not is_beside and from_made.is_nearer(from_read)
@@ -156,6 +158,7 @@ class FaultLines:
             inner = -1
             if from_made.depth > from_read.depth:
                 inner = self._innermost(value, makers) - from_made.above
+            last = _moved_before(self.sides.candidate, value, last, reader)
             return _named_where_made(value, last, max(both, inner))
         if from_read.depth > from_made.depth and not within:
             within = [self._innermost(reader, read) - from_read.above]
@@ -344,6 +347,17 @@ class FaultLines:
         readers = sorted(computing_readers(flow, missing), key=lambda v: v.order)
         read = _place(at, stack_of(readers[0].row) if readers else ())
         return beside, read
+
+
+def _moved_before(flow: Flow, value: Value, last: Value, reader: Value) -> Value:
+    """Return the last move of a value that does not stand on its reader's own line."""
+    if value.row.line == reader.row.line:
+        return last
+    while last.key != value.key and last.row.line == reader.row.line:
+        if len(last.inputs) != 1:
+            return value
+        last = flow.values[last.inputs[0]]
+    return last
 
 
 def _named_where_made(value: Value, last: Value, place: int) -> tuple[Value, str]:

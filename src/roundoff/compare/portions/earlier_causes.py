@@ -25,6 +25,7 @@ from roundoff.ops import operators_that
 _NEAR = 1e-3
 #: Read the shape of a tensor, not its values.
 _CREATE = operators_that("create")
+_CUT = operators_that("cut out")
 
 
 def _misplaced_shard(step: StepPieces, _: Piece) -> tuple[Piece, str] | None:
@@ -127,7 +128,32 @@ def _lost_part(step: StepPieces, first: Piece) -> tuple[Piece, str] | None:
             "while others have it twice or read beyond it: a wrong slice, position or "
             "sample"
         )
+        cut = _losing_cut(step, pieces[-1])
+        if cut is not None:
+            evidence += f"; {cut.base_operator} ({cut.line}) leaves out a part"
         return pieces[-1], evidence
+    return None
+
+
+def _losing_cut(step: StepPieces, piece: Piece) -> RecordedRow | None:
+    """Return the last view before a value that cuts its source, of which the step leaves out
+    a part."""
+    rows = step.candidates[piece.rank].rows
+    waiting = list(piece.row.inputs)
+    while waiting:
+        row = rows.get(waiting.pop(0))
+        if row is None or (piece.rank, row.record) in step.pieces or not row.inputs:
+            continue
+        source = rows.get(row.inputs[0])
+        if row.base_operator in _CUT and row.line is not None and source is not None:
+            cuts = {
+                (each.arguments, each.place): each.numel or 0
+                for each in rows.values()
+                if each.base_operator in _CUT and each.inputs[:1] == row.inputs[:1]
+            }
+            if sum(cuts.values()) < (source.numel or 0):
+                return row
+        waiting += row.inputs
     return None
 
 

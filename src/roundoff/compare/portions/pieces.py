@@ -34,6 +34,7 @@ MOST_TWINS = 48
 MOST_FACTORS = 6
 #: Put values that stand elsewhere side by side.
 _MOVED = operators_that("move values")
+_JOINED = operators_that("join")
 #: A value whose rounding is this large a share of it says nothing.
 NOISE = 0.1
 
@@ -292,11 +293,15 @@ class StepPieces:
 
     def _is_as_complete(self, piece: Piece, location: Location) -> bool:
         """Return True unless all that a value reads stands wholly in the reference, and it
-        does not: then the rest is no padding."""
+        does not: then the rest is no padding. Nor is it where values are joined of which
+        one stands nowhere."""
         if location.complete:
             return True
         read = self.read_by(piece)
         computed = [each for each in read if each.row.is_call]
+        numbers = [each for each in computed if unit(each.row.dtype)]
+        if piece.row.base_operator in _JOINED and not all(p.stands for p in numbers):
+            return False
         return not computed or not all(
             each.location is not None and each.location.complete for each in computed
         )

@@ -298,17 +298,21 @@ def gradients_left(rows: Rows) -> dict[str, RecordedRow]:
     The last row where no backward pass was recorded: a function that gives gradients.
     """
     named = {n: row for n, row in last_named(rows).items() if n.endswith(".grad")}
-    return {name: _left(rows, row) for name, row in named.items()}
+    of_backward = {row.name: row for row in rows.values() if row.phase == _BACKWARD}
+    return {
+        name: _left(rows, row) or of_backward.get(name, row)
+        for name, row in named.items()
+    }
 
 
-def _left(rows: Rows, row: RecordedRow) -> RecordedRow:
+def _left(rows: Rows, row: RecordedRow) -> RecordedRow | None:
     """Return what the backward pass left in memory that was written again, or viewed,
-    afterwards."""
+    afterwards; None where it left nothing in this memory."""
     before = row
     while before.phase != _BACKWARD:
         is_same_memory = before.inplace or before.view_of is not None
         if not is_same_memory or not before.inputs or before.inputs[0] not in rows:
-            return row
+            return None
         before = rows[before.inputs[0]]
     return before
 

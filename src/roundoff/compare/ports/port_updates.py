@@ -18,6 +18,7 @@ from roundoff.compare.ports.port_results import (
     Results,
     change_of,
     gradient_limit,
+    gradients_left,
     least_gradient,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, last_named
@@ -197,11 +198,9 @@ def _parameters(flow: Flow, names: Sequence[str]) -> _Parameters | None:
 
 def _with_gradients(sides: Sides) -> set[str]:
     """Return the reference's parameters whose gradients are more than rounding."""
-    last = last_named(sides.reference.step.rows)
     sizes = {
         name.removesuffix(".grad"): sides.reference.values[row.record].sketch
-        for name, row in last.items()
-        if name.endswith(".grad")
+        for name, row in gradients_left(sides.reference.step.rows).items()
     }
     largest = max((s.size for s in sizes.values() if s), default=0.0)
     least = least_gradient(sides) * largest
@@ -238,7 +237,8 @@ class _Change:
 
 def _change(sides: Sides, flow: Flow, parameters: _Parameters) -> _Change | None:
     """Return what an optimizer added; None where it was not kept."""
-    slopes = last_named(flow.step.rows)
+    # a loop may sum up gradients of several steps, and only one program in their place
+    slopes = gradients_left(flow.step.rows)
     added, sizes = [], []
     for start, end in zip(parameters.starts, parameters.ends, strict=True):
         before = flow.step.tensor(start.record)

@@ -26,6 +26,8 @@ from roundoff.compare.values.value_regions import Sides
 
 _BACKWARD = "backward"
 _OPTIMIZER = "optimizer"
+#: What was last written to memory, seen through another view of it.
+_SHARED = "alias"
 
 
 def prepared_gradients(sides: Sides) -> Results:
@@ -93,10 +95,18 @@ def _contradiction(
     """
     flow, other = flows
     results = list(_made_of(other, gradient))
+    if any(_is_part_of_more(other, value) for value in results):
+        return []
     wanted = [clipped, *_readers(flow, clipped)]
     if any(_distance(w, value) <= limit for w in wanted for value in results):
         return []
     return results
+
+
+def _is_part_of_more(flow: Flow, value: Value) -> bool:
+    """Return True for what is written to memory that something else views too."""
+    sources = [flow.values[key] for key in value.inputs[:1] if key in flow.values]
+    return bool(value.row.inplace) and any(s.operator == _SHARED for s in sources)
 
 
 def _first_of(made: Sequence[Value], agreeing: Container[int]) -> Value | None:

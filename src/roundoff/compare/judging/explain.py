@@ -38,6 +38,9 @@ class EarlierSteps:
     parted: bool = False
     #: What the reference's values that are rounding alone hold.
     noise: set[Content] = field(default_factory=set)
+    #: Names of parameters that hold together the same values in both programs, and how many
+    #: elements where one side leaves zeros out: see ``ports.counterparts``.
+    counterparts: tuple[tuple[tuple[str, ...], tuple[str, ...], int | None], ...] = ()
 
     def copy(self) -> EarlierSteps:
         """Return the same, to be changed apart from it."""

@@ -54,16 +54,28 @@ class Counterparts:
 def counterparts(sides: Sides) -> list[Counterparts]:
     """Return the parameters that are each other's only counterpart, alone or together.
 
-    Those that are counterparts together are found where their tensors were kept.
+    Those that are counterparts together are found where their tensors were kept. What are
+    counterparts in a step stay so in later ones, where rounding may have moved them apart.
     """
-    pairs = same_parameters(sides)
+    known = [Counterparts(*each) for each in sides.paired]
+    names = {name for each in known for name in each.ours}
+    others = {name for each in known for name in each.theirs}
+    pairs = [
+        pair
+        for pair in same_parameters(sides)
+        if pair[0] not in names and pair[1] not in others
+    ]
     alone = [Counterparts((name,), (other,)) for name, other in pairs]
     found = sides.together.get(tuple(pairs))
     if found is None:
-        joined = _together(sides, pairs)
-        found = [(each.ours, each.theirs, each.numel) for each in joined]
+        joined = _together(
+            sides,
+            names.union(name for name, _ in pairs),
+            others.union(name for _, name in pairs),
+        )
+        found = tuple((each.ours, each.theirs, each.numel) for each in joined)
         sides.together[tuple(pairs)] = found
-    return [*alone, *(Counterparts(*each) for each in found)]
+    return [*known, *alone, *(Counterparts(*each) for each in found)]
 
 
 def same_parameters(sides: Sides) -> list[tuple[str, str]]:
@@ -187,26 +199,28 @@ def _elements(flow: Flow, names: Sequence[str]) -> int:
     return sum(leaves[name].row.numel or 0 for name in names)
 
 
-def _together(sides: Sides, pairs: Sequence[tuple[str, str]]) -> list[Counterparts]:
+def _together(
+    sides: Sides, names: Collection[str], others: Collection[str]
+) -> list[Counterparts]:
     """Return which of the parameters without a counterpart are several that are one's.
 
-    They share values, and all their values are the same.
+    They share values, and all their values are the same. ``names`` and ``others`` have one.
     """
-    ours = _contents(sides.reference, {name for name, _ in pairs})
-    theirs = _contents(sides.candidate, {name for _, name in pairs})
+    ours = _contents(sides.reference, names)
+    theirs = _contents(sides.candidate, others)
     links = _links(ours, theirs) | {(b, a) for a, b in _links(theirs, ours)}
     found = []
-    for names, others in _components(links):
-        one = np.concatenate([ours[name] for name in names])
-        other = np.concatenate([theirs[name] for name in others])
+    for linked, linked_there in _components(links):
+        one = np.concatenate([ours[name] for name in linked])
+        other = np.concatenate([theirs[name] for name in linked_there])
         if not _hold_the_same(one, other):
             continue
         lacking = len(one) - len(other)
         flow = sides.reference if lacking > 0 else sides.candidate
-        if lacking and not _are_zeros_kept(flow, names if lacking > 0 else others):
+        if lacking and not _are_zeros_kept(flow, linked if lacking > 0 else linked_there):
             continue
         numel = max(len(one), len(other)) if lacking else None
-        found.append(Counterparts(names, others, numel))
+        found.append(Counterparts(linked, linked_there, numel))
     return found
 
 

@@ -112,6 +112,7 @@ from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.values.padded_rows import padding_masks
 from roundoff.compare.values.value_flow import Flow, Value, constants_of, flow_of
 from roundoff.compare.values.value_regions import (
+    Paired,
     Part,
     Sides,
     limit_of,
@@ -189,7 +190,10 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
     Those of the candidate come first, in its order of execution; ``memory`` is changed.
     """
-    sides = _values_of(steps)
+    sides = _values_of(steps, memory.counterparts)
+    memory.counterparts = tuple(
+        (each.ours, each.theirs, each.numel) for each in counterparts(sides)
+    )
     differences = [] if memory.parted else _differences(sides)
     rows = _Rows(sides, differences).rows()
     memory.parted |= any(row.cause is not None for row in rows)
@@ -324,7 +328,7 @@ def agreeing_results(steps: RecordedSides) -> ValuesCompared | None:
     return ValuesCompared(sides, _differences(sides))
 
 
-def _values_of(steps: RecordedSides) -> Sides:
+def _values_of(steps: RecordedSides, paired: Paired = ()) -> Sides:
     reference = flow_of(steps.reference)
     candidate = flow_of(steps.candidate)
     sides = Sides(
@@ -332,6 +336,7 @@ def _values_of(steps: RecordedSides) -> Sides:
         candidate,
         limit_of(reference, candidate),
         padding=padding_masks(reference, candidate),
+        paired=paired,
     )
     sides.match()
     return sides

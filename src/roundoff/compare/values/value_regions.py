@@ -45,6 +45,9 @@ PICK = operators_that("add no error") - operators_that("move values")
 PICK |= {"masked_fill", "where"}
 
 Test = Callable[[Value], bool]
+#: Names of parameters of both programs that hold together the same values, and how many
+#: elements they have where one side leaves zeros out.
+Paired = tuple[tuple[tuple[str, ...], tuple[str, ...], int | None], ...]
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Sides:
         learnt: for two shapes how values of them that agree stand in each other: see
             ``learnt_layouts``.
         padding: masks of places that count for something: see ``padded_rows``.
+        paired: names of parameters that held the same values in a step before.
         together: names of parameters that hold the same values together, and how many
             elements, by the pairs that do alone: they are looked for once.
     """
@@ -79,10 +83,8 @@ class Sides:
         default_factory=dict
     )
     padding: tuple[Tensor, ...] = ()
-    together: dict[
-        tuple[tuple[str, str], ...],
-        list[tuple[tuple[str, ...], tuple[str, ...], int | None]],
-    ] = field(default_factory=dict)
+    paired: Paired = ()
+    together: dict[tuple[tuple[str, str], ...], Paired] = field(default_factory=dict)
     _index: SketchIndex = field(default_factory=lambda: SketchIndex(()))
     usual: float = field(init=False)
     stored: float = field(init=False)

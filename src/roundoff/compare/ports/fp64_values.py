@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.judging.explain import RecordedStep
-from roundoff.compare.ports.counterparts import joined_sketch, named_leaves
 from roundoff.compare.ports.made_up_values import leaves_of_pass
 from roundoff.compare.ports.port_results import (
     gradient_limit,
@@ -79,7 +78,10 @@ def in_fp64(sides: Sides) -> Sides | None:
         return None
     if not _is_faithful(sides, sides.candidate, theirs):
         return None
-    limit = max(ROUNDINGS * unit("float32"), min(sides.limit, _moved_apart(sides)))
+    limit = ROUNDINGS * unit("float32")
+    if sides.paired:
+        # what the steps before have rounded stands in the parameters
+        limit = sides.limit
     steps = [
         _wide_step(flow, tensors, widened)
         for flow, tensors in zip(flows, (ours, theirs), strict=True)
@@ -95,24 +97,6 @@ def in_fp64(sides: Sides) -> Sides | None:
         padding=sides.padding,
         paired=sides.paired,
     )
-
-
-def _moved_apart(sides: Sides) -> float:
-    """Return how far values may be apart that are made of parameters which the steps before
-    have moved apart, relative.
-
-    An optimizer that divides by the size of a gradient moves parameters anywhere whose
-    gradients are rounding alone.
-    """
-    ours = named_leaves(sides.reference)
-    theirs = named_leaves(sides.candidate)
-    distances = [0.0]
-    for names, others, numel in sides.paired:
-        sketch = joined_sketch(sides.reference, names, ours, numel)
-        twin = joined_sketch(sides.candidate, others, theirs, numel)
-        if sketch is not None and twin is not None:
-            distances.append(sketch.distance(twin))
-    return ROUNDINGS * max(distances)
 
 
 def _elements(flow: Flow) -> int:

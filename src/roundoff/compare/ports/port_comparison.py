@@ -560,7 +560,12 @@ def _results(twin: int, key: int, _sides: Sides) -> Results:
 
 
 def _seen_closer(sides: Sides) -> list[Difference]:
-    """Return what differs in the outputs by less than the limit, if anything does."""
+    """Return what differs in the outputs by less than the limit, if anything does.
+
+    In the first step: what it rounds stands in the parameters of later ones.
+    """
+    if sides.paired:
+        return []
     usual = sides.limit
     for closer in CLOSER:
         sides.limit = usual / closer

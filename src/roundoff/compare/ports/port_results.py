@@ -24,6 +24,8 @@ from roundoff.compare.values.value_regions import Sides, upstream
 
 #: Gradients below this share of the largest one are rounding of what is zero, in fp32.
 NO_GRADIENT = 1e-2
+#: How many limits gradients may be apart after the first step.
+LATER = 16.0
 #: An output of this many elements says more than the loss.
 WIDE = 4
 
@@ -344,9 +346,12 @@ def gradient_limit(sides: Sides) -> float:
     """Return the relative distance up to which gradients agree.
 
     In a format narrower than fp32 units of a ReLU go the other way: of values that are
-    ``limit`` off as large a share, which is its root in the norm.
+    ``limit`` off as large a share, which is its root in the norm. In later steps those are
+    of parameters that rounding has moved apart.
     """
-    return math.sqrt(sides.limit) if sides.is_narrow else sides.limit
+    if sides.is_narrow:
+        return math.sqrt(sides.limit)
+    return LATER * sides.limit if sides.paired else sides.limit
 
 
 def _far(pair: GradientPair, limit: float, least: float) -> bool:

@@ -34,8 +34,12 @@ class _Pair:
 def buffers(sides: Sides) -> Results:
     """What the forward pass writes to buffers and the other program does not.
 
-    Of the same size on both sides, or several that are of the size of one together.
+    Of the same size on both sides, or several that are of the size of one together. Not
+    where a step before has moved parameters apart: a bias before a normalization gets no
+    gradient but rounding, and shows in its running mean.
     """
+    if _are_moved_apart(sides):
+        return [], [], _FORWARD
     pairs = _pairs(sides)
     paired = {value.key for pair in pairs for value in (*pair.ours, *pair.theirs)}
     ours = [v for v in _written(sides.reference) if v.key not in sides.agreeing]
@@ -48,6 +52,18 @@ def buffers(sides: Sides) -> Results:
         [*_of_sizes(theirs, ours), *(v.key for pair in apart for v in pair.theirs)],
         _FORWARD,
     )
+
+
+def _are_moved_apart(sides: Sides) -> bool:
+    ours = named_leaves(sides.reference)
+    theirs = named_leaves(sides.candidate)
+    for names, others, numel in sides.paired:
+        sketch = joined_sketch(sides.reference, names, ours, numel)
+        twin = joined_sketch(sides.candidate, others, theirs, numel)
+        if sketch is not None and twin is not None:
+            if sketch.distance(twin) > sides.limit:
+                return True
+    return False
 
 
 def _written(flow: Flow) -> list[Value]:

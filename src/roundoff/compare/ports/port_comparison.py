@@ -33,6 +33,7 @@ from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
+from roundoff.compare.blame.unaligned_leaves import blamed_alignment
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.judging.explain import EarlierSteps
 from roundoff.compare.judging.explain import Sides as RecordedSides
@@ -616,7 +617,8 @@ def _blamed(
             or blamed_leaf(sides, part)
             or blamed_step(sides, part)
         )
-    return blamed_operand(sides, part) or _blamed_on_tensors(sides, part, results)
+    certain = blamed_operand(sides, part) or blamed_alignment(sides, part)
+    return certain or _blamed_on_tensors(sides, part, results)
 
 
 def _blamed_on_tensors(

@@ -40,7 +40,11 @@ def prepared_gradients(sides: Sides) -> Results:
     for name in far.keys() & left.keys():
         (before,), (other_before,) = left[name].ours, left[name].theirs
         (after,), (other_after,) = read[name].ours, read[name].theirs
-        if _distance(after, other_after) <= limit:
+        stages = list(_stages(sides.candidate, other_after, other_before))
+        earlier = list(_stages(sides.reference, after, before))
+        if any(_distance(after, stage) <= limit for stage in stages):
+            continue
+        if any(_distance(other_after, stage) <= limit for stage in earlier):
             continue
         ours: Value | None = after
         theirs: Value | None = other_after
@@ -58,6 +62,20 @@ def prepared_gradients(sides: Sides) -> Results:
             keys[0].append(ours.key)
             keys[1].append(theirs.key)
     return keys
+
+
+def _stages(flow: Flow, after: Value, before: Value) -> Iterator[Value]:
+    """Yield what a gradient's memory holds in turn, the last first, down to what the
+    backward pass left: an optimizer may make its update in the gradient's place."""
+    value = after
+    while value.key != before.key:
+        yield value
+        if not value.row.inplace or not value.row.inputs:
+            return
+        source = flow.values.get(value.row.inputs[0])
+        if source is None:
+            return
+        value = source
 
 
 def _is_as_left(flow: Flow, after: Value, before: Value) -> bool:

@@ -3,12 +3,15 @@
 What one program keeps in several buffers, a running mean and a running variance, may be
 one of the other: their names, and what they begin with, say nothing of it. What a step
 adds to a running average is small beside what was there before: it is compared by itself.
+One program may keep sums where the other keeps means: so many times as much from the
+beginning on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -25,10 +28,14 @@ _FORWARD = "forward"
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Buffers that hold together the same after the step; mostly one of each program."""
+    """Buffers that hold together the same after the step; mostly one of each program.
+
+    ``factor``: how many times as much the candidate's hold.
+    """
 
     ours: Sequence[Value]
     theirs: Sequence[Value]
+    factor: float = 1.0
 
 
 def buffers(sides: Sides) -> Results:
@@ -89,7 +96,45 @@ def _pairs(sides: Sides) -> list[_Pair]:
         pairs.append(_Pair(run, [whole]))
     for run, whole in _joined(sides, sides.candidate, other_left, left):
         pairs.append(_Pair([whole], run))
-    return pairs
+    return [*pairs, *_multiples(sides, left, other_left)]
+
+
+def _multiples(
+    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
+) -> list[_Pair]:
+    """Return buffers of which one program holds so many times as much.
+
+    From the beginning on, or as others do that are so: some begin with zeros.
+    """
+    starts = named_leaves(sides.reference)
+    other_starts = named_leaves(sides.candidate)
+    found: list[_Pair] = []
+    factors: list[float] = []
+    for value, other in product(ours, theirs):
+        factor = _factor(sides, value, other)
+        if factor is None:
+            continue
+        found.append(_Pair([value], [other], factor))
+        start = starts.get(value.row.name or "")
+        other_start = other_starts.get(other.row.name or "")
+        if start is not None and other_start is not None:
+            begun = _factor(sides, start, other_start)
+            if begun is not None and abs(begun - factor) <= sides.limit * factor:
+                factors.append(factor)
+    return [
+        pair
+        for pair in found
+        if any(abs(pair.factor - f) <= sides.limit * f for f in factors)
+    ]
+
+
+def _factor(sides: Sides, ours: Value, theirs: Value) -> float | None:
+    """Return how many times one value another is; None for no multiple, and for zeros."""
+    sketch, twin = ours.sketch, theirs.sketch
+    if sketch is None or twin is None or not sketch.size or not twin.size:
+        return None
+    factor = twin.size / sketch.size
+    return factor if sketch.times(factor).distance(twin) <= sides.limit else None
 
 
 def _are_changes_apart(sides: Sides, pair: _Pair) -> bool:
@@ -101,6 +146,7 @@ def _are_changes_apart(sides: Sides, pair: _Pair) -> bool:
     size = sum((v.sketch.size for v in pair.ours if v.sketch is not None), 0.0)
     # each program rounds a product and a sum
     rounding = 4 * max(unit(v.row.dtype) for v in (*pair.ours, *pair.theirs)) * size
+    theirs = theirs / pair.factor
     apart = float((ours.sort().values - theirs.sort().values).norm())
     return apart > sides.limit * float(ours.norm()) + rounding
 

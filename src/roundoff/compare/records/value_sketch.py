@@ -75,6 +75,13 @@ class Sketch:
         once = -self.once[::-1] if self.once is not None else None
         return replace(self, values=values, once=once)
 
+    def times(self, factor: float) -> Sketch:
+        """The sketch of the same tensor times a positive number."""
+        once = self.once * factor if self.once is not None else None
+        return replace(
+            self, values=self.values * factor, size=self.size * factor, once=once
+        )
+
     def distance(self, other: Sketch) -> float:
         """Return how far the values are apart, relative to this one's.
 

@@ -217,7 +217,9 @@ def _together(
             continue
         lacking = len(one) - len(other)
         flow = sides.reference if lacking > 0 else sides.candidate
-        if lacking and not _are_zeros_kept(flow, linked if lacking > 0 else linked_there):
+        if lacking and not _are_zeros_kept(
+            flow, linked if lacking > 0 else linked_there
+        ):
             continue
         numel = max(len(one), len(other)) if lacking else None
         found.append(Counterparts(linked, linked_there, numel))

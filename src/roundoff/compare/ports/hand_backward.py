@@ -22,6 +22,7 @@ from roundoff.compare.ports.differentiated_flow import (
     DifferentiatedFlow,
     differentiated_rightly,
 )
+from roundoff.compare.ports.hand_terms import scaled_term
 from roundoff.compare.ports.port_results import (
     GradientPair,
     gradient_pairs,
@@ -136,6 +137,7 @@ class _Search:
         if value is not None and gradient is not None:
             region = upstream(self._flow, [value.key], self._is_wrong)
             repaired = self._repaired(value, gradient, region)
+            repaired = repaired or self._scaled(value, gradient)
             if repaired is not None:
                 return repaired
         first = self._named(region, is_last=gradient is not None)
@@ -256,6 +258,19 @@ class _Search:
             return None
         return blamed_for(self._sides, repair, region, None)
 
+    def _scaled(self, value: Value, gradient: _Gradient) -> Blamed | None:
+        """Return a term by hand that makes a value right with another factor."""
+        term = scaled_term(
+            self._program, value, gradient.tensor, _goes_back, self._is_by_hand
+        )
+        if term is None:
+            return None
+        words = (
+            "autograd gives the reference's gradients for this forward pass: so it does "
+            f"with {term.factor:.4g} times this value"
+        )
+        return Blamed(term.value, None, words, is_operator=True)
+
     def _of_shape(self, value: Value) -> list[_Gradient]:
         """Return what a value may have to hold: gradients that are nowhere in the pass.
 
@@ -330,6 +345,10 @@ class _Search:
         handed = [key for key in handed if self._is_by_hand(flow.values[key])]
         named = [flow.values[key] for key in written or handed if key in flow.values]
         return max(named, key=lambda value: value.order, default=None)
+
+
+def _goes_back(value: Value) -> bool:
+    return value.row.phase == _BACKWARD
 
 
 def _place_of(value: Value) -> object:

@@ -64,13 +64,13 @@ def buffers(sides: Sides) -> Results:
 def _are_moved_apart(sides: Sides) -> bool:
     ours = named_leaves(sides.reference)
     theirs = named_leaves(sides.candidate)
+    distances = []
     for names, others, numel in sides.paired:
         sketch = joined_sketch(sides.reference, names, ours, numel)
         twin = joined_sketch(sides.candidate, others, theirs, numel)
         if sketch is not None and twin is not None:
-            if sketch.distance(twin) > sides.limit:
-                return True
-    return False
+            distances.append(sketch.distance(twin))
+    return max(distances, default=0.0) > sides.limit
 
 
 def _written(flow: Flow) -> list[Value]:

@@ -109,6 +109,7 @@ from roundoff.compare.repairs.repair_trials import (
     trials_of,
 )
 from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
+from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.values.padded_rows import padding_masks
 from roundoff.compare.values.value_flow import Flow, Value, constants_of, flow_of
@@ -628,9 +629,10 @@ def _blamed_on_tensors(
     last = last_result(sides.candidate)
     needed = [*results[1], *([last.key] if last is not None else [])]
     trials = trials_of(sides, _ends(sides, *results), needed)
-    follows = unfollowed(sides, part, trials)
-    if follows is not None:
-        return follows
+    certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
+    if certain is not None:
+        return certain
+    trials.left = BUDGET
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     if blamed is not None and _is_right_with(sides, trials, blamed):
         return blamed

@@ -77,3 +77,52 @@ def test_a_half_that_is_taken_twice_is_a_wrong_slice(compared):
     first = found.culprits()[0]
     assert first.phase == "forward"
     assert "50% of the reference's value is in none of its 2 portions" in first.evidence
+
+
+class Embedded(nn.Module):
+    """What is looked up, behind a learnt first row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 6)
+        self.first = nn.Parameter(torch.randn(1, 1, 6))
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, words, scale=None):
+        rows = self.table(words)
+        if scale is not None:
+            rows = rows * scale(rows)
+        first = self.first.expand(len(rows), 1, 6)
+        return self.layer(torch.cat([first, rows], 1).tanh())
+
+
+def embedded(folder, parts, *, start=0, scale=None):
+    torch.manual_seed(0)
+    model = Embedded()
+    words = torch.randint(0, 20, (8, 5))
+    with roundoff.capture(folder, model, keep="tensors"):
+        for part in words.chunk(parts):
+            (model(part[:, start:], scale).square().sum() / 8).backward()
+    return folder
+
+
+def test_what_is_joined_stands_where_all_of_it_does(tmp_path):
+    """The learnt row alone is right in the halves: it is no part of a right value."""
+    found = roundoff.compare(
+        reference=embedded(tmp_path / "ours", 1),
+        candidate=embedded(
+            tmp_path / "theirs", 2, scale=lambda rows: 1 + rows.mean().abs()
+        ),
+    )
+    first = found.culprits()[0]
+    assert first.site.split("#")[0] in ("/mean", "/abs", "/add", "/mul"), found.answer
+
+
+def test_the_slice_that_leaves_out_a_column_is_told(tmp_path):
+    found = roundoff.compare(
+        reference=embedded(tmp_path / "ours", 1),
+        candidate=embedded(tmp_path / "theirs", 2, start=1),
+    )
+    first = found.culprits()[0]
+    assert "slice (tests/compare/portions/test_portions_causes.py" in first.evidence
+    assert "leaves out a part" in first.evidence

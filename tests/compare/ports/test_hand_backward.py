@@ -266,3 +266,72 @@ def test_a_result_that_is_read_twice_and_rows_one_by_one(fault, tensors, tmp_pat
     for first in found.culprits(1):
         number = int(first.line.rpartition(":")[2])
         assert linecache.getline(__file__, number).strip() == lines[fault]
+
+
+class Gelu(Function):
+    """By the hyperbolic tangent; its slope is a sum of which one term has a factor."""
+
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.save_for_backward(x)
+        ctx.fault = fault
+        return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.1 * x * x * x)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(0.8 * (x + 0.1 * x * x * x))
+        factor = 0.1 if ctx.fault == "three" else 0.3
+        slope = 0.8 * (1 + factor * x * x)
+        half = 1.0 if ctx.fault == "half" else 0.5
+        edge = half * (1 + t)
+        return grad * (0.5 * x * (1 - t * t) * slope + edge), None
+
+
+class Bent(nn.Module):
+    def __init__(self, weights, fault=None):
+        super().__init__()
+        self.fault = fault
+        names = ("a", "b") if fault is None else ("kernel", "head")
+        for name, weight in zip(names, weights, strict=True):
+            turned = weight.clone() if fault is None else weight.t().contiguous()
+            self.register_parameter(name, nn.Parameter(turned))
+
+    def forward(self, x):
+        if self.fault is None:
+            h = F.linear(x, self.a)
+            h = 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.1 * h**3)))
+            return F.linear(h, self.b).square().mean()
+        h = Gelu.apply(torch.einsum("bi,io->bo", x, self.kernel), self.fault)
+        z = torch.einsum("bi,io->bo", h, self.head)
+        return (z * z).sum() / z.numel()
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", ["", "three", "half"])
+def test_a_term_of_a_slope_without_its_factor(fault, tensors, tmp_path):
+    generator = torch.Generator().manual_seed(4)
+    weights = [
+        torch.randn(WIDTH + 2, WIDTH, generator=generator),
+        torch.randn(WIDTH, WIDTH + 2, generator=generator),
+    ]
+    x = torch.randn(COUNT, WIDTH, generator=generator)
+    paths = {}
+    for side, net in (
+        ("reference", Bent(weights)),
+        ("candidate", Bent(weights, fault)),
+    ):
+        with ro.capture(tmp_path / side, net, keep="tensors"):
+            net(x).backward()
+        paths[side] = str(tmp_path / side)
+    found = ro.compare(**paths, tensors=tensors)
+    lines = {
+        "three": ("slope = 0.8 * (1 + factor * x * x)", "3 times"),
+        "half": ("edge = half * (1 + t)", "0.5 times"),
+    }
+    assert found.agrees == (not fault)
+    for first in found.culprits(1):
+        number = int(first.line.rpartition(":")[2])
+        line, words = lines[fault]
+        assert linecache.getline(__file__, number).strip() == line
+        assert words in first.evidence

@@ -21,7 +21,7 @@ class Reference(nn.Module):
 
     def forward(self, x):
         x = torch.relu(self.norm(self.first(x)))
-        return self.wide_norm(self.second(x)).square().mean()
+        return self.wide_norm(self.second(x)).pow(3).mean()
 
 
 class Norm(nn.Module):
@@ -57,7 +57,7 @@ class Port(nn.Module):
     def forward(self, x):
         x = self.norms[0](x @ self.w[0] + self.b[0]).clamp(min=0)
         x = self.norms[1](x @ self.w[1] + self.b[1])
-        return (x * x).sum() / x.numel()
+        return (x * x * x).sum() / x.numel()
 
 
 @pytest.mark.parametrize("tensors", [True, False])
@@ -75,3 +75,45 @@ def test_mean_and_variance_in_one_buffer(fault, tensors, tmp_path):
     comparison = ro.compare(**paths, tensors=tensors)
     assert comparison.agrees == (fault == "")
     assert {culprit.module for culprit in comparison.culprits(3)} <= {"norms.0"}
+
+
+class NormWithSums(nn.Module):
+    """Running sums over ``1 / MOMENTUM`` steps in the place of means."""
+
+    def __init__(self, norm, fault):
+        super().__init__()
+        self.gain = nn.Parameter(norm.weight.detach().clone())
+        self.shift = nn.Parameter(norm.bias.detach().clone())
+        self.register_buffer("mean", norm.running_mean / MOMENTUM)
+        self.register_buffer("var", norm.running_var / MOMENTUM)
+        self.fault = fault
+
+    def forward(self, x):
+        mean = x.mean(0)
+        var = (x - mean).square().mean(0)
+        kept = 0.8 if self.fault == "momentum" else 1 - MOMENTUM
+        with torch.no_grad():
+            self.mean.mul_(kept).add_(mean)
+            self.var.mul_(kept).add_(var * len(x) / (len(x) - 1))
+        return (x - mean) / (var + 1e-5).sqrt() * self.gain + self.shift
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", ["", "momentum"])
+def test_sums_in_the_place_of_means(fault, tensors, tmp_path):
+    torch.manual_seed(0)
+    reference = Reference()
+    for norm in (reference.norm, reference.wide_norm):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    port = Port(reference, "")
+    norms = (reference.norm, reference.wide_norm)
+    port.norms = nn.ModuleList(NormWithSums(norm, fault) for norm in norms)
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    folders = {"reference": tmp_path / "ours", "candidate": tmp_path / "theirs"}
+    for folder, module in zip(folders.values(), (reference, port), strict=True):
+        with ro.capture(folder, module, keep="tensors"):
+            module(x).backward()
+    paths = {side: str(folder) for side, folder in folders.items()}
+    comparison = ro.compare(**paths, tensors=tensors)
+    assert comparison.agrees == (not fault), comparison.answer

@@ -123,8 +123,15 @@ def _contradiction(
 
 def _is_part_of_more(flow: Flow, value: Value) -> bool:
     """Return True for what is written to memory that something else views too."""
-    sources = [flow.values[key] for key in value.inputs[:1] if key in flow.values]
-    return bool(value.row.inplace) and any(s.operator == _SHARED for s in sources)
+    if not value.row.inplace or not value.inputs or value.inputs[0] not in flow.values:
+        return False
+    written = flow.values[value.inputs[0]].row
+    if written.operator == _SHARED:
+        return True
+    rows = flow.step.rows
+    while written.view_of is not None and written.view_of in rows:
+        written = rows[written.view_of]
+    return (written.numel or 0) > (value.row.numel or 0)
 
 
 def _first_of(made: Sequence[Value], agreeing: Container[int]) -> Value | None:

@@ -140,9 +140,13 @@ def _losing_cut(step: StepPieces, piece: Piece) -> RecordedRow | None:
     a part."""
     rows = step.candidates[piece.rank].rows
     waiting = list(piece.row.inputs)
+    seen: set[int] = set()
     while waiting:
         row = rows.get(waiting.pop(0))
-        if row is None or (piece.rank, row.record) in step.pieces or not row.inputs:
+        if row is None or row.record in seen or not row.inputs:
+            continue
+        seen.add(row.record)
+        if (piece.rank, row.record) in step.pieces:
             continue
         source = rows.get(row.inputs[0])
         if row.base_operator in _CUT and row.line is not None and source is not None:

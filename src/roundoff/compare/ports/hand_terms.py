@@ -27,7 +27,9 @@ FEWEST = 8
 MOST_CALLS = 24
 #: Quotients by less than this share of the largest divisor say nothing.
 SMALL = 1e-3
-_SUMS = frozenset({"add", "sub"})
+_SUMS = operators_that("add or subtract") & operators_that("pair elements")
+_PAIRED = _SUMS | {"mul", "div"}
+_NEGATIVE = "neg"
 #: They hand on some elements: where a condition is true, or what a ReLU was given is positive.
 _MASKS = frozenset({"where", "threshold_backward"})
 #: They give the same elements, one after the other.
@@ -67,6 +69,8 @@ def scaled_term(
         is_followed: says which values may be wrong.
         is_named: says which of them may be the term.
     """
+    if not wanted.is_floating_point() or wanted.numel() < FEWEST:
+        return None
     flow = program.flow
     calls = {row.record: call for call in _calls(program) for row in call.rows}
     waiting = [
@@ -109,15 +113,15 @@ class _Operands:
 def _operands(flow: Flow, call: TracedCall) -> _Operands | None:
     """Return the operands of a sum, a product, a quotient or a move; None for others."""
     operator = call.first.base_operator.rstrip("_")
-    if operator not in _SUMS | _SAME | _MASKS | {"mul", "div", "neg", "rsub"}:
+    if operator not in _PAIRED | _SAME | _MASKS and operator != _NEGATIVE:
         return None
     positional, named = call.parsed
-    if operator == "where":
+    if operator == "where" and len(positional) > 2:
         # what is chosen first, and the condition
         positional = [positional[1], positional[0]]
     values: list[Value | None] = []
     tensors: list[Tensor] = []
-    for argument in positional[: 1 if operator in _SAME | {"neg"} else 2]:
+    for argument in positional[: 2 if operator in _PAIRED | _MASKS else 1]:
         if isinstance(argument, dict) and "record" in argument:
             source = flow.values.get(argument["record"])
             tensor = None if source is None else flow.tensor(source.key)
@@ -157,7 +161,7 @@ def _scaled(flow: Flow, known: _Known) -> ScaledTerm | None:
 
 def _wrong_term(known: _Known, operands: _Operands) -> ScaledTerm | None:
     """Return the term of a sum of two that has a wrong factor, if all is right with another."""
-    if operands.operator not in _SUMS | {"rsub"} or len(operands.tensors) != 2:
+    if operands.operator not in _SUMS or len(operands.tensors) != 2:
         return None
     shape = known.wanted.shape
     columns = [
@@ -168,6 +172,8 @@ def _wrong_term(known: _Known, operands: _Operands) -> ScaledTerm | None:
     if wanted.numel() < FEWEST:
         return None
     terms = torch.stack(columns, dim=1)
+    if not bool(torch.isfinite(terms).all() and torch.isfinite(wanted).all()):
+        return None
     factors = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
     rest = float((terms @ factors - wanted).norm())
     if not rest <= FITS * float((terms.sum(dim=1) - wanted).norm()):
@@ -191,7 +197,7 @@ def _behind(known: _Known, operands: _Operands) -> Iterator[_Known]:
             if tensor.numel() != wanted.numel():
                 continue
             wanted, places = wanted.reshape(tensor.shape), places.reshape(tensor.shape)
-        elif operands.operator == "neg":
+        elif operands.operator == _NEGATIVE:
             wanted = -wanted
         elif operands.operator in _MASKS:
             if place or tensor.shape != shape:
@@ -201,7 +207,7 @@ def _behind(known: _Known, operands: _Operands) -> Iterator[_Known]:
             if tensor.shape != shape:
                 continue
             other = operands.tensors[1 - place].expand(shape)
-            if operands.operator in _SUMS | {"rsub"}:
+            if operands.operator in _SUMS:
                 sign, other_sign = operands.signs[place], operands.signs[1 - place]
                 wanted = (wanted - other_sign * other) / sign
             elif operands.operator == "mul":

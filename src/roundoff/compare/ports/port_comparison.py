@@ -33,7 +33,6 @@ from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
-from roundoff.compare.blame.unaligned_leaves import blamed_alignment
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
 from roundoff.compare.judging.explain import EarlierSteps
 from roundoff.compare.judging.explain import Sides as RecordedSides
@@ -618,8 +617,7 @@ def _blamed(
             or blamed_leaf(sides, part)
             or blamed_step(sides, part)
         )
-    certain = blamed_operand(sides, part) or blamed_alignment(sides, part)
-    return certain or _blamed_on_tensors(sides, part, results)
+    return blamed_operand(sides, part) or _blamed_on_tensors(sides, part, results)
 
 
 def _blamed_on_tensors(

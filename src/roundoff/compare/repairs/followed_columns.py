@@ -143,6 +143,10 @@ def _in_order_of(sides: Sides, use: _Use, ours: list[_Use]) -> Iterator[_Unlike]
             continue
         order = _order_of(twin.columns, use.columns, sides.limit)
         if order is None:
+            # rows may stand otherwise: time before samples
+            columns = (twin.columns.sort(1).values, use.columns.sort(1).values)
+            order = _order_of(*columns, sides.limit)
+        if order is None:
             continue
         rows = twin.held[order].to(use.held.dtype)
         if _is_near(rows, use.held, sides.limit):

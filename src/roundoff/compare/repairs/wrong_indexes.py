@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Sequence
 from itertools import islice, product
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
@@ -32,9 +33,11 @@ def wrong_index(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     """Return the whole numbers with which all is right, once they are the reference's."""
     ours = _whole_numbers(sides.reference, part.expected, sides.agreeing)
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
+    trials.left = BUDGET
     for value, twin in product(theirs[:MOST_TRIED], ours[:MOST_TRIED]):
         for tensors in _given(sides, value, twin, theirs, ours):
-            trials.left = BUDGET
+            if trials.left < 0:
+                return None
             if trials.outcome({}, tensors)[0]:
                 words = f"with {there(twin)} in its place all that follows is right"
                 line = FaultLines(sides, part.region).of_operator(value)
@@ -74,6 +77,8 @@ def _moved(sides: Sides, value: Value, twin: Value) -> Iterator[Tensor]:
     held = sides.candidate.tensor(value.key)
     content = sides.reference.tensor(twin.key)
     if held is None or content is None or held.numel() != content.numel():
+        return
+    if (held.dtype == torch.bool) != (content.dtype == torch.bool):
         return
     yield from in_layout_of(sides, held, content)
 

@@ -202,8 +202,11 @@ class Port:
 
     @property
     def steps(self) -> int:
-        """How many steps show what is wrong."""
-        return self.change.steps if self.change else 1
+        """How many steps show what is wrong; of a right port as many as its faults need."""
+        if self.change is not None:
+            return self.change.steps
+        changes = _changes(self.network)
+        return max((c.steps for c in changes if c.port == self.name), default=1)
 
     def names_truth(self, culprit: Any) -> bool:
         """Return True where a culprit is the line or the parameter that is wrong."""
@@ -263,8 +266,13 @@ def faults(networks: Sequence[str] = NETWORKS) -> list[Port]:
     return [
         Port(network, change.port, change)
         for network in networks
-        for change in importlib.import_module(f".{network}.faults", __package__).FAULTS
+        for change in _changes(network)
     ]
+
+
+def _changes(network: str) -> Sequence[Change]:
+    """Return the wrong edits of a network's ports."""
+    return importlib.import_module(f".{network}.faults", __package__).FAULTS
 
 
 @cache

@@ -239,9 +239,8 @@ class Pair(nn.Module):
         return far / len(z) + (h**2).sum() / h.numel()
 
 
-@pytest.mark.parametrize("tensors", [True, False])
-@pytest.mark.parametrize("fault", ["", "sharp", "bend"])
-def test_a_result_that_is_read_twice_and_rows_one_by_one(fault, tensors, tmp_path):
+def compared_with_autograd(net, fault, folder, *, tensors):
+    """Compare a net of two matrices without and with backward passes by hand."""
     generator = torch.Generator().manual_seed(2)
     weights = [
         torch.randn(WIDTH + 2, WIDTH, generator=generator),
@@ -249,14 +248,17 @@ def test_a_result_that_is_read_twice_and_rows_one_by_one(fault, tensors, tmp_pat
     ]
     x = torch.randn(COUNT, WIDTH, generator=generator)
     paths = {}
-    for side, net in (
-        ("reference", Pair(weights)),
-        ("candidate", Pair(weights, fault)),
-    ):
-        with ro.capture(tmp_path / side, net, keep="tensors"):
-            net(x).backward()
-        paths[side] = str(tmp_path / side)
-    found = ro.compare(**paths, tensors=tensors)
+    for side, made in (("reference", net(weights)), ("candidate", net(weights, fault))):
+        with ro.capture(folder / side, made, keep="tensors"):
+            made(x).backward()
+        paths[side] = str(folder / side)
+    return ro.compare(**paths, tensors=tensors)
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize("fault", ["", "sharp", "bend"])
+def test_a_result_that_is_read_twice_and_rows_one_by_one(fault, tensors, tmp_path):
+    found = compared_with_autograd(Pair, fault, tmp_path, tensors=tensors)
     lines = {
         "sharp": "inner = shares * (grad - (grad * shares).sum(1, keepdim=True))",
         # no value of the forward pass has the slope alone as its gradient
@@ -288,15 +290,7 @@ class Gelu(Function):
         return grad * (0.5 * x * (1 - t * t) * slope + edge), None
 
 
-class Bent(nn.Module):
-    def __init__(self, weights, fault=None):
-        super().__init__()
-        self.fault = fault
-        names = ("a", "b") if fault is None else ("kernel", "head")
-        for name, weight in zip(names, weights, strict=True):
-            turned = weight.clone() if fault is None else weight.t().contiguous()
-            self.register_parameter(name, nn.Parameter(turned))
-
+class Bent(Pair):
     def forward(self, x):
         if self.fault is None:
             h = F.linear(x, self.a)
@@ -310,21 +304,7 @@ class Bent(nn.Module):
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("fault", ["", "three", "half"])
 def test_a_term_of_a_slope_without_its_factor(fault, tensors, tmp_path):
-    generator = torch.Generator().manual_seed(4)
-    weights = [
-        torch.randn(WIDTH + 2, WIDTH, generator=generator),
-        torch.randn(WIDTH, WIDTH + 2, generator=generator),
-    ]
-    x = torch.randn(COUNT, WIDTH, generator=generator)
-    paths = {}
-    for side, net in (
-        ("reference", Bent(weights)),
-        ("candidate", Bent(weights, fault)),
-    ):
-        with ro.capture(tmp_path / side, net, keep="tensors"):
-            net(x).backward()
-        paths[side] = str(tmp_path / side)
-    found = ro.compare(**paths, tensors=tensors)
+    found = compared_with_autograd(Bent, fault, tmp_path, tensors=tensors)
     lines = {
         "three": ("slope = 0.8 * (1 + factor * x * x)", "3 times"),
         "half": ("edge = half * (1 + t)", "0.5 times"),

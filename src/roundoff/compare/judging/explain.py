@@ -23,6 +23,10 @@ from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.record import StepTensors
 
+#: Names of parameters of both programs that hold together the same values, and how many
+#: elements they have where one side leaves zeros out: see ``ports.counterparts``.
+Paired = tuple[tuple[tuple[str, ...], tuple[str, ...], int | None], ...]
+
 
 @dataclass(slots=True)
 class EarlierSteps:
@@ -38,9 +42,8 @@ class EarlierSteps:
     parted: bool = False
     #: What the reference's values that are rounding alone hold.
     noise: set[Content] = field(default_factory=set)
-    #: Names of parameters that hold together the same values in both programs, and how many
-    #: elements where one side leaves zeros out: see ``ports.counterparts``.
-    counterparts: tuple[tuple[tuple[str, ...], tuple[str, ...], int | None], ...] = ()
+    #: What ``ports.counterparts`` has found.
+    counterparts: Paired = ()
 
     def copy(self) -> EarlierSteps:
         """Return the same, to be changed apart from it."""

@@ -22,7 +22,7 @@ from roundoff.compare.ports.differentiated_flow import (
     DifferentiatedFlow,
     differentiated_rightly,
 )
-from roundoff.compare.ports.hand_terms import scaled_term
+from roundoff.compare.ports.hand_terms import lacking_factor
 from roundoff.compare.ports.port_results import (
     GradientPair,
     gradient_pairs,
@@ -260,9 +260,7 @@ class _Search:
 
     def _scaled(self, value: Value, gradient: _Gradient) -> Blamed | None:
         """Return a term by hand that makes a value right with another factor."""
-        term = scaled_term(
-            self._program, value, gradient.tensor, _goes_back, self._is_by_hand
-        )
+        term = lacking_factor(self._program, value, gradient.tensor, self._is_by_hand)
         if term is None:
             return None
         words = (
@@ -345,10 +343,6 @@ class _Search:
         handed = [key for key in handed if self._is_by_hand(flow.values[key])]
         named = [flow.values[key] for key in written or handed if key in flow.values]
         return max(named, key=lambda value: value.order, default=None)
-
-
-def _goes_back(value: Value) -> bool:
-    return value.row.phase == _BACKWARD
 
 
 def _place_of(value: Value) -> object:

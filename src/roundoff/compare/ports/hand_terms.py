@@ -8,7 +8,7 @@ so many times as large, this term is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,55 +46,11 @@ class ScaledTerm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What a value should be, where that is known."""
+    """What a value should be, in the places where that is known."""
 
     value: Value
     wanted: Tensor
     places: Tensor
-
-
-def scaled_term(
-    program: TracedProgram,
-    value: Value,
-    wanted: Tensor,
-    is_followed: Callable[[Value], bool],
-    is_named: Callable[[Value], bool],
-) -> ScaledTerm | None:
-    """Return the term with a wrong factor that a value is made of; None where none is.
-
-    Args:
-        program: that the value is recorded in.
-        value: which is wrong.
-        wanted: what it should be, of its shape.
-        is_followed: says which values may be wrong.
-        is_named: says which of them may be the term.
-    """
-    if not wanted.is_floating_point() or wanted.numel() < FEWEST:
-        return None
-    flow = program.flow
-    calls = {row.record: call for call in _calls(program) for row in call.rows}
-    waiting = [
-        _Known(value, wanted.double(), torch.ones_like(wanted, dtype=torch.bool))
-    ]
-    for _ in range(MOST_CALLS):
-        if not waiting:
-            return None
-        known = waiting.pop(0)
-        call = calls.get(known.value.key)
-        if call is None or not is_followed(known.value):
-            continue
-        operands = _operands(flow, call)
-        if operands is None:
-            continue
-        found = _scaled(flow, known) or _wrong_term(known, operands)
-        if found is not None and is_named(found.value):
-            return found
-        waiting += _behind(known, operands)
-    return None
-
-
-def _calls(program: TracedProgram) -> Iterator[TracedCall]:
-    return (entry for entry in program.order if isinstance(entry, TracedCall))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +64,39 @@ class _Operands:
     values: tuple[Value | None, ...]
     tensors: tuple[Tensor, ...]
     signs: tuple[float, ...]
+
+
+def lacking_factor(
+    program: TracedProgram,
+    value: Value,
+    wanted: Tensor,
+    may_be_named: Callable[[Value], bool],
+) -> ScaledTerm | None:
+    """Return the term with a wrong factor that a value is made of; None where none is.
+
+    Args:
+        program: the calls that the value is followed back through.
+        value: which is wrong.
+        wanted: what it should be, of its shape.
+        may_be_named: says which values may be the term.
+    """
+    if not wanted.is_floating_point() or wanted.numel() < FEWEST:
+        return None
+    everywhere = torch.ones_like(wanted, dtype=torch.bool)
+    waiting = [_Known(value, wanted.double(), everywhere)]
+    for _ in range(MOST_CALLS):
+        if not waiting:
+            return None
+        known = waiting.pop(0)
+        call = program.calls.get(known.value.row.call)
+        operands = None if call is None else _operands(program.flow, call)
+        if operands is None:
+            continue
+        found = _scaled(program.flow, known) or _wrong_term(known, operands)
+        if found is not None and may_be_named(found.value):
+            return found
+        waiting += _behind(known, operands)
+    return None
 
 
 def _operands(flow: Flow, call: TracedCall) -> _Operands | None:
@@ -144,79 +133,86 @@ def _operands(flow: Flow, call: TracedCall) -> _Operands | None:
     )
 
 
+# -- which term ------------------------------------------------------------------------
+
+
 def _scaled(flow: Flow, known: _Known) -> ScaledTerm | None:
     """Return a value that is right with another factor."""
     present = flow.tensor(known.value.key)
     if present is None or present.shape != known.wanted.shape:
         return None
-    values = present.double()[known.places]
-    wanted = known.wanted[known.places]
-    if wanted.numel() < FEWEST or not values.any():
-        return None
-    factor = float(values @ wanted) / float(values @ values)
-    rest = float((factor * values - wanted).norm())
-    is_scaled = rest <= FITS * float((values - wanted).norm())
-    return ScaledTerm(known.value, factor) if is_scaled else None
+    factors = _factors([present.double()], known)
+    return None if factors is None else ScaledTerm(known.value, factors[0])
 
 
 def _wrong_term(known: _Known, operands: _Operands) -> ScaledTerm | None:
     """Return the term of a sum of two that has a wrong factor, if all is right with another."""
     if operands.operator not in _SUMS or len(operands.tensors) != 2:
         return None
-    shape = known.wanted.shape
-    columns = [
-        (sign * tensor).expand(shape)[known.places]
-        for sign, tensor in zip(operands.signs, operands.tensors, strict=True)
-    ]
+    pairs = zip(operands.signs, operands.tensors, strict=True)
+    factors = _factors([sign * tensor for sign, tensor in pairs], known)
+    if factors is None:
+        return None
+    wrong = [i for i, factor in enumerate(factors) if abs(factor - 1) > FITS]
+    value = operands.values[wrong[0]] if len(wrong) == 1 else None
+    return None if value is None else ScaledTerm(value, factors[wrong[0]])
+
+
+def _factors(terms: Sequence[Tensor], known: _Known) -> list[float] | None:
+    """Return with which factors the sum of terms is what it should be; None with none.
+
+    They have to take away nearly all that the sum is off.
+    """
     wanted = known.wanted[known.places]
-    if wanted.numel() < FEWEST:
+    columns = [term.expand(known.wanted.shape)[known.places] for term in terms]
+    matrix = torch.stack(columns, dim=1)
+    is_finite = bool(torch.isfinite(matrix).all() and torch.isfinite(wanted).all())
+    if wanted.numel() < FEWEST or not is_finite:
         return None
-    terms = torch.stack(columns, dim=1)
-    if not bool(torch.isfinite(terms).all() and torch.isfinite(wanted).all()):
-        return None
-    factors = torch.linalg.lstsq(terms, wanted[:, None]).solution[:, 0]
-    rest = float((terms @ factors - wanted).norm())
-    if not rest <= FITS * float((terms.sum(dim=1) - wanted).norm()):
-        return None
-    wrong = [i for i, factor in enumerate(factors.tolist()) if abs(factor - 1) > FITS]
-    if len(wrong) != 1 or operands.values[wrong[0]] is None:
-        return None
-    value = operands.values[wrong[0]]
-    return None if value is None else ScaledTerm(value, float(factors[wrong[0]]))
+    factors = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
+    off = float((matrix.sum(dim=1) - wanted).norm())
+    left = float((matrix @ factors - wanted).norm())
+    return factors.tolist() if left <= FITS * off else None
+
+
+# -- what is behind --------------------------------------------------------------------
 
 
 def _behind(known: _Known, operands: _Operands) -> Iterator[_Known]:
     """Yield what each operand should be, if the other one is right."""
-    shape = known.wanted.shape
     for place, value in enumerate(operands.values):
-        if value is None:
+        operand = operands.tensors[place]
+        if value is None or operand.numel() != known.wanted.numel():
             continue
-        tensor = operands.tensors[place]
-        wanted, places = known.wanted, known.places
-        if operands.operator in _SAME:
-            if tensor.numel() != wanted.numel():
-                continue
-            wanted, places = wanted.reshape(tensor.shape), places.reshape(tensor.shape)
-        elif operands.operator == _NEGATIVE:
-            wanted = -wanted
-        elif operands.operator in _MASKS:
-            if place or tensor.shape != shape:
-                continue
-            places = places & (operands.tensors[1].expand(shape) > 0)
-        elif len(operands.tensors) == 2:
-            if tensor.shape != shape:
-                continue
-            other = operands.tensors[1 - place].expand(shape)
-            if operands.operator in _SUMS:
-                sign, other_sign = operands.signs[place], operands.signs[1 - place]
-                wanted = (wanted - other_sign * other) / sign
-            elif operands.operator == "mul":
-                places = places & (other.abs() > SMALL * other.abs().max())
-                wanted = wanted / other
-            elif place == 0:
-                wanted = wanted * other
-            else:
-                places = places & (wanted.abs() > SMALL * wanted[places].abs().max())
-                wanted = other / wanted
-        if int(places.sum()) >= FEWEST and bool(torch.isfinite(wanted[places]).all()):
-            yield _Known(value, wanted, places)
+        wanted, places = _undone(known, operands, place)
+        is_known = int(places.sum()) >= FEWEST
+        if is_known and bool(torch.isfinite(wanted[places]).all()):
+            shape = operand.shape
+            yield _Known(value, wanted.reshape(shape), places.reshape(shape))
+
+
+def _undone(known: _Known, operands: _Operands, place: int) -> tuple[Tensor, Tensor]:
+    """Return what makes a call give what it should, in one operand's place, and where."""
+    wanted, places = known.wanted, known.places
+    operator = operands.operator
+    if operator in _SAME:
+        return wanted, places
+    if operator == _NEGATIVE:
+        return -wanted, places
+    other = operands.tensors[1 - place].expand(wanted.shape)
+    if operator in _MASKS:
+        return wanted, places & (other > 0) if place == 0 else places & False
+    if operator in _SUMS:
+        signs = operands.signs
+        return (wanted - signs[1 - place] * other) / signs[place], places
+    if operator == "mul":
+        return wanted / other, places & _is_large(other, places)
+    if place == 0:
+        return wanted * other, places
+    return other / wanted, places & _is_large(wanted, places)
+
+
+def _is_large(divisor: Tensor, places: Tensor) -> Tensor:
+    """Return where a quotient says something."""
+    size = divisor.abs()
+    return size > SMALL * size[places].max()

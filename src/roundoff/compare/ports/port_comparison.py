@@ -34,7 +34,7 @@ from roundoff.compare.blame.other_readings import with_other_reading
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
-from roundoff.compare.judging.explain import EarlierSteps
+from roundoff.compare.judging.explain import EarlierSteps, Paired
 from roundoff.compare.judging.explain import Sides as RecordedSides
 from roundoff.compare.judging.step_causes import CAUSE_ADVICE, listed, with_line
 from roundoff.compare.judging.symptoms import ADVICE
@@ -113,7 +113,6 @@ from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.values.padded_rows import padding_masks
 from roundoff.compare.values.value_flow import Flow, Value, constants_of, flow_of
 from roundoff.compare.values.value_regions import (
-    Paired,
     Part,
     Sides,
     limit_of,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from roundoff.compare.judging.divergence import EXACT
+from roundoff.compare.judging.explain import Paired
 from roundoff.compare.records.value_sketch import Sketch, SketchIndex
 from roundoff.compare.rounding.rounding_bound import unit, working_formats
 from roundoff.compare.values.inner_values import open_calls
@@ -45,9 +46,6 @@ PICK = operators_that("add no error") - operators_that("move values")
 PICK |= {"masked_fill", "where"}
 
 Test = Callable[[Value], bool]
-#: Names of parameters of both programs that hold together the same values, and how many
-#: elements they have where one side leaves zeros out.
-Paired = tuple[tuple[tuple[str, ...], tuple[str, ...], int | None], ...]
 
 
 @dataclass(slots=True)

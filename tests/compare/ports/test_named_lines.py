@@ -30,15 +30,18 @@ class Layer(nn.Module):
 
 
 class Joined(Layer):
-    """The first columns of the input are the last ones of the port, in its layers too."""
+    """The first columns of the input are the last ones of the port, in its layers too.
+
+    Its rows stand otherwise, time before samples.
+    """
 
     def forward(self, x):
         if self.fault is None:
             h = torch.relu(F.linear(x, self.weight, self.bias))
             return F.linear(h, self.head)
-        x = torch.cat([x[:, 5:], x[:, :5]], 1)
+        x = torch.cat([x[..., 5:], x[..., :5]], -1).transpose(0, 1)
         h = torch.relu(torch.matmul(x, self.kernel) + self.offset)
-        return torch.matmul(h, self.out)
+        return torch.matmul(h, self.out).transpose(0, 1)
 
     @classmethod
     def ported(cls, fault, weight, bias, head):
@@ -54,16 +57,19 @@ class Joined(Layer):
 
 
 class Looked(Layer):
-    """Words that the table does not have are word 1."""
+    """Words that the table does not have are word 1; of two texts, one after the other."""
 
     def forward(self, words):
+        texts = (words[:, :2], words[:, 2:])
+        return torch.cat([self.of_text(text) for text in texts], 1)
+
+    def of_text(self, words):
         if self.fault is None:
             known = words.masked_fill(words >= WORDS, 1)
             return F.linear(F.embedding(known, self.table), self.head)
-        other = torch.full_like(words, 0 if self.fault else 1)
+        other = torch.zeros_like(words) if self.fault else torch.ones_like(words)
         words = torch.where(words < WORDS, words, other)
-        rows = F.one_hot(words, WORDS).float() @ self.vectors
-        return torch.einsum("bti,io->bto", rows, self.out)
+        return torch.einsum("bti,io->bto", self.vectors[words], self.out)
 
     @classmethod
     def ported(cls, fault, table, head):
@@ -76,11 +82,11 @@ class Attending(Layer):
     def forward(self, x):
         b, t, d = x.shape
         if self.fault is None:
-            q, k, v = F.linear(x, self.qkv).chunk(3, -1)
+            q, k, v = (x @ self.qkv + self.bias).chunk(3, -1)
             q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in (q, k, v))
             share = (q @ k.mT / 2.0).softmax(-1)
             return F.linear((share @ v).transpose(1, 2).flatten(2), self.out)
-        packed = torch.einsum("bti,io->bto", x, self.kernel)
+        packed = torch.addmm(self.offset, x.flatten(0, 1), self.kernel)
         if self.fault:
             packed = packed.view(b, t, 3, d // HEADS, HEADS).permute(2, 0, 4, 1, 3)
         else:
@@ -90,8 +96,8 @@ class Attending(Layer):
         return y.permute(0, 2, 1, 3).reshape(b, t, d) @ self.merge
 
     @classmethod
-    def ported(cls, fault, qkv, out):
-        return cls(fault, kernel=qkv.t().contiguous(), merge=out.t().contiguous())
+    def ported(cls, fault, qkv, bias, out):
+        return cls(fault, kernel=qkv, offset=bias, merge=out.t().contiguous())
 
 
 class Recurrent(Layer):
@@ -157,19 +163,22 @@ CASES = {
             "bias": _numbers(WIDTH),
             "head": _numbers(CLASSES, WIDTH),
         },
-        _numbers(9, WIDTH),
+        _numbers(3, 4, WIDTH),
         "h = torch.relu(torch.matmul(x, self.kernel) + self.offset)",
     ),
     Looked: (
         {"table": _numbers(WORDS, WIDTH), "head": _numbers(CLASSES, WIDTH)},
         torch.arange(20).reshape(4, 5),
-        "other = torch.full_like(words, 0 if self.fault else 1)",
+        "other = torch.zeros_like(words) if self.fault else torch.ones_like(words)",
     ),
     Attending: (
-        {"qkv": _numbers(3 * WIDTH, WIDTH), "out": _numbers(WIDTH, WIDTH)},
+        {
+            "qkv": _numbers(WIDTH, 3 * WIDTH),
+            "bias": _numbers(3 * WIDTH),
+            "out": _numbers(WIDTH, WIDTH),
+        },
         _numbers(2, LENGTH, WIDTH),
-        # the kernel, which could be packed so
-        'packed = torch.einsum("bti,io->bto", x, self.kernel)',
+        "packed = packed.view(b, t, 3, d // HEADS, HEADS).permute(2, 0, 4, 1, 3)",
     ),
     Recurrent: (
         {"weight": _numbers(4 * WIDTH, 2 * WIDTH) / 3},

@@ -59,6 +59,22 @@ def test_another_leaf(traced):
     torch.testing.assert_close(result, wanted, rtol=1e-6, atol=0.0)
 
 
+def test_a_number_that_python_reads_stops_no_trial(program, step_of):
+    def one_hot(m, x):
+        bins = (x * 4).long()
+        assert bins.min().item() >= 0
+        return torch.nn.functional.one_hot(bins, 8).float() @ m.table
+
+    table = torch.linspace(0.0, 1.0, 8)[:, None]
+    traced = TracedProgram(flow_of(step_of(program(one_hot, table=table), X)))
+    call = call_of(traced, "mul")
+    arguments = [[call.parsed[0][0], 3.0], {}]
+    edit = Edit((EditStep(call.first.overload, arguments),), "times 3")
+    result = last_of(traced, edits={call.first.call: edit})
+    # a row of the identity picks one number: nothing is rounded
+    torch.testing.assert_close(result, table[(X * 3).long()], rtol=0.0, atol=0.0)
+
+
 def test_a_kernel_that_trusts_its_sizes_gets_no_others(program, step_of):
     def norm(m, x):
         return torch.native_layer_norm(x, (4,), m.weight, None, 1e-5)[0]

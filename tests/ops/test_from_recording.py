@@ -307,3 +307,95 @@ def test_columns_are_folded_where_windows_have_places_for_them():
         text = json.dumps([[record(0), *sizes], {}])
         refused = RepeatedCall("aten.col2im.default", text).run([columns].__getitem__)
         assert isinstance(refused, Reason), (place, other)
+
+
+TABLE = torch.arange(10.0).reshape(5, 2)
+INDICES = torch.tensor([4, 0, 1, 1])
+LOG_PROBS = torch.linspace(-2.0, 0.0, 60).reshape(5, 2, 6).log_softmax(-1)
+LABELS = torch.tensor([[1, 2, 2], [5, -1, -1]])
+LENGTHS = [[5, 4], [3, 1]]
+LOSSES, ALPHAS = torch.ops.aten._ctc_loss(LOG_PROBS, LABELS, *LENGTHS)
+BAGS = [False, 0, False, None, False, -1]
+#: Operators that do not check what they are given: what fits, and what does not.
+SEQUENCES = {
+    "_pack_padded_sequence.default": (
+        [X, torch.tensor([4, 2, 1]), True],
+        [
+            [X, torch.tensor([5, 2, 1]), True],
+            [X, torch.tensor([4, 2]), True],
+            [X, torch.tensor([4, 2, 0]), True],
+            [X[0], torch.tensor([1]), True],
+        ],
+    ),
+    "_embedding_bag.default": (
+        [TABLE, INDICES, torch.tensor([0, 3]), *BAGS],
+        [
+            [TABLE, INDICES + 1, torch.tensor([0, 3]), *BAGS],
+            [TABLE, INDICES - 1, torch.tensor([0, 3]), *BAGS],
+            [TABLE, INDICES, torch.tensor([0, 3, 2]), *BAGS],
+            [TABLE, INDICES, torch.tensor([0, 9]), *BAGS],
+            [TABLE, INDICES, torch.tensor([1, 3]), *BAGS],
+            [TABLE, INDICES, torch.tensor([0]), False, 0, False, X[0, :2], False, -1],
+        ],
+    ),
+    "_embedding_bag_dense_backward.default": (
+        [TABLE[:2], INDICES, torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])]
+        + [torch.tensor([]), 5, False, 0, None, -1],
+        [
+            [TABLE[:2], INDICES, torch.tensor([0, 0, 0, 2]), torch.tensor([3, 1])]
+            + [torch.tensor([]), 5, False, 0, None, -1],
+            [TABLE[:2], INDICES, torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])]
+            + [torch.tensor([]), 4, False, 0, None, -1],
+            [TABLE[:2], INDICES, torch.tensor([0, 0, 1]), torch.tensor([3, 1])]
+            + [torch.tensor([]), 5, False, 0, None, -1],
+        ],
+    ),
+    "_ctc_loss.default": (
+        [LOG_PROBS, LABELS, [5, 4], [3, 1], 0, False],
+        [
+            [LOG_PROBS, LABELS, [5, 4], [3, 2], 0, False],
+            [LOG_PROBS, LABELS + 1, [5, 4], [3, 1], 0, False],
+            [LOG_PROBS, LABELS, [5, 6], [3, 1], 0, False],
+            [LOG_PROBS, LABELS, [5, 4], [4, 1], 0, False],
+            [LOG_PROBS, LABELS, [5, 4], [3, 1], 6, False],
+            [LOG_PROBS, LABELS, [5], [3, 1], 0, False],
+            [LOG_PROBS, torch.tensor([1, 2, 2]), [5, 4], [3, 1], 0, False],
+        ],
+    ),
+    "_ctc_loss_backward.default": (
+        [LOSSES, LOG_PROBS, LABELS, *LENGTHS, LOSSES, ALPHAS, 0],
+        [
+            [LOSSES, LOG_PROBS, LABELS, *LENGTHS, LOSSES, ALPHAS[..., :5], 0],
+            [LOSSES, LOG_PROBS, LABELS, *LENGTHS, LOSSES[:1], ALPHAS, 0],
+            [LOSSES, LOG_PROBS, LABELS + 1, *LENGTHS, LOSSES, ALPHAS, 0],
+        ],
+    ),
+}
+
+
+def with_records(arguments):
+    """Return what stands in a recording for a call, and its tensors."""
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    numbers = iter(range(len(tensors)))
+    named = [
+        record(next(numbers)) if isinstance(each, torch.Tensor) else each
+        for each in arguments
+    ]
+    return json.dumps([named, {}]), tensors
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_lengths_bags_and_labels_have_to_fit(name):
+    right, wrong = SEQUENCES[name]
+    overload = f"aten.{name}"
+    text, tensors = with_records(right)
+    results = RepeatedCall(overload, text).run(tensors.__getitem__)
+    wanted = getattr(torch.ops.aten, name.partition(".")[0])(*right)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    # the same kernel on the same tensors gives the same bits
+    assert torch.equal(results[0], wanted[0])
+    for arguments in wrong:
+        text, tensors = with_records(arguments)
+        refused = RepeatedCall(overload, text).run(tensors.__getitem__)
+        assert isinstance(refused, Reason), arguments
+        assert "do not fit" in refused.text

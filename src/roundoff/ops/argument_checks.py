@@ -409,6 +409,94 @@ def _fold(values: Values) -> str | None:
     return None
 
 
+def _packed(values: Values) -> str | None:
+    """Rows with their lengths, from the longest to the shortest."""
+    read = values["input"]
+    if read.dim() < 2:
+        return "an input without steps"
+    samples, steps = read.shape[:2] if values["batch_first"] else read.shape[1::-1]
+    return _lengths(values["lengths"], samples, steps)
+
+
+def _lengths(lengths: Any, count: int, most: int, least: int = 1) -> str | None:
+    given = torch.as_tensor(lengths)
+    if given.shape != (count,):
+        return "not one length for each sample"
+    return _within(given - least, most + 1 - least)
+
+
+def _bags(values: Values) -> str | None:
+    """Rows of a table, in bags that begin where ``offsets`` say."""
+    indices = values["indices"]
+    starts = values["offsets"]
+    table = values["weight"]
+    if indices.dim() != 1 or starts.dim() != 1 or table.dim() != 2:
+        return "bags of other than one axis"
+    weights = values["per_sample_weights"]
+    if weights is not None and weights.shape != indices.shape:
+        return "not one weight for each index"
+    ends = torch.cat([starts, starts.new_tensor([len(indices)])])
+    if int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
+        return "bags that do not follow each other"
+    return _within(indices, len(table))
+
+
+def _bags_backward(values: Values) -> str | None:
+    grad = values["grad"]
+    indices = values["indices"]
+    if grad.dim() != 2 or values["offset2bag"].numel() not in (0, len(indices)):
+        return "a gradient of other bags"
+    weights = values["per_sample_weights"]
+    if weights is not None and weights.shape != indices.shape:
+        return "not one weight for each index"
+    takes_largest = values["mode"] == 2
+    if takes_largest:
+        if values["maximum_indices"].shape != grad.shape:
+            return "the largest of other bags"
+        indices = values["maximum_indices"]
+        return _within(indices, values["num_weights"], -1)
+    if values["bag_size"].numel() not in (0, len(grad)):
+        return "sizes of other bags"
+    return _within(values["offset2bag"], len(grad)) or _within(
+        indices, values["num_weights"]
+    )
+
+
+def _labels(values: Values) -> str | None:
+    """Labels of each sample, in rows or one after the other."""
+    read = values["log_probs"]
+    labels = values["targets"]
+    if read.dim() != 3 or labels.dim() not in (1, 2):
+        return "an input that has not three axes"
+    steps, samples, classes = read.shape
+    counts = torch.as_tensor(values["target_lengths"])
+    most = labels.shape[-1]
+    if not 0 <= values["blank"] < classes:
+        return "blank is none of the classes"
+    if labels.dim() == 2 and len(labels) != samples:
+        return "not one row of labels for each sample"
+    if labels.dim() == 1 and int(counts.sum()) != len(labels):
+        return "lengths of other labels"
+    unfit = _lengths(values["input_lengths"], samples, steps, 0)
+    unfit = unfit or _lengths(counts, samples, most, 0)
+    if unfit is None and labels.dim() == 2:  # what stands behind them is not read
+        labels = labels[torch.arange(most) < counts.reshape(-1, 1)]
+    return unfit or _within(labels, classes)
+
+
+def _labels_backward(values: Values) -> str | None:
+    unfit = _labels(values)
+    if unfit is not None:
+        return unfit
+    steps, samples, _ = values["log_probs"].shape
+    longest = int(torch.as_tensor(values["target_lengths"]).max())
+    alphas = values["log_alpha"].shape
+    if alphas[:2] != (samples, steps) or alphas[2] < 2 * longest + 1:
+        return "another forward pass"
+    losses = {values["grad"].numel(), values["neg_log_likelihood"].numel()}
+    return None if losses == {samples} else "not one loss for each sample"
+
+
 _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "batch norm": _batch_norm,
     "group norm": _group_norm,
@@ -418,6 +506,11 @@ _CHECKS: Mapping[str, Callable[[Values], str | None]] = {
     "volume pool's gradient": _pool_backward(3),
     "unpool": _unpool,
     "fold": _fold,
+    "packed rows": _packed,
+    "bags": _bags,
+    "bags' gradient": _bags_backward,
+    "labels": _labels,
+    "labels' gradient": _labels_backward,
     "targets": _nll,
     "Fourier transform": _fourier,
     "weight norm": _weight_norm,
@@ -435,5 +528,10 @@ _READ_INDICES = frozenset(
         "volume pool's gradient",
         "unpool",
         "targets",
+        "packed rows",
+        "bags",
+        "bags' gradient",
+        "labels",
+        "labels' gradient",
     )
 )

@@ -428,103 +428,122 @@ _TRAITS: dict[Trait, str] = {
     "are safe from a recording": """
         _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
         _adaptive_avg_pool3d_backward _addmm_activation _aminmax
-        _amp_foreach_non_finite_check_and_unscale _cdist_backward _cdist_forward _conj
-        _conj_copy _conj_physical _euclidean_dist _fft_c2c _fft_c2r _fft_r2c
-        _fused_adagrad _fused_adam _fused_adamw _fused_rms_norm _fused_rms_norm_backward
-        _fused_sgd _index_put_impl _log_softmax _log_softmax_backward_data _logcumsumexp
-        _native_batch_norm_legit _native_batch_norm_legit_functional
-        _native_batch_norm_legit_no_training _neg_view _neg_view_copy _prelu_kernel
-        _prelu_kernel_backward _safe_softmax _scaled_dot_product_attention_math
-        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+        _amp_foreach_non_finite_check_and_unscale _cdist_backward _cdist_forward
+        _conj _conj_copy _conj_physical _ctc_loss _ctc_loss_backward
+        _embedding_bag _embedding_bag_dense_backward _embedding_bag_forward_only
+        _euclidean_dist _fft_c2c _fft_c2r _fft_r2c _fused_adagrad _fused_adam
+        _fused_adamw _fused_rms_norm _fused_rms_norm_backward _fused_sgd
+        _index_put_impl _linalg_det _linalg_eigh _linalg_slogdet
+        _linalg_solve_ex _linalg_svd _log_softmax _log_softmax_backward_data
+        _logcumsumexp _native_batch_norm_legit
+        _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+        _neg_view _neg_view_copy _pack_padded_sequence _pdist_forward
+        _prelu_kernel _prelu_kernel_backward _safe_softmax
+        _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention
         _scaled_dot_product_efficient_attention_backward
-        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_flash_attention
+        _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_flash_attention_for_cpu_backward _softmax
-        _softmax_backward_data _to_copy _unsafe_index _unsafe_index_put
-        _unsafe_masked_index _unsafe_view _upsample_bicubic2d_aa
-        _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa
-        _upsample_bilinear2d_aa_backward _upsample_lanczos2d_aa
-        _upsample_lanczos2d_aa_backward _upsample_nearest_exact1d
-        _upsample_nearest_exact1d_backward _upsample_nearest_exact2d
-        _upsample_nearest_exact2d_backward _upsample_nearest_exact3d
-        _upsample_nearest_exact3d_backward _weight_norm_interface
-        _weight_norm_interface_backward abs absolute acos acosh adaptive_avg_pool1d
-        adaptive_avg_pool2d adaptive_avg_pool3d_backward adaptive_max_pool2d
-        adaptive_max_pool2d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
-        add addbmm addcdiv addcmul addmm addmv addr affine_grid_generator alias
-        alias_copy all amax amin aminmax angle any arange arccos argmax argmin
-        as_strided asin asinh atan atan2 atanh avg_pool1d avg_pool2d avg_pool2d_backward
-        avg_pool3d avg_pool3d_backward baddbmm batch_norm binary_cross_entropy
+        _softmax_backward_data _to_copy _trilinear _unique2 _unsafe_index
+        _unsafe_index_put _unsafe_masked_index _unsafe_view
+        _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
+        _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+        _upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward
+        _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
+        _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
+        _upsample_nearest_exact3d _upsample_nearest_exact3d_backward
+        _weight_norm_interface _weight_norm_interface_backward abs absolute acos
+        acosh adaptive_avg_pool1d adaptive_avg_pool2d
+        adaptive_avg_pool3d_backward adaptive_max_pool2d
+        adaptive_max_pool2d_backward adaptive_max_pool3d
+        adaptive_max_pool3d_backward add addbmm addcdiv addcmul addmm addmv addr
+        affine_grid_generator alias alias_copy all amax amin aminmax angle any
+        arange arccos argmax argmin as_strided asin asinh atan atan2 atanh
+        avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
+        baddbmm bartlett_window batch_norm binary_cross_entropy
         binary_cross_entropy_backward binary_cross_entropy_with_logits bincount
-        bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-        bitwise_xor block_diag bmm broadcast_to bucketize cat cdist ceil celu
-        channel_shuffle cholesky cholesky_inverse cholesky_solve chunk clamp clamp_max
-        clamp_min clip clone col2im complex conj_physical constant_pad_nd contiguous conv1d
-        conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
-        convolution_backward copy copysign cos cosh cosine_similarity count_nonzero
-        cross_entropy_loss cummax cummin cumprod cumsum deg2rad detach detach_copy diag
-        diag_embed diagonal diagonal_backward diagonal_copy diagonal_scatter digamma
-        dist div divide dot dropout dstack einsum elu elu_backward embedding
+        bitwise_and bitwise_left_shift bitwise_not bitwise_or
+        bitwise_right_shift bitwise_xor blackman_window block_diag bmm
+        broadcast_to bucketize cat cdist ceil celu channel_shuffle cholesky
+        cholesky_inverse cholesky_solve chunk clamp clamp_max clamp_min clip
+        clone col2im complex conj_physical constant_pad_nd contiguous conv1d
+        conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        convolution convolution_backward copy copysign cos cosh
+        cosine_similarity count_nonzero cross_entropy_loss cummax cummin cumprod
+        cumsum deg2rad detach detach_copy diag diag_embed diagonal
+        diagonal_backward diagonal_copy diagonal_scatter digamma dist div divide
+        dot dropout dstack einsum elu elu_backward embedding
         embedding_dense_backward eq erf erfc erfinv exp exp2 expand expand_as
         expand_copy expm1 eye fake_quantize_per_channel_affine_cachemask
-        fake_quantize_per_tensor_affine_cachemask fill flatten flip floor floor_divide
-        fmax fmin fmod frac fractional_max_pool2d fractional_max_pool2d_backward
-        fractional_max_pool3d fractional_max_pool3d_backward frexp full full_like gather
-        gcd ge gelu gelu_backward glu glu_backward glu_backward_jvp glu_jvp
-        grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
-        grid_sampler_3d_backward group_norm gt hardshrink hardshrink_backward
+        fake_quantize_per_tensor_affine_cachemask fill flatten flip floor
+        floor_divide fmax fmin fmod frac fractional_max_pool2d
+        fractional_max_pool2d_backward fractional_max_pool3d
+        fractional_max_pool3d_backward frexp full full_like gather gcd ge gelu
+        gelu_backward glu glu_backward glu_backward_jvp glu_jvp grid_sampler_2d
+        grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
+        group_norm gt hamming_window hann_window hardshrink hardshrink_backward
         hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh
-        hardtanh_backward heaviside histc hstack huber_loss huber_loss_backward hypot i0
-        igamma igammac im2col imag index index_add index_copy index_fill index_put
-        index_reduce index_select inner instance_norm isin isinf isnan isneginf isposinf
-        kl_div kthvalue l1_loss layer_norm lcm le leaky_relu leaky_relu_backward lerp
-        lgamma lift lift_fresh lift_fresh_copy linalg_cholesky linalg_cholesky_ex
+        hardtanh_backward heaviside histc hstack huber_loss huber_loss_backward
+        hypot i0 igamma igammac im2col imag index index_add index_copy
+        index_fill index_put index_reduce index_select inner instance_norm isin
+        isinf isnan isneginf isposinf kaiser_window kl_div kthvalue l1_loss
+        layer_norm lcm le leaky_relu leaky_relu_backward lerp lgamma lift
+        lift_fresh lift_fresh_copy linalg_cholesky linalg_cholesky_ex
         linalg_cross linalg_det linalg_inv linalg_inv_ex linalg_matrix_exp
         linalg_matrix_norm linalg_norm linalg_pinv linalg_qr linalg_solve
-        linalg_solve_triangular linalg_vector_norm linear linspace log log10 log1p log2
-        log_sigmoid log_sigmoid_backward log_sigmoid_forward log_softmax logaddexp
-        logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor
-        logit logit_backward logspace logsumexp lt masked_fill masked_scatter
-        masked_scatter_backward masked_select matmul max max_pool1d max_pool2d
-        max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d
-        max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d
-        max_unpool3d maximum mean median min minimum mish mkldnn_rnn_layer
-        mkldnn_rnn_layer_backward mm mode movedim mse_loss mse_loss_backward mul
-        multi_margin_loss multi_margin_loss_backward multiply mv mvlgamma nan_to_num
-        nanmedian nansum narrow narrow_copy native_batch_norm native_batch_norm_backward
+        linalg_solve_triangular linalg_vector_norm linear linspace log log10
+        log1p log2 log_sigmoid log_sigmoid_backward log_sigmoid_forward
+        log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and
+        logical_not logical_or logical_xor logit logit_backward logspace
+        logsumexp lt masked_fill masked_scatter masked_scatter_backward
+        masked_select matmul max max_pool1d max_pool2d max_pool2d_with_indices
+        max_pool2d_with_indices_backward max_pool3d max_pool3d_with_indices
+        max_pool3d_with_indices_backward max_unpool2d max_unpool3d maximum mean
+        median min minimum mish mkldnn_rnn_layer mkldnn_rnn_layer_backward mm
+        mode movedim mse_loss mse_loss_backward mul multi_margin_loss
+        multi_margin_loss_backward multiply mv mvlgamma nan_to_num nanmedian
+        nansum narrow narrow_copy native_batch_norm native_batch_norm_backward
         native_dropout native_dropout_backward native_group_norm
-        native_group_norm_backward native_layer_norm native_layer_norm_backward ne neg
-        negative new_full new_ones new_zeros nextafter nll_loss nll_loss2d_backward
-        nll_loss2d_forward nll_loss_backward nll_loss_forward nll_loss_nd nonzero norm
-        one_hot ones ones_like outer pairwise_distance permute permute_copy pinverse
-        pixel_shuffle pixel_unshuffle polar polygamma pow prelu prod put rad2deg ravel
-        real reciprocal reflection_pad1d reflection_pad1d_backward reflection_pad2d
-        reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward relu relu6
-        remainder renorm repeat repeat_interleave replication_pad1d
+        native_group_norm_backward native_layer_norm native_layer_norm_backward
+        ne neg negative new_full new_ones new_zeros nextafter nll_loss
+        nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+        nll_loss_forward nll_loss_nd nonzero norm one_hot ones ones_like outer
+        pairwise_distance permute permute_copy pinverse pixel_shuffle
+        pixel_unshuffle polar polygamma pow prelu prod put rad2deg ravel real
+        reciprocal reflection_pad1d reflection_pad1d_backward reflection_pad2d
+        reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward
+        relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
         replication_pad1d_backward replication_pad2d replication_pad2d_backward
-        replication_pad3d replication_pad3d_backward reshape reshape_as resolve_conj
-        resolve_neg rms_norm roll rot90 round rrelu_with_noise_backward rsqrt rsub
-        scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce
-        searchsorted select select_backward select_copy select_scatter selu sgn sigmoid
-        sigmoid_backward sign signbit silu silu_backward sin sinc sinh slice
-        slice_backward slice_copy slice_scatter smooth_l1_loss smooth_l1_loss_backward
-        soft_margin_loss soft_margin_loss_backward softmax softplus softplus_backward
-        softshrink softshrink_backward sort special_entr special_erf special_erfcx
-        special_expit special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
-        special_xlog1py special_zeta split split_copy split_with_sizes
-        split_with_sizes_copy sqrt square squeeze squeeze_copy stack std std_mean sub
-        subtract sum swapaxes swapdims t t_copy take tan tanh tanh_backward tensor_split
-        tensordot threshold threshold_backward to topk trace transpose transpose_copy
-        trapezoid tril tril_indices triu triu_indices true_divide trunc type_as unbind
-        unbind_copy unflatten unfold unfold_backward unfold_copy unique_consecutive
-        unique_dim unsafe_split unsafe_split_with_sizes unsqueeze unsqueeze_copy
-        upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d
-        upsample_bilinear2d_backward upsample_linear1d upsample_linear1d_backward
-        upsample_nearest1d upsample_nearest1d_backward upsample_nearest2d
-        upsample_nearest2d_backward upsample_nearest3d upsample_nearest3d_backward
-        upsample_trilinear3d upsample_trilinear3d_backward var var_mean vdot view
-        view_as view_as_complex view_as_complex_copy view_as_real view_as_real_copy
+        replication_pad3d replication_pad3d_backward reshape reshape_as
+        resolve_conj resolve_neg rms_norm roll rot90 round
+        rrelu_with_noise_backward rsqrt rsub scalar_tensor
+        scaled_dot_product_attention scatter scatter_add scatter_reduce
+        searchsorted select select_backward select_copy select_scatter selu sgn
+        sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh
+        slice slice_backward slice_copy slice_scatter smooth_l1_loss
+        smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward
+        softmax softplus softplus_backward softshrink softshrink_backward sort
+        special_entr special_erf special_erfcx special_expit special_i0e
+        special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py
+        special_zeta split split_copy split_with_sizes split_with_sizes_copy
+        sqrt square squeeze squeeze_copy stack std std_mean sub subtract sum
+        swapaxes swapdims t t_copy take tan tanh tanh_backward tensor_split
+        tensordot threshold threshold_backward to topk trace transpose
+        transpose_copy trapezoid tril tril_indices triu triu_indices true_divide
+        trunc type_as unbind unbind_copy unflatten unfold unfold_backward
+        unfold_copy unique_consecutive unique_dim unsafe_split
+        unsafe_split_with_sizes unsqueeze unsqueeze_copy upsample_bicubic2d
+        upsample_bicubic2d_backward upsample_bilinear2d
+        upsample_bilinear2d_backward upsample_linear1d
+        upsample_linear1d_backward upsample_nearest1d
+        upsample_nearest1d_backward upsample_nearest2d
+        upsample_nearest2d_backward upsample_nearest3d
+        upsample_nearest3d_backward upsample_trilinear3d
+        upsample_trilinear3d_backward var var_mean vdot view view_as
+        view_as_complex view_as_complex_copy view_as_real view_as_real_copy
         view_copy vstack where xlogy zero zeros zeros_like""",
 }
 
@@ -783,6 +802,11 @@ _SIZES_LIKE = {
     "attention's gradient": "_scaled_dot_product_flash_attention_for_cpu_backward",
     "recurrent layer": "mkldnn_rnn_layer",
     "fold": "col2im",
+    "packed rows": "_pack_padded_sequence",
+    "bags": "_embedding_bag _embedding_bag_forward_only",
+    "bags' gradient": "_embedding_bag_dense_backward",
+    "labels": "_ctc_loss",
+    "labels' gradient": "_ctc_loss_backward",
     "fused step": "_fused_adagrad _fused_adam _fused_adamw _fused_sgd",
 }
 

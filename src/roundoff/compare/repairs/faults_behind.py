@@ -409,7 +409,7 @@ def unmade(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | Non
     value = rejoin.value
     twins = set(sides.all_twins(value))
     is_right = value.key not in region and value.computes
-    if not is_right or twins.isdisjoint(_read_by(reference, rejoin.twin, False)):
+    if not is_right or twins.isdisjoint(_read_by(reference, rejoin.twin)):
         return None
     readers = {each.row.line for each in computing_readers(flow, value)}
     reading = [reference.values[k] for t in twins for k in reference.readers.get(t, ())]
@@ -595,12 +595,13 @@ def left_out(
         if held is None:
             continue
         twins = set(sides.all_twins(value))
+        made_of_it = _made_of(reference, twins, several)
         near = _in_region_alone(flow, near, rejoin, value)
         for twin in wanted:
+            if twin.key not in made_of_it:
+                continue
             content = reference.tensor(twin.key)
             if content is None:
-                continue
-            if twins.isdisjoint(_read_by(reference, twin, several)):
                 continue
             for moved in in_layout_of(sides, held, content):
                 instead = {value.key: moved}
@@ -665,7 +666,7 @@ def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:
     reading = [
         flow.values[key]
         for key in between
-        if not twins.isdisjoint(_read_by(flow, flow.values[key], False))
+        if not twins.isdisjoint(_read_by(flow, flow.values[key]))
     ]
     computing = [v for v in reading if not _hands_on(v) and v.row.line is not None]
     return min(computing, key=lambda value: value.order, default=last)
@@ -681,11 +682,8 @@ def _moved_on(flow: Flow, value: Value) -> Value:
         value = readers[0]
 
 
-def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
-    """Return what a call reads, behind moves and the steps inside the call.
-
-    With ``several`` all that it is made of.
-    """
+def _read_by(flow: Flow, value: Value) -> set[int]:
+    """Return what a call reads, behind moves and the steps inside the call."""
     read: set[int] = set()
     waiting = list(value.inputs)
     while waiting:
@@ -693,11 +691,32 @@ def _read_by(flow: Flow, value: Value, several: bool) -> set[int]:
         if key in read or key not in flow.values:
             continue
         read.add(key)
-        source = flow.values[key]
-        is_handed_on = not source.computes or source.operator in _MOVE
-        if several or source.inner or is_handed_on:
-            waiting += source.inputs
+        if _is_passed(flow.values[key]):
+            waiting += flow.values[key].inputs
     return read
+
+
+def _made_of(flow: Flow, keys: AbstractSet[int], several: bool) -> set[int]:
+    """Return what reads any of ``keys``, as ``_read_by`` has it.
+
+    With ``several`` all that is made of them.
+    """
+    made: set[int] = set()
+    waiting = list(keys)
+    while waiting:
+        read = waiting.pop()
+        for key in (*flow.readers.get(read, ()), *flow.parts.get(read, ())):
+            if key in made:
+                continue
+            made.add(key)
+            if several or _is_passed(flow.values[key]):
+                waiting.append(key)
+    return made
+
+
+def _is_passed(value: Value) -> bool:
+    """Return True for what moves a value, and for a step inside a call."""
+    return value.inner or not value.computes or value.operator in _MOVE
 
 
 class _Unlike:

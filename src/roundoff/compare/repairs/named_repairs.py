@@ -168,6 +168,8 @@ def _put_together_for(sides: Sides, cut: Value) -> Value | None:
     for _ in range(_LAYER):
         leaves = leaves_of(flow, [source.key])
         matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
+        if len(leaves) == 1 and of_leaves_alone(flow, source):
+            matrices = leaves
         if len(matrices) == 1:
             is_joined = matrices[0].key not in sides.twins
             return matrices[0] if is_joined else None

@@ -93,6 +93,7 @@ NETWORKS = (
     "bidaf",
     "inception",
     "textcnn",
+    "dcgan",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -132,6 +133,7 @@ KEPT_APART = (
     "bidaf",
     "inception",
     "textcnn",
+    "dcgan",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

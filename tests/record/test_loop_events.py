@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import pytest
 import torch
 from torch import nn
 
@@ -44,3 +47,41 @@ def test_a_closure_that_does_not_clear_is_told_first(tmp_path):
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert first.name == "zero_grad"
     assert "those of 2 backward passes add up before LBFGS steps" in first.evidence
+
+
+class Both(torch.optim.Optimizer):
+    """Steps two others, the second of which may fail."""
+
+    def __init__(self, model, fails=False):
+        super().__init__(model.parameters(), {})
+        self.fails = fails
+        self.parts = [
+            torch.optim.SGD([model.weight], lr=0.1),
+            torch.optim.SGD([model.bias], lr=0.2),
+        ]
+
+    def step(self, closure=None):
+        self.parts[0].step()
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError
+        self.parts[1].step()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_which_optimizer_steps_inside_of_another_is_noted(tmp_path, fails):
+    model = nn.Linear(4, 1)
+    both = Both(model, fails)
+    alone = torch.optim.Adagrad(model.parameters())
+    with roundoff.capture(tmp_path / "run", model) as run:
+        model(torch.ones(2, 4)).sum().backward()
+        with suppress(ArithmeticError):
+            both.step()
+        both.step()
+        alone.step()
+        run.step()
+    events = roundoff.load(tmp_path / "run").loop(0, 0)
+    steps = [(e.of, e.inside) for e in events if e.what == "optimizer.step"]
+    whole = [("Both", ""), ("SGD", "Both"), ("SGD#1", "Both")]
+    first = whole[:2] if fails else whole
+    assert steps == [*first, *whole, ("Adagrad", "")]

@@ -41,6 +41,8 @@ class LoopEvent:
         numbers: its settings by name, such as ``lr`` or ``max_norm``; of the second
             group of parameters ``lr (group 1)``; ``HELD`` is how many values it holds.
         names: of the parameters that it tells of.
+        inside: of an optimizer's step, the optimizer whose step makes it: one that holds
+            several, or wraps another.
     """
 
     what: str
@@ -49,6 +51,7 @@ class LoopEvent:
     call: int = 0
     numbers: Mapping[str, float]
     names: Sequence[str] = ()
+    inside: str = ""
 
     @classmethod
     def of_json(cls, entry: Any, where: str) -> LoopEvent:
@@ -62,6 +65,7 @@ class LoopEvent:
                 call=int(entry["call"]),
                 numbers=numbers,
                 names=tuple(map(str, entry["names"])),
+                inside=str(entry.get("inside", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
@@ -90,6 +94,8 @@ class LoopLog:
         self._names: dict[int, str] = {}
         #: An optimizer's step that runs, and calls a closure.
         self._open_step: LoopEvent | None = None
+        #: The optimizers whose steps run, each inside the one before.
+        self._stepping: list[str] = []
         self._depth = 0
 
     def take(self) -> list[LoopEvent]:
@@ -106,6 +112,7 @@ class LoopLog:
         of: Any = None,
         numbers: Mapping[str, float] | None = None,
         names: Sequence[str] = (),
+        inside: str = "",
     ) -> None:
         """Add an event that happens now."""
         event = LoopEvent(
@@ -115,6 +122,7 @@ class LoopLog:
             call=self._calls(),
             numbers=numbers or {},
             names=names,
+            inside=inside,
         )
         self._events.append(event)
         if self._open_step is not None:  # what its closure does comes before it
@@ -221,11 +229,17 @@ class LoopLog:
         self._ours(self._add_step, optimizer, args, kwargs)
 
     @skipped_by_compiler
-    def _optimizer_stepped(self, *_: Any) -> None:
-        self._ours(self._close_step)
+    def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        self._ours(self._close_step, optimizer)
 
-    def _close_step(self) -> None:
+    def _close_step(self, optimizer: Any) -> None:
         self._open_step = None
+        self._end_step(self._name(optimizer))
+
+    def _end_step(self, name: str) -> None:
+        """Note that an optimizer steps no more, nor does what it made step."""
+        if name in self._stepping:
+            del self._stepping[self._stepping.index(name) :]
 
     def _add_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         numbers: dict[str, float] = {}
@@ -234,7 +248,11 @@ class LoopLog:
             held = sum(parameter.numel() for parameter in group["params"])
             settings = _numbers(group | {HELD: held})
             numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
-        self.add("optimizer.step", of=optimizer, numbers=numbers)
+        name = self._name(optimizer)
+        self._end_step(name)  # which an exception may have ended
+        inside = self._stepping[-1] if self._stepping else ""
+        self._stepping.append(name)
+        self.add("optimizer.step", of=optimizer, numbers=numbers, inside=inside)
         calls_back = any(map(callable, (*args[1:], *kwargs.values())))
         self._open_step = self._events[-1] if calls_back else None
         self._told("optimizer.step", (optimizer,), {}, None)

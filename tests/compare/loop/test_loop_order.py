@@ -1,5 +1,7 @@
 """What two loops do differently is said in the loop's words, and equal loops are equal."""
 
+from dataclasses import replace
+
 import pytest
 
 from roundoff.compare.loop.loop_order import TURNS, loop_causes, optimizer_steps
@@ -164,6 +166,49 @@ def test_optimizers_that_step_in_another_order_are_known_by_what_they_hold():
     assert loop_causes(ours, of_two((40.0, 0.3), (100.0, 0.1)), rank=0) == []
     (cause,) = loop_causes(ours, of_two((40.0, 0.2), (100.0, 0.1)), rank=0)
     assert "0.2 where the reference has 0.3" in cause.evidence
+
+
+def of_one_that_holds_two(first, second):
+    """Two optimizers that step inside of another one's step."""
+    whole = first[0] + second[0]
+    events = [event("zero_grad", 0, "Both"), event("backward", 1)]
+    events.append(event("optimizer.step", 2, "Both", **{HELD: whole}))
+    for name, (held, lr) in (("Adam", first), ("Adam#1", second)):
+        inner = event("optimizer.step", 3, name, lr=lr, **{HELD: held})
+        events.append(replace(inner, inside="Both"))
+    return [(0, each) for each in events]
+
+
+def of_one(held):
+    return [
+        (0, event("zero_grad", 0, "Trainer")),
+        (0, event("backward", 1)),
+        (0, event("optimizer.step", 2, "Trainer", **{HELD: held})),
+    ]
+
+
+def test_an_optimizer_that_steps_others_is_one():
+    ours = of_one_that_holds_two((100.0, 0.1), (40.0, 0.3))
+    assert loop_causes(ours, of_one(140.0), rank=0) == []
+    assert loop_causes(of_one(140.0), ours, rank=0) == []
+    (cause,) = loop_causes(
+        ours, of_one_that_holds_two((100.0, 0.1), (40.0, 0.2)), rank=0
+    )
+    assert "0.2 where the reference has 0.3" in cause.evidence
+    assert "Adam#1" in cause.evidence
+
+
+def test_as_many_values_in_other_optimizers_are_no_update_left_out():
+    def of_two(*sizes):
+        names = ("Adam", "Adam#1")
+        return [
+            (0, event("optimizer.step", call, name, **{HELD: held}))
+            for call, (name, held) in enumerate(zip(names, sizes, strict=True))
+        ]
+
+    assert loop_causes(of_two(100.0, 40.0), of_one(140.0)[2:], rank=0) == []
+    causes = loop_causes(of_two(100.0, 40.0), of_one(100.0)[2:], rank=0)
+    assert "missing update" in [cause.label for cause in causes]
 
 
 def test_gradients_without_a_graph_of_their_own_are_told():

@@ -8,7 +8,7 @@ order and do the same are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -194,8 +194,8 @@ def loop_causes(
     """
     if not reference or not candidate:
         return []
-    ours = optimizer_steps(reference)
-    theirs = optimizer_steps(candidate)
+    ours = optimizer_steps(_outermost(reference))
+    theirs = optimizer_steps(_outermost(candidate))
     causes = [*_steps_left_out(ours, theirs, rank)]
     if not causes:
         causes += _other_turns(ours, theirs, rank)
@@ -207,7 +207,46 @@ def loop_causes(
                 if cause.name not in blamed:
                     causes.append(cause)
                 blamed.add(cause.name)
+    causes += _settings_inside(reference, candidate, rank, blamed)
     return causes
+
+
+def _settings_inside(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+    rank: int,
+    blamed: Container[str | None],
+) -> Iterator[Cause]:
+    """Other settings of optimizers that step inside of another, each once."""
+    if not any(event.inside for _, event in (*reference, *candidate)):
+        return
+    found: dict[str | None, Cause] = {}
+    ours = optimizer_steps(_innermost(reference))
+    theirs = optimizer_steps(_innermost(candidate))
+    for twin, step in _same_optimizers(ours, theirs):
+        for cause in _settings(twin, step, rank):
+            if cause.name not in blamed:
+                found.setdefault(cause.name, cause)
+    yield from found.values()
+
+
+def _outermost(
+    events: Sequence[tuple[int, LoopEvent]],
+) -> list[tuple[int, LoopEvent]]:
+    """Leave out the steps of optimizers that another one's step makes."""
+    return [(step, event) for step, event in events if not event.inside]
+
+
+def _innermost(
+    events: Sequence[tuple[int, LoopEvent]],
+) -> list[tuple[int, LoopEvent]]:
+    """Leave out the steps of optimizers that are made of others' steps."""
+    wrappers = {event.inside for _, event in events if event.inside}
+    return [
+        (step, event)
+        for step, event in events
+        if event.what != "optimizer.step" or event.of not in wrappers
+    ]
 
 
 def _same_optimizers(
@@ -244,9 +283,18 @@ def _optimizers(
 def _steps_left_out(
     ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
 ) -> Iterator[Cause]:
-    """Optimizers that step in one run alone."""
+    """Optimizers that step in one run alone.
+
+    But for those of both runs that hold as many values together: they share them out
+    otherwise.
+    """
     pairs = _optimizers(ours, theirs)
-    for step in _first_steps(ours, {name for name, _ in pairs}):
+    alone = [*_first_steps(ours, {name for name, _ in pairs})]
+    others = [*_first_steps(theirs, {name for _, name in pairs})]
+    held = sum(values_held(step.event) for step in alone)
+    if held and held == sum(values_held(step.event) for step in others):
+        return
+    for step in alone:
         evidence = (
             f"the optimizer {step.event.of} steps in the reference at "
             f"{step.event.line}, and never in the candidate: what it should update "
@@ -263,7 +311,7 @@ def _steps_left_out(
             reference_line=step.event.line,
             decides=True,
         )
-    for step in _first_steps(theirs, {name for _, name in pairs}):
+    for step in others:
         evidence = (
             f"the optimizer {step.event.of} steps in the candidate at "
             f"{step.event.line}, and never in the reference"

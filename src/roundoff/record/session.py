@@ -158,6 +158,8 @@ class Capture:
         self._is_on = False
         #: it has begun
         self._is_open = False
+        #: the optimizers whose steps run, each inside the one before
+        self._stepping: list[int] = []
 
     def __enter__(self) -> Capture:
         with self._stack as stack:
@@ -319,6 +321,7 @@ class Capture:
 
     def _end_step(self, scalars: Mapping[str, float | Tensor]) -> None:
         self._pause()
+        self._stepping.clear()
         if self.recorder.rows and not self.stopped:
             self._write()
         self.loop.take()
@@ -465,10 +468,12 @@ class Capture:
     def _wants(self, name: str) -> bool:
         return any(matches(pattern, name) for pattern in self.sites)
 
-    def _before_optimizer(self, _: Any, args: Any, kwargs: Any) -> Any:
-        return self.ours(self._prepare_update, args, kwargs)
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return self.ours(self._prepare_update, optimizer, args, kwargs)
 
-    def _prepare_update(self, args: Any, kwargs: Any) -> Any:
+    def _prepare_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._ends_stepping(optimizer)  # which an exception may have ended
+        self._stepping.append(id(optimizer))
         if self._mode is None:
             self._name_gradients()
             return None
@@ -496,10 +501,17 @@ class Capture:
 
         return closure
 
-    def _after_optimizer(self, *_: Any) -> None:
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self._ends_stepping(optimizer)
         mode = self._mode
-        if mode is not None:
+        is_inside_of_another = bool(self._stepping)
+        if mode is not None and not is_inside_of_another:
             mode.phase = "forward"
+
+    def _ends_stepping(self, optimizer: Any) -> None:
+        """Note that an optimizer steps no more, nor does what it made step."""
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
 
     def _frozen(self) -> list[str]:
         """Return the names of the parameters that want no gradient."""

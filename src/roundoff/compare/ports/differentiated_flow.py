@@ -626,6 +626,9 @@ class _Run:
         first = call.first
         if _place(first) in self.way.hidden:
             return False
+        is_unseen = first.overload is None
+        if is_unseen and not self.flow.values[first.record].is_number:
+            return False
         if first.base_operator in _JUMP and not self.way.is_straight:
             return False
         read = [self._tensors.get(record) for record in first.inputs]

@@ -218,13 +218,11 @@ class _Pair:
         """
         pairs = []
         for each in self.names:
-            ours = self._without(self.reference, each.ours, losses, is_candidate=True)
-            theirs = self._without(
-                self.candidate, each.theirs, losses, is_candidate=False
-            )
+            ours = self._without(each, losses, is_candidate=True)
+            theirs = self._without(each, losses, is_candidate=False)
             if ours is None and theirs is None:
                 continue
-            whole = self._without(self.reference, each.ours, [], is_candidate=True)
+            whole = self._without(each, [], is_candidate=True)
             if whole is None:
                 whole = theirs
             size = float(whole.norm()) if whole is not None else 0.0
@@ -237,32 +235,33 @@ class _Pair:
         )
 
     def _without(
-        self,
-        program: DifferentiatedFlow,
-        names: Sequence[str],
-        losses: Sequence[_Lost],
-        *,
-        is_candidate: bool,
+        self, parameters: Counterparts, losses: Sequence[_Lost], *, is_candidate: bool
     ) -> Tensor | None:
         """Return a gradient without what the other program loses; None for no gradient.
 
-        Of several parameters, theirs together.
+        Of several parameters, theirs together; the reference's where the candidate loses.
         """
+        program = self.losing(not is_candidate)
+        names = parameters.ours if is_candidate else parameters.theirs
         gradients = {n: program.gradients[n] for n in names if n in program.gradients}
         for lost in losses:
             if lost.is_candidate == is_candidate:
                 for name in gradients.keys() & lost.share.keys():
                     gradients[name] = gradients[name] - lost.share[name]
-        return _joined(program.flow, gradients, names)
+        return _joined(program.flow, gradients, names, parameters.numel)
 
 
-def _joined(flow: Flow, gradients: Gradients, names: Sequence[str]) -> Tensor | None:
+def _joined(
+    flow: Flow, gradients: Gradients, names: Sequence[str], numel: int | None
+) -> Tensor | None:
     """Return the gradients of these parameters in one tensor; None where there are none.
 
-    Those of a parameter without are zeros.
+    Those of a parameter without are zeros, and of what fills it up to ``numel``.
     """
-    if len(names) == 1 or not gradients:
-        return next(iter(gradients.values()), None)
+    if not gradients:
+        return None
+    if len(names) == 1 and numel is None:
+        return next(iter(gradients.values()))
     leaves = named_leaves(flow)
     like = next(iter(gradients.values()))
     parts = [
@@ -271,7 +270,8 @@ def _joined(flow: Flow, gradients: Gradients, names: Sequence[str]) -> Tensor | 
         else like.new_zeros(leaves[name].row.numel or 0)
         for name in names
     ]
-    return torch.cat(parts)
+    lacking = 0 if numel is None else numel - sum(part.numel() for part in parts)
+    return torch.cat([*parts, like.new_zeros(max(lacking, 0))])
 
 
 def _apart(one: Tensor | None, other: Tensor | None) -> float:

@@ -120,9 +120,10 @@ def updates(sides: Sides) -> Results:
 
 
 def averages(sides: Sides) -> Results:
-    """What the optimizer adds to copies that get no gradient, as moving averages do.
+    """What a step adds to copies that get no gradient, as moving averages do.
 
     By how much they change: elements whose gradients are rounding go anywhere, as far.
+    The optimizer writes them, or the loop.
     """
     ours: list[int] = []
     theirs: list[int] = []
@@ -134,7 +135,7 @@ def averages(sides: Sides) -> Results:
         others = _parameters(sides.candidate, each.theirs)
         if copies is None or others is None:
             continue
-        if not (copies.is_updated and others.is_updated):
+        if copies.is_left and others.is_left:
             continue
         moved = _moved(sides.reference, copies)
         moved_there = _moved(sides.candidate, others)

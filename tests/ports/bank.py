@@ -94,6 +94,7 @@ NETWORKS = (
     "inception",
     "textcnn",
     "dcgan",
+    "marian",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -134,6 +135,7 @@ KEPT_APART = (
     "inception",
     "textcnn",
     "dcgan",
+    "marian",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

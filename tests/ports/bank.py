@@ -95,6 +95,7 @@ NETWORKS = (
     "textcnn",
     "dcgan",
     "marian",
+    "deeplab",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -136,6 +137,7 @@ KEPT_APART = (
     "textcnn",
     "dcgan",
     "marian",
+    "deeplab",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -42,6 +42,7 @@ CAUSE_ADVICE = {
         "compare what the two programs do with the state_dict of the optimizer, and "
         "where they make it"
     ),
+    "other gradient": "compare padding_idx, and masks of the parameter",
     "gradient cut": "look for detach(), no_grad() or .data in one of the two programs",
     "missing operator": (
         "the reference computes this; look for the line that the candidate lacks"

@@ -217,9 +217,9 @@ def _together(
             continue
         lacking = len(one) - len(other)
         flow = sides.reference if lacking > 0 else sides.candidate
-        if lacking and not _are_zeros_kept(
-            flow, linked if lacking > 0 else linked_there
-        ):
+        longer = linked if lacking > 0 else linked_there
+        may_be_another = lacking and _has_lone_constant(sides, lacking > 0)
+        if may_be_another and not _are_zeros_kept(flow, longer):
             continue
         numel = max(len(one), len(other)) if lacking else None
         found.append(Counterparts(linked, linked_there, numel))
@@ -284,6 +284,17 @@ def _components(
             grown = bool(reached)
         components.append((tuple(sorted(ours)), tuple(sorted(theirs))))
     return sorted(components)
+
+
+def _has_lone_constant(sides: Sides, of_candidate: bool) -> bool:
+    """Return True where zeros may be another parameter of one program: a bias.
+
+    It learns, and begins with the same number everywhere.
+    """
+    flow = sides.candidate if of_candidate else sides.reference
+    learnt = with_gradient(flow)
+    leaves = named_leaves(flow)
+    return any(leaves[name].says_nothing for name in learnt & leaves.keys())
 
 
 def _are_zeros_kept(flow: Flow, names: Sequence[str]) -> bool:

@@ -68,6 +68,7 @@ from roundoff.compare.ports.port_updates import averages, lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
 from roundoff.compare.ports.scaled_gradients import blamed_scale
 from roundoff.compare.ports.scaled_losses import scaled_loss, scaled_term
+from roundoff.compare.ports.trained_elements import blamed_elements
 from roundoff.compare.ports.written_buffers import buffers
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import (
@@ -467,7 +468,7 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     blamed = blamed or blamed_scale(looked_at, ours, theirs)
     if blamed is None and not theirs:
         blamed = _without_gradient(looked_at, ours[0])
-    blamed = blamed or blamed_by_hand(looked_at, theirs)
+    blamed = blamed or blamed_elements(looked_at) or blamed_by_hand(looked_at, theirs)
     if blamed is None:
         differences = _first_difference(
             looked_at, (lambda _sides: (ours, theirs, phase),)

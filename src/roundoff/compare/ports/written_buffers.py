@@ -22,7 +22,7 @@ from roundoff.compare.ports.counterparts import (
     named_leaves,
 )
 from roundoff.compare.ports.port_results import Results, change_of
-from roundoff.compare.records.recorded_rows import last_named
+from roundoff.compare.records.recorded_rows import last_named, written_through_views
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -85,7 +85,9 @@ def _left_as_they_were(
     """
     sizes = {value.row.numel for value in theirs}
     leaves = named_leaves(sides.candidate)
-    written = {value.row.name for value in _written(sides.candidate)}
+    last = last_named(sides.candidate.step.rows)
+    left = {name for name, row in last.items() if not row.is_call}
+    left -= written_through_views(sides.candidate.step.rows)
     names = {
         each.ours[0]: each.theirs[0]
         for each in counterparts(sides)
@@ -94,7 +96,7 @@ def _left_as_they_were(
     pairs = []
     for value in ours:
         other = leaves.get(names.get(value.row.name or "", ""))
-        if other is None or other.row.name in written or value.row.numel in sizes:
+        if other is None or other.row.name not in left or value.row.numel in sizes:
             continue
         pairs.append(_Pair([value], [other]))
     return pairs

@@ -145,6 +145,20 @@ class WithAverage(torch.optim.Optimizer):
         self.average += self.share * (weight - self.average)
 
 
+class Wrapping(WithAverage):
+    """Another optimizer steps inside of it, before the average follows."""
+
+    def __init__(self, weight, average, share):
+        super().__init__(weight, average, share)
+        self.inner = torch.optim.SGD([weight], RATE)
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        self.inner.step()
+        [weight] = self.param_groups[0]["params"]
+        self.average.lerp_(weight, self.share)
+
+
 class Averaged(nn.Module):
     def __init__(self, *, turned):
         super().__init__()
@@ -163,11 +177,14 @@ class Averaged(nn.Module):
 
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("share", [0.1, 0.02])
-def test_an_average_that_no_gradient_reaches_is_compared(share, tensors, tmp_path):
+@pytest.mark.parametrize("reference", [WithAverage, Wrapping])
+def test_an_average_that_no_gradient_reaches_is_compared(
+    reference, share, tensors, tmp_path
+):
     ours, theirs = Averaged(turned=True), Averaged(turned=False)
     comparison = ro.compare(
         reference=recorded(
-            tmp_path / "ours", ours, WithAverage(ours.weight, ours.slow, 0.1)
+            tmp_path / "ours", ours, reference(ours.weight, ours.slow, 0.1)
         ),
         candidate=recorded(
             tmp_path / "theirs", theirs, WithAverage(theirs.w, theirs.mean, share)

@@ -40,7 +40,8 @@ class Norm(nn.Module):
         with torch.no_grad():
             unbiased = var if self.fault == "biased" else var * len(x) / (len(x) - 1)
             momentum = 0.2 if self.fault == "momentum" else MOMENTUM
-            self.seen.lerp_(torch.stack([mean, unbiased]), momentum)
+            seen = torch.lerp(self.seen, torch.stack([mean, unbiased]), momentum)
+            self.seen.copy_(self.seen if self.fault == "same" else seen)
         gain, shift = self.affine
         return (x - mean) / (var + 1e-5).sqrt() * gain + shift
 
@@ -61,7 +62,7 @@ class Port(nn.Module):
 
 
 @pytest.mark.parametrize("tensors", [True, False])
-@pytest.mark.parametrize("fault", ["", "momentum", "biased"])
+@pytest.mark.parametrize("fault", ["", "momentum", "biased", "same"])
 def test_mean_and_variance_in_one_buffer(fault, tensors, tmp_path):
     torch.manual_seed(0)
     reference = Reference()

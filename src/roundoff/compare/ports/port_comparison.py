@@ -131,6 +131,9 @@ CLOSER = (4, 16, 64)
 #: Results up to this many limits apart hardly differ.
 HARDLY = UNFAITHFUL
 
+#: Of what each program has stored by its own roundings, values are so many limits apart.
+STORED = 4.0
+
 #: More values than this share that agree in a recording, and not when run again on
 #: made-up values: these say nothing.
 MOST_UNCONFIRMED = 0.1
@@ -381,6 +384,8 @@ def _differences(sides: Sides) -> list[Difference]:
         forward = recorded or _closer_difference(sides)
     else:
         forward = _first_difference(exact, (outputs,))
+        if forward and not recorded and _is_of_stored_values(exact):
+            forward = []
     if forward or recorded:
         return forward
     in_buffers = _first_difference(sides, (buffers,))
@@ -395,6 +400,25 @@ def _differences(sides: Sides) -> list[Difference]:
     changed = backward or _lone_update(sides)
     ends = (prepared_gradients, updates, averages)
     return changed or _first_difference(sides, ends)
+
+
+def _is_of_stored_values(exact: Sides) -> bool:
+    """Return True where the losses agree in fp64, and what they are made of hardly differs.
+
+    Tables that each program rounds for itself may do so.
+    """
+    ours, theirs = last_result(exact.reference), last_result(exact.candidate)
+    if ours is None or theirs is None:
+        return False
+    if ours.key not in exact.agreeing or theirs.key not in exact.twins:
+        return False
+    usual = exact.limit
+    exact.limit = STORED * usual
+    exact.match()
+    agrees = not outputs(exact)[0]
+    exact.limit = usual
+    exact.match()
+    return agrees
 
 
 def _as_written(sides: Sides, difference: Difference) -> Difference:

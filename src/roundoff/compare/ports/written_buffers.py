@@ -16,13 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from roundoff.compare.ports.counterparts import (
-    counterparts,
-    joined_sketch,
-    named_leaves,
-)
+from roundoff.compare.ports.counterparts import joined_sketch, named_leaves
 from roundoff.compare.ports.port_results import Results, change_of
-from roundoff.compare.records.recorded_rows import last_named, written_through_views
+from roundoff.compare.records.recorded_rows import last_named
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -58,7 +54,6 @@ def buffers(sides: Sides) -> Results:
     ours = [value for value in ours if value.key not in paired]
     theirs = [value for value in theirs if value.key not in paired]
     apart = [pair for pair in pairs if _are_changes_apart(sides, pair)]
-    apart += _left_as_they_were(sides, ours, theirs)
     return (
         [*_of_sizes(ours, theirs), *(v.key for pair in apart for v in pair.ours)],
         [*_of_sizes(theirs, ours), *(v.key for pair in apart for v in pair.theirs)],
@@ -73,33 +68,6 @@ def _is_computed(sides: Sides, value: Value) -> bool:
     """
     twins = sides.all_twins(value)
     return any(sides.reference.values[key].is_call for key in twins)
-
-
-def _left_as_they_were(
-    sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
-) -> list[_Pair]:
-    """Return the reference's buffers that the candidate has, and does not write.
-
-    Nor does it compute anywhere what they should hold. Not what others of ``theirs`` may
-    stand for.
-    """
-    sizes = {value.row.numel for value in theirs}
-    leaves = named_leaves(sides.candidate)
-    last = last_named(sides.candidate.step.rows)
-    left = {name for name, row in last.items() if not row.is_call}
-    left -= written_through_views(sides.candidate.step.rows)
-    names = {
-        each.ours[0]: each.theirs[0]
-        for each in counterparts(sides)
-        if len(each.ours) == len(each.theirs) == 1
-    }
-    pairs = []
-    for value in ours:
-        other = leaves.get(names.get(value.row.name or "", ""))
-        if other is None or other.row.name not in left or value.row.numel in sizes:
-            continue
-        pairs.append(_Pair([value], [other]))
-    return pairs
 
 
 def _are_moved_apart(sides: Sides) -> bool:

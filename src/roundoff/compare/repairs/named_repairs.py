@@ -28,6 +28,7 @@ _TURNS = (
 _PRODUCTS = operators_that("multiply two matrices")
 #: A convolution of one place the other way round is one with a weight that is transposed.
 _TRANSPOSED = "transposed="
+_OTHER_SIGN = ("as sub, not add", "as add, not sub")
 #: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
 #: the product.
 _LAYER = 4
@@ -69,6 +70,13 @@ def blamed_for(
             f"takes it: {words}"
         )
         return Blamed(turned, wanted, words, line=value.row.line)
+    negative = _added_leaf(sides, value) if repair.words in _OTHER_SIGN else None
+    if negative is not None:
+        words = (
+            f"{negative.row.name} has the other sign than {value.row.site} takes it "
+            f"with: {words}"
+        )
+        return Blamed(negative, wanted, words, line=value.row.line)
     line = None
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
@@ -155,6 +163,19 @@ def stands_in_order(sides: Sides, value: Value) -> bool:
         if any(is_close(form.reshape(-1), flat) for form in forms):
             return True
     return False
+
+
+def _added_leaf(sides: Sides, total: Value) -> Value | None:
+    """Return the parameter that a sum adds to what is computed, if it adds one.
+
+    None for one that another call reads rightly: then the call is wrong.
+    """
+    flow = sides.candidate
+    sources = [flow.behind(key) for key in total.inputs if key in flow.values]
+    added = [each for each in sources if each.row.name and not each.is_call]
+    if len(added) != 1 or is_right_elsewhere(sides, added[0], but=total):
+        return None
+    return added[0]
 
 
 def _put_together_for(sides: Sides, cut: Value) -> Value | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -200,12 +201,18 @@ class Goal:
     padding: Sequence[Tensor] = ()
     is_trusting: bool = False
 
-    def is_reached(self, right: Collection[int], gained: Collection[int]) -> bool:
-        """Return True where these results are right, and that is enough."""
+    def is_reached(
+        self, right: Collection[int], sure: AbstractSet[int], gained: Collection[int]
+    ) -> bool:
+        """Return True where these results are right, and that is enough.
+
+        ``sure``: those that are so by no chance.
+        """
         if not right or not self.needed.issubset(right):
             return False
         is_enough = self.is_trusting or len(gained) >= SEVERAL
-        return len(right) == len(self.ends) or is_enough
+        is_sure = bool(self.needed) and self.needed <= sure
+        return len(right) == len(self.ends) or is_enough or is_sure
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is, or is but for its padding."""
@@ -391,7 +398,7 @@ class Trials:
     ) -> tuple[bool, set[int]]:
         gained: set[int] = set()
         right = set()
-        sure = False
+        sure = set()
         waiting = _Waiting(to_the_end, is_patient or self.only is not None)
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
@@ -402,7 +409,8 @@ class Trials:
                     return False, set()
                 if self.goal.is_right_end(row.record, tensor):
                     right.add(row.record)
-                    sure |= self.goal.is_sure_end(row.record, tensor)
+                    if self.goal.is_sure_end(row.record, tensor):
+                        sure.add(row.record)
                 value = values[row.record]
                 if not value.computes and value.operator not in _JOIN:
                     continue
@@ -418,7 +426,8 @@ class Trials:
                     break
         except CannotRun:
             return False, set()
-        return (sure or bool(gained)) and self.goal.is_reached(right, gained), gained
+        is_known = bool(sure or gained)
+        return is_known and self.goal.is_reached(right, sure, gained), gained
 
 
 @dataclass(slots=True)

@@ -76,6 +76,32 @@ class Looked(Layer):
         return cls(fault, vectors=table, out=head.t().contiguous())
 
 
+class Shifted(Layer):
+    """What stands before each word; the port has the words of one place side by side.
+
+    Where texts end in padding, words that are shifted wrongly are the same, in other places.
+    """
+
+    def forward(self, words):
+        return torch.cat([self.of_texts(words[:4]), self.of_texts(words[4:])])
+
+    def of_texts(self, words):
+        if self.fault is None:
+            before = F.pad(words, (1, 0))[:, :-1]
+            x = F.embedding(before, self.table) + self.place
+            return F.linear(torch.tanh(x), self.head)
+        size, length = words.shape
+        flat = words.t().flatten()
+        moved = 1 if self.fault else size
+        before = torch.cat([flat.new_zeros(moved), flat[:-moved]])
+        x = self.vectors[before].view(length, size, -1) + self.place[:, None]
+        return torch.einsum("tbi,io->bto", torch.tanh(x), self.out)
+
+    @classmethod
+    def ported(cls, fault, table, place, head):
+        return cls(fault, vectors=table, place=place, out=head.t().contiguous())
+
+
 class Attending(Layer):
     """Heads are cut out of the width: those of one head lie side by side."""
 
@@ -170,6 +196,16 @@ CASES = {
         {"table": _numbers(WORDS, WIDTH), "head": _numbers(CLASSES, WIDTH)},
         torch.arange(20).reshape(4, 5),
         "other = torch.zeros_like(words) if self.fault else torch.ones_like(words)",
+    ),
+    Shifted: (
+        {
+            "table": _numbers(WORDS, WIDTH),
+            "place": _numbers(LENGTH, WIDTH),
+            "head": _numbers(CLASSES, WIDTH),
+        },
+        (1 + torch.arange(42).reshape(7, LENGTH) % 11)
+        * (torch.arange(LENGTH) < torch.tensor([6, 3, 4, 5, 5, 2, 4])[:, None]),
+        "before = torch.cat([flat.new_zeros(moved), flat[:-moved]])",
     ),
     Attending: (
         {

@@ -30,12 +30,31 @@ _FORWARD = "forward"
 
 
 def wrong_index(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
-    """Return the whole numbers with which all is right, once they are the reference's."""
+    """Return the whole numbers with which all is right, once they are the reference's.
+
+    Those that the reference does not have; then what is chosen by at once, which may hold
+    the same in other places: words that are shifted, with padding at both ends.
+    """
+    trials.left = BUDGET
     ours = _whole_numbers(sides.reference, part.expected, sides.agreeing)
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
-    trials.left = BUDGET
+    found = _first_right(sides, part, trials, theirs, ours)
+    if found is not None:
+        return found
+    read = _whole_numbers_read(sides.reference, part.expected)
+    read_there = _whole_numbers_read(sides.candidate, part.region)
+    return _first_right(sides, part, trials, read_there, read)
+
+
+def _first_right(
+    sides: Sides,
+    part: Part,
+    trials: Trials,
+    theirs: Sequence[Value],
+    ours: Sequence[Value],
+) -> Blamed | None:
     for value, twin in product(theirs[:MOST_TRIED], ours[:MOST_TRIED]):
-        for tensors in _given(sides, value, twin, theirs, ours):
+        for tensors in _given(sides, value, twin):
             if trials.left < 0:
                 return None
             if trials.outcome({}, tensors)[0]:
@@ -45,32 +64,38 @@ def wrong_index(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     return None
 
 
-def _given(
-    sides: Sides,
-    value: Value,
-    twin: Value,
-    theirs: Sequence[Value],
-    ours: Sequence[Value],
-) -> Iterator[dict[int, Tensor]]:
+def _whole_numbers_read(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return the computed whole numbers, more than one, that a region itself reads."""
+    read = {key for value in region for key in flow.values[value].inputs}
+    values = [flow.values[key] for key in sorted(read) if key in flow.values]
+    return [
+        value
+        for value in values
+        if value.is_call and not value.is_number and (value.row.numel or 0) > 1
+    ]
+
+
+def _given(sides: Sides, value: Value, twin: Value) -> Iterator[dict[int, Tensor]]:
     """Yield the reference's whole numbers in a value's place, and in that of all that the
-    same line makes: a function is called for several."""
+    same line makes: a function is called for several.
+
+    In the layouts that the shapes allow, the same one for all.
+    """
     alone = list(islice(_moved(sides, value, twin), MOST_LAYOUTS))
     yield from ({value.key: tensor} for tensor in alone)
-    if not alone:
-        return
-    together = {value.key: alone[0]}
-    twins = [each for each in ours if _place(each) == _place(twin) and each is not twin]
-    for other in theirs:
-        if _place(other) != _place(value) or other is value:
-            continue
-        for each in twins:
-            tensor = next(_moved(sides, other, each), None)
-            if tensor is not None:
-                together[other.key] = tensor
-                twins.remove(each)
-                break
-    if len(together) > 1:
-        yield together
+    others = _made_alike(sides.candidate, value) if alone else []
+    for layout, tensor in enumerate(alone):
+        together = {value.key: tensor}
+        twins = _made_alike(sides.reference, twin)
+        for other in others:
+            for each in twins:
+                moved = list(islice(_moved(sides, other, each), layout + 1))
+                if moved:
+                    together[other.key] = moved[-1]
+                    twins.remove(each)
+                    break
+        if len(together) > 1:
+            yield together
 
 
 def _moved(sides: Sides, value: Value, twin: Value) -> Iterator[Tensor]:
@@ -81,6 +106,15 @@ def _moved(sides: Sides, value: Value, twin: Value) -> Iterator[Tensor]:
     if (held.dtype == torch.bool) != (content.dtype == torch.bool):
         return
     yield from in_layout_of(sides, held, content)
+
+
+def _made_alike(flow: Flow, value: Value) -> list[Value]:
+    """Return what else the same line makes with the same operator."""
+    return [
+        each
+        for each in flow.in_order()
+        if _place(each) == _place(value) and each.is_call and each is not value
+    ]
 
 
 def _place(value: Value) -> tuple[str | None, str]:

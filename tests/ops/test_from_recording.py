@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -317,7 +318,7 @@ LENGTHS = [[5, 4], [3, 1]]
 LOSSES, ALPHAS = torch.ops.aten._ctc_loss(LOG_PROBS, LABELS, *LENGTHS)
 BAGS = [False, 0, False, None, False, -1]
 #: Operators that do not check what they are given: what fits, and what does not.
-SEQUENCES = {
+SEQUENCES: dict[str, tuple[list[Any], list[list[Any]]]] = {
     "_pack_padded_sequence.default": (
         [X, torch.tensor([4, 2, 1]), True],
         [

@@ -502,6 +502,9 @@ class Capture:
         return closure
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self.ours(self._end_update, optimizer)
+
+    def _end_update(self, optimizer: Any) -> None:
         self._ends_stepping(optimizer)
         mode = self._mode
         is_inside_of_another = bool(self._stepping)

@@ -291,7 +291,9 @@ class _Given:
             return tensor
         for key in self._sides.all_twins(value):
             twin = self._ours.get(key)
-            if twin is not None and twin.numel() == tensor.numel():
+            sketch = self._sides.reference.values[key].sketch
+            is_masked = sketch is not None and sketch.masked
+            if twin is not None and twin.numel() == tensor.numel() and not is_masked:
                 return _in_places_of(tensor, twin)
         return tensor
 

@@ -65,12 +65,12 @@ def _first_right(
 
 
 def _whole_numbers_read(flow: Flow, region: Collection[int]) -> list[Value]:
-    """Return the computed whole numbers, more than one, that a region itself reads."""
+    """Return the computed whole numbers, more than one, that a region reads, behind views."""
     read = {key for value in region for key in flow.values[value].inputs}
-    values = [flow.values[key] for key in sorted(read) if key in flow.values]
+    values = [flow.behind(key) for key in sorted(read) if key in flow.values]
     return [
         value
-        for value in values
+        for value in dict.fromkeys(values)
         if value.is_call and not value.is_number and (value.row.numel or 0) > 1
     ]
 

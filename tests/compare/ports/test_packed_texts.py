@@ -130,11 +130,11 @@ class WithTexts(Reference):
 def compared(tmp_path):
     """``compared(reference, port)``: a step of each, with tensors, and the comparison."""
 
-    def compare(reference, port):
+    def compare(reference, port, x=IDS):
         folders = {"reference": tmp_path / "ours", "candidate": tmp_path / "theirs"}
         for folder, module in zip(folders.values(), (reference, port), strict=True):
             with ro.capture(folder, module, keep="tensors"):
-                module(IDS, TARGETS).backward()
+                module(x, TARGETS).backward()
         return ro.compare(**{side: str(path) for side, path in folders.items()})
 
     return compare
@@ -170,3 +170,41 @@ def test_a_row_of_padding_that_learns(compared):
     line = linecache.getline(__file__, int(first.line.rpartition(":")[2]))
     assert line.strip() == "looked_up = rows.index_select(0, ids.flatten())"
     assert "rows 0 of rows learn here, and stand still" in first.evidence
+
+
+class TwoHeads(nn.Module):
+    """A head of one number, whose bias begins with nought."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.feature = nn.Linear(6, 8)
+        self.density = nn.Linear(6, 1)
+        nn.init.zeros_(self.density.bias)
+
+    def forward(self, x, targets):
+        feature = torch.relu(self.feature(x)) * torch.sigmoid(self.density(x))
+        return F.cross_entropy(feature, targets)
+
+
+class OneHead(nn.Module):
+    """Both in one matrix and one bias, which ends in nought and learns there too."""
+
+    def __init__(self, heads):
+        super().__init__()
+        kernels = torch.cat([heads.feature.weight, heads.density.weight])
+        self.kernel = nn.Parameter(kernels.detach().t().contiguous())
+        biases = torch.cat([heads.feature.bias, heads.density.bias])
+        self.bias = nn.Parameter(biases.detach().clone())
+
+    def forward(self, x, targets):
+        feature, density = (x @ self.kernel + self.bias).split([8, 1], 1)
+        feature = feature.clamp(min=0) / (1 + torch.exp(-density))
+        chosen = feature.gather(1, targets[:, None])[:, 0]
+        return (feature.logsumexp(1) - chosen).mean()
+
+
+def test_a_bias_that_begins_with_nought_is_no_padding(compared):
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(6))
+    comparison = compared(TwoHeads(), OneHead(TwoHeads()), x)
+    assert comparison.agrees, comparison.answer

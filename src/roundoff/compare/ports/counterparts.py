@@ -289,12 +289,12 @@ def _components(
 def _has_lone_constant(sides: Sides, of_candidate: bool) -> bool:
     """Return True where zeros may be another parameter of one program: a bias.
 
-    It learns, and begins with the same number everywhere.
+    It learns, and begins with one number everywhere.
     """
     flow = sides.candidate if of_candidate else sides.reference
-    learnt = with_gradient(flow)
     leaves = named_leaves(flow)
-    return any(leaves[name].says_nothing for name in learnt & leaves.keys())
+    sketches = [leaves[name].sketch for name in with_gradient(flow) & leaves.keys()]
+    return any(sketch is None or sketch.constant for sketch in sketches)
 
 
 def _are_zeros_kept(flow: Flow, names: Sequence[str]) -> bool:

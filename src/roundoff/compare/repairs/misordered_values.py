@@ -117,11 +117,16 @@ def _read_by_several(sides: Sides, region: Collection[int]) -> list[Value]:
 
 
 def _read_by_region(sides: Sides, rejoin: Rejoin) -> list[Value]:
-    """Return what the wrong region reads that agrees and is computed of more than parameters."""
+    """Return what the wrong region reads that agrees and is computed of more than parameters.
+
+    Before it another formula may stand, of which no value is the reference's.
+    """
     flow = sides.candidate
-    read = [
-        value for value in before(flow, rejoin.region) if _may_be_moved(sides, value)
-    ]
+    formula = upstream(
+        flow, sorted(rejoin.region), lambda value: value.key not in sides.twins
+    )
+    region = formula | {*rejoin.region}
+    read = [value for value in before(flow, region) if _may_be_moved(sides, value)]
     return [v for v in read if not of_leaves_alone(flow, v)][:MOST_TRIED]
 
 

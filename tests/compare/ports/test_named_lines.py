@@ -267,3 +267,44 @@ def test_a_bias_in_another_order_is_named_by_its_name(tmp_path):
     [first] = ro.compare(**paths).culprits(1)
     assert first.name == "offset"
     assert "offset is not in the order of what it is used with" in first.evidence
+
+
+class Smoothed(Layer):
+    """A loss of which no value but the loss itself is the reference's."""
+
+    def forward(self, x, labels):
+        seen = labels != 0
+        if self.fault is None:
+            scores = F.linear(torch.tanh(F.linear(x, self.weight)), self.head)
+            loss = F.cross_entropy(
+                scores, labels, ignore_index=0, label_smoothing=0.1, reduction="sum"
+            )
+            return loss / seen.sum()
+        h = 2 * torch.sigmoid(2 * torch.einsum("bi,io->bo", x, self.kernel)) - 1
+        scores = torch.einsum("bi,io->bo", h, self.out)
+        scores = scores - scores.logsumexp(1, keepdim=True)
+        chosen = -scores.gather(1, labels[:, None])
+        reduced = scores.sum if self.fault else scores.mean
+        spread = reduced(1, keepdim=True)
+        losses = 0.9 * chosen - 0.1 * spread
+        return (losses * seen[:, None]).sum() / seen.sum()
+
+    @classmethod
+    def ported(cls, fault, weight, head):
+        return cls(fault, kernel=weight.t().contiguous(), out=head.t().contiguous())
+
+
+def test_an_edit_that_makes_the_loss_alone_right_is_named(tmp_path):
+    paths = {}
+    tensors = {"weight": _numbers(WIDTH, WIDTH), "head": _numbers(CLASSES, WIDTH)}
+    for side, net in (
+        ("reference", Smoothed(None, **tensors)),
+        ("candidate", Smoothed.ported(True, **tensors)),
+    ):
+        with ro.capture(tmp_path / side, net, keep="tensors"):
+            net(_numbers(24, WIDTH), torch.arange(24) % CLASSES).backward()
+        paths[side] = str(tmp_path / side)
+    [first] = ro.compare(**paths).culprits(1)
+    line = linecache.getline(__file__, int(first.line.rpartition(":")[2]))
+    assert line.strip() == "spread = reduced(1, keepdim=True)"
+    assert "as mean, not sum" in first.evidence

@@ -52,7 +52,11 @@ def blamed_elements(sides: Sides) -> Blamed | None:
     """
     found: list[tuple[Counterparts, Tensor, bool]] = []
     pairs = [(each, *_of_both(sides, each)) for each in counterparts(sides)]
-    known = [(each, one, other) for each, one, other in pairs if one and other]
+    known = [
+        (each, one, other)
+        for each, one, other in pairs
+        if one is not None and other is not None
+    ]
     largest = max((float(one.gradients.norm()) for _, one, _ in known), default=0.0)
     limit = gradient_limit(sides)
     for each, ours, theirs in known:

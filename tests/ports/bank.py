@@ -96,6 +96,7 @@ NETWORKS = (
     "dcgan",
     "marian",
     "deeplab",
+    "patchtst",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -138,6 +139,7 @@ KEPT_APART = (
     "dcgan",
     "marian",
     "deeplab",
+    "patchtst",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

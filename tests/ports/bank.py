@@ -97,6 +97,7 @@ NETWORKS = (
     "marian",
     "deeplab",
     "patchtst",
+    "simclr",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -140,6 +141,7 @@ KEPT_APART = (
     "marian",
     "deeplab",
     "patchtst",
+    "simclr",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -12,6 +12,7 @@ import importlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,13 @@ class Change:
         """
         wrong = self.applied(right)
         numbered = list(enumerate(wrong.splitlines(), 1))
-        before = right.splitlines()
-        changed = {number for number, line in numbered if line not in before}
+        edits = SequenceMatcher(None, right.splitlines(), wrong.splitlines(), False)
+        changed = {
+            number + 1
+            for tag, _, _, start, end in edits.get_opcodes()
+            if tag != "equal"
+            for number in range(start, end)
+        }
         parts = self.at.split("|") if self.at is not None else []
         changed = {n for line in changed for n in _statement(wrong, line)}
         return changed | {n for n, line in numbered if any(p in line for p in parts)}

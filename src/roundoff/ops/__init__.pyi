@@ -42,6 +42,7 @@ from .from_recording import recorded_operator as recorded_operator
 from .from_recording import run_in_this_process as run_in_this_process
 from .from_recording import run_recorded as run_recorded
 from .from_recording import writes_arguments as writes_arguments
+from .from_recording import writes_out as writes_out
 from .host_copies import numbers_of as numbers_of
 from .local_values import plain as plain
 from .local_values import tensors_in as tensors_in

@@ -215,15 +215,18 @@ def _not_listed(func: OpOverload) -> Reason:
 
 def _is_safe(func: OpOverload) -> bool:
     is_aten = func.namespace == "aten"
-    return is_aten and base(_name(func)) in _SAFE and not _writes_out(func)
+    return is_aten and base(_name(func)) in _SAFE and not writes_out(func)
 
 
 def _name(func: OpOverload) -> str:
     return str(func._schema.name).partition("::")[2]
 
 
-def _writes_out(func: OpOverload) -> bool:
-    """Return True for a form that resizes and writes tensors of the caller."""
+def writes_out(func: OpOverload) -> bool:
+    """Return True for a form that resizes and writes tensors of the caller.
+
+    It has no gradient.
+    """
     return any(argument.is_out for argument in func._schema.arguments)
 
 

@@ -250,6 +250,98 @@ def test_a_gradient_that_is_cut_is_named(reference, port, line, compared):
     assert (culprit.reference_site is None) == (reference in (weighed, in_turns))
 
 
+def with_penalty_of_gradients(m, x, y):
+    x = x.detach().requires_grad_()
+    scores = F.linear(torch.tanh(F.linear(x, m.a)), m.c)
+    (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return F.mse_loss(scores, y) + gradient.square().sum(1).mean()
+
+
+def penalty_of(**graph):
+    def run(m, x, y):
+        x = x.detach().requires_grad_()
+        scores = product(tanh(product(x, m.a)), m.c)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, **graph)
+        return far(scores, y) + torch.einsum("bi,bi->", gradient, gradient) / len(x)
+
+    return run
+
+
+def test_a_gradient_that_is_a_constant_in_a_penalty_is_named_where_it_is_asked_for(
+    compared,
+):
+    assert compared(with_penalty_of_gradients, penalty_of(create_graph=True)).agrees
+    wrong = penalty_of(retain_graph=True)
+    [culprit] = compared(with_penalty_of_gradients, wrong).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "create_graph=False" in culprit.evidence
+    assert "torch.autograd.grad(" in text(culprit.line)
+    assert "torch.autograd.grad(" in text(culprit.reference_line)
+
+
+def with_penalty_and_branch(m, x, y):
+    x = x.detach().requires_grad_()
+    h = torch.tanh(F.linear(x, m.a))
+    scores = F.linear(h, m.c)
+    (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    penalty = gradient.square().sum(1).mean()
+    return F.mse_loss(scores, y) + penalty + F.linear(h, m.b).square().mean()
+
+
+def penalty_and_detached_branch(m, x, y):
+    x = x.detach().requires_grad_()
+    h = tanh(product(x, m.a))
+    scores = product(h, m.c)
+    (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    penalty = torch.einsum("bi,bi->", gradient, gradient) / len(x)
+    side = product(h.detach(), m.b)
+    return far(scores, y) + penalty + (side * side).mean()
+
+
+def with_a_fixed_norm(m, x, y):
+    """The weight is divided by its largest singular value, whose vectors are constants."""
+    with torch.no_grad():
+        u = F.normalize(m.a @ torch.ones(m.a.shape[1]), dim=0)
+        v = F.normalize(m.a.T @ u, dim=0)
+    h = torch.tanh(F.linear(x, m.a / torch.dot(u, m.a @ v)))
+    # of the second pass the head learns nothing
+    m.c.requires_grad_(False)
+    second = F.linear(h, m.c).mean()
+    m.c.requires_grad_(True)
+    return F.mse_loss(F.linear(h.detach(), m.c), y) + second
+
+
+def fixed_norm(handed_on):
+    def run(m, x, y):
+        fixed = m.a.detach()
+        u = fixed.sum(1)
+        u = u / u.square().sum().sqrt()
+        v = (u[:, None] * fixed).sum(0)
+        v = v / v.square().sum().sqrt()
+        sigma = torch.einsum("i,ij,j->", u, m.a.view(m.a.shape), v)
+        h = tanh(product(x, m.a) / sigma)
+        second = product(handed_on(h), m.c.detach()).mean()
+        return far(product(h.detach(), m.c), y) + second
+
+    return run
+
+
+def test_a_cut_beside_a_penalty_of_gradients_is_named(compared):
+    [culprit] = compared(
+        with_penalty_and_branch, penalty_and_detached_branch
+    ).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
+def test_a_parameter_that_one_of_two_passes_does_not_train(compared):
+    assert compared(with_a_fixed_norm, fixed_norm(lambda h: h)).agrees
+    wrong = fixed_norm(lambda h: h.detach() + 0 * h)
+    [culprit] = compared(with_a_fixed_norm, wrong).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach() + 0" in text(culprit.line)
+
+
 def with_momentum(parameters):
     """What it keeps of a gradient in the first step are views of it."""
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)
@@ -258,6 +350,62 @@ def with_momentum(parameters):
 def test_a_cut_is_named_where_the_optimizer_keeps_gradients(compared):
     optimizers = (with_momentum, with_momentum)
     [culprit] = compared(with_branch, detached_branch, optimizers=optimizers).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
+class Decayed(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(p, alpha=0.1)
+        return super().step()
+
+
+class OfLosses(torch.optim.SGD):
+    """What regularizes is a loss, whose gradients it asks for in its step."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            losses = torch.stack([p.square().sum() / 2 for p in parameters])
+            more = torch.autograd.grad(losses.sum(), parameters)
+        for p, gradient in zip(parameters, more, strict=True):
+            p.grad.add_(gradient, alpha=0.1)
+        return super().step()
+
+
+def test_a_cut_is_named_where_the_optimizer_asks_for_gradients(compared):
+    optimizers = (
+        lambda parameters: Decayed(parameters, 0.05),
+        lambda parameters: OfLosses(parameters, 0.05),
+    )
+    assert compared(with_branch, right_branch, optimizers=optimizers).agrees
+    [culprit] = compared(with_branch, detached_branch, optimizers=optimizers).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
+def on_pixels(m, x, y):
+    image = x.view(7, 3, 1, 2).permute(0, 3, 1, 2).contiguous()
+    maps = F.conv2d(image, m.a.view(8, 2, 3, 1), padding=(1, 0))
+    h = maps.mean((2, 3))
+    h = h + torch.relu(F.linear(h, m.b))
+    return F.mse_loss(F.linear(h, m.c), y)
+
+
+def on_pixels_channels_last(m, x, y):
+    image = x.view(7, 3, 1, 2).permute(0, 3, 1, 2)
+    maps = F.conv2d(image, m.a.view(8, 2, 3, 1), padding=(1, 0))
+    # where the kernel has left the channels last, this is a view
+    h = maps.permute(0, 2, 3, 1).view(21, 8).view(7, 3, 8).mean(1)
+    h = h + product(h.detach(), m.b).clamp(min=0)
+    return far(product(h, m.c), y)
+
+
+def test_a_cut_behind_a_view_of_channels_last_is_named(compared):
+    [culprit] = compared(on_pixels, on_pixels_channels_last).culprits()
     assert culprit.looks_like == "gradient cut"
     assert "h.detach()" in text(culprit.line)
 

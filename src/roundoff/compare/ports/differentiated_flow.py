@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, combinations, islice
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +27,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundoff.compare.ports.made_up_values import leaves_of_pass
-from roundoff.compare.ports.port_results import gradients_left, last_result
+from roundoff.compare.ports.port_results import (
+    gradients_left,
+    inner_gradients,
+    last_result,
+    starts_of_backward,
+)
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
-from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
+from roundoff.compare.values.value_regions import upstream
 from roundoff.errors import RunError
 from roundoff.ops import (
     Refusal,
@@ -40,6 +46,7 @@ from roundoff.ops import (
     overload_of,
     tensors_made,
     writes_arguments,
+    writes_out,
 )
 
 _CUT = operators_that("cut the gradient")
@@ -56,6 +63,7 @@ _FAILURES = (
     NotImplementedError,
 )
 _FORWARD = "forward"
+_BACKWARD = "backward"
 
 _UNWRITTEN = operators_that("leave memory unwritten")
 _WITHOUT_CALL = operators_that("hand the gradient on without a call")
@@ -68,6 +76,14 @@ MOST_STARTS = 48
 MOST_ALIKE = 12
 #: Gradients of fewer elements may be others'.
 FEWEST = 8
+#: How far a gradient made again may be off one that the forward pass goes on with.
+INNER = 1e-3
+#: Reads of parameters that are read several times, each of which may hand nothing on.
+MOST_READS = 128
+#: Reads of one parameter of which each choice is tried.
+FEW_READS = 6
+#: Reads one behind the other of which each hands on what the others leave.
+MOST_ROUNDS = 4
 #: Lines that detach values, each tried as the only one that means it, at most.
 MOST_LINES = 8
 
@@ -112,12 +128,16 @@ class _Way:
     Attributes:
         hidden: where calls stand that hand nothing on.
         is_straight: jumps hand on their gradient as it is.
+        is_twice: a gradient that the forward pass goes on with is differentiated again.
+        through_views: a view of detached memory may be read as one of what was detached.
         cut: reads of detached values that hand nothing on.
         scaled: values that hand on so many times their gradient.
     """
 
     hidden: frozenset[Place] = frozenset()
     is_straight: bool = False
+    is_twice: bool = False
+    through_views: bool = False
     cut: frozenset[Edge] = frozenset()
     scaled: Mapping[int, Scaling] = field(default_factory=dict)
 
@@ -161,6 +181,19 @@ class DifferentiatedFlow:
     def cut_off(self) -> list[int]:
         """The detached values of which some read hands nothing on, in order."""
         return sorted({record for _, record, _ in self.way.cut})
+
+    def asked_at(self, key: int) -> Value | None:
+        """Return where the program asks for the gradient that a value is made of.
+
+        None for a value that is made of none that a backward pass gives.
+        """
+        region = upstream(self.flow, [key], lambda value: value.row.phase == _FORWARD)
+        read = {source for value in region for source in self.flow.values[value].inputs}
+        for value in inner_gradients(self.flow):
+            if value.key in read | region:
+                start = _start_of(self.flow, value)
+                return None if start is None else self.flow.values[start[1].record]
+        return None
 
     def handing_on(self, detached: Collection[int]) -> DifferentiatedFlow | None:
         """Return the same where each read of some detached values hands its gradient on.
@@ -240,13 +273,13 @@ def differentiated_rightly(
     end = last_result(flow)
     if end is None or end.row.numel != 1:
         return None
-    try:
-        for way in _ways(flow):
+    for way in _ways(flow):
+        try:
             found = _rightly(flow, way, end, is_right, agreeing)
-            if found is not None:
-                return found
-    except CannotRun:
-        return None
+        except CannotRun:
+            continue
+        if found is not None:
+            return found
     return None
 
 
@@ -282,7 +315,7 @@ def _starts(
     flow = found.flow
     values = list(flow.in_order())
     later = [v for v in reversed(values) if v.key in found.tensors and v.is_call]
-    going_back = [v for v in values if v.row.phase == "backward" and v.key in agreeing]
+    going_back = [v for v in values if v.row.phase == _BACKWARD and v.key in agreeing]
     for recorded in going_back:
         gradient = flow.tensor(recorded.key)
         if gradient is None or gradient.numel() < FEWEST or recorded.says_nothing:
@@ -301,7 +334,12 @@ def _attempts(
     """
     for way in _ways(flow):
         whole = _Run(flow, way)
-        plain = whole.run(end)
+        try:
+            plain = whole.run(end)
+        except CannotRun:
+            continue
+        if way.through_views and not whole.doubtful:
+            continue
         yield plain
         for cut in chain([frozenset[Edge]()], _cuts(whole, plain, wanted, end)):
             run = plain
@@ -335,16 +373,49 @@ def lost_gradients(
 def _cuts(
     whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor], end: Value
 ) -> Iterator[frozenset[Edge]]:
-    """Yield which reads of detached values may hand nothing on, the likeliest first.
+    """Yield which reads may hand nothing on, the likeliest first.
 
-    Most of them: what a cut read is made of may have been cut before too.
+    Reads of detached values, most of them: what a cut read is made of may have been cut
+    before too. Then those of parameters that are read several times: in one of the passes
+    of a step they may ask for no gradient; last those where no backward call stands.
     """
-    if not whole.doubtful:
-        return
+    if whole.doubtful:
+        yield from _cuts_of_detached(whole, found, wanted, end)
+    frozen = whole.several_reads
+    if 0 < len(frozen) <= MOST_READS:
+        read = _Run(whole.flow, whole.way, is_whole=True).run(end)
+        yield frozenset(_solved(frozen | whole.doubtful.keys(), read, wanted))
+    unseen = whole.reads_at(_without_backward(whole.flow))
+    if unseen and len(unseen | frozen) <= MOST_READS:
+        every = unseen | frozen | whole.doubtful.keys()
+        yield from _added_back(whole, wanted, end, every)
+
+
+def _added_back(
+    whole: _Run, wanted: Mapping[str, Tensor], end: Value, edges: frozenset[Edge]
+) -> Iterator[frozenset[Edge]]:
+    """Yield what is left of reads that hand nothing on, as long as some have to.
+
+    All are cut, and those added that the recorded gradients lack: one behind another one
+    shows when that is there.
+    """
+    cut = edges
+    for _ in range(MOST_ROUNDS):
+        run = _Run(whole.flow, replace(whole.way, cut=cut)).run(end)
+        added = _handing_on(run, wanted)
+        if not added:
+            return
+        cut -= added
+        yield cut
+
+
+def _cuts_of_detached(
+    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor], end: Value
+) -> Iterator[frozenset[Edge]]:
     edges = frozenset(whole.doubtful)
     without = _Run(whole.flow, replace(whole.way, cut=edges)).run(end)
     yield edges - _handing_on(without, wanted)
-    yield frozenset(_solved(whole, found, wanted))
+    yield frozenset(_solved(edges, found, wanted))
     yield frozenset(whole.standing)
     lines = list(dict.fromkeys(line for _, line, _ in whole.doubtful.values()))
     for line in lines[:MOST_LINES] if len(lines) > 1 else []:
@@ -400,7 +471,7 @@ def _factors_by_hand(flow: Flow) -> list[tuple[RecordedRow, float]]:
 
 def _factor(row: RecordedRow) -> float | None:
     """Return the number by which a call of a backward pass by hand multiplies a gradient."""
-    if row.phase != "backward" or row.line is None or row.callers:
+    if row.phase != _BACKWARD or row.line is None or row.callers:
         return None
     if row.base_operator == "neg":
         return -1.0
@@ -419,7 +490,7 @@ def _is_factor(value: object) -> bool:
 
 
 def _solved(
-    whole: _Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
+    edges: Collection[Edge], found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
 ) -> set[Edge]:
     """Return the reads without which the gradients would be those that were recorded.
 
@@ -427,11 +498,11 @@ def _solved(
     """
     shares = {
         edge: found.given(edge[1], found.through[edge])
-        for edge in whole.doubtful
+        for edge in edges
         if edge in found.through
     }
     more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
-    return _adding_up_to(more, shares, wanted, _least_factor(found.flow))
+    return _adding_up_to(more, shares, wanted, found.flow)
 
 
 def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[Edge]:
@@ -447,25 +518,54 @@ def _handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[
         if edge in found.lost_by_read and found.hands_on(edge[1])
     }
     less = _stacked(wanted, wanted) - _stacked(found.gradients, wanted)
-    return _adding_up_to(less, shares, wanted, _least_factor(found.flow))
+    return _adding_up_to(less, shares, wanted, found.flow)
 
 
 def _adding_up_to(
     whole: Tensor,
     shares: Mapping[Edge, Mapping[str, Tensor]],
     like: Mapping[str, Tensor],
-    least: float,
+    flow: Flow,
 ) -> set[Edge]:
     """Return the reads whose shares add up to a sum: each does or does not.
 
-    ``least``: of the factors with which one does.
+    A backward pass by hand may multiply some by another factor than one.
     """
     if not shares:
         return set()
-    matrix = torch.stack([_stacked(share, like) for share in shares.values()], 1)
+    columns = {edge: _stacked(share, like) for edge, share in shares.items()}
+    matrix = torch.stack([*columns.values()], 1)
     solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
+    least = _least_factor(flow)
     factors = zip(shares, solution[:, 0], strict=True)
-    return {edge for edge, factor in factors if abs(factor) > least / 2}
+    chosen = {edge for edge, factor in factors if abs(factor) > least / 2}
+    # of a parameter with few elements several reads may add up to the same
+    by_parameter: dict[int, list[Edge]] = {}
+    for edge in shares:
+        if not flow.values[edge[1]].is_call:
+            by_parameter.setdefault(edge[1], []).append(edge)
+    of_values = [columns[edge] for edge in chosen if edge[1] not in by_parameter]
+    rest = whole - sum(of_values, torch.zeros_like(whole))
+    for edges in by_parameter.values():
+        if 1 < len(edges) <= FEW_READS:
+            best = _nearest_sum(rest, {edge: columns[edge] for edge in edges})
+            chosen = (chosen - {*edges}) | best
+    return chosen
+
+
+def _nearest_sum(whole: Tensor, columns: Mapping[Edge, Tensor]) -> set[Edge]:
+    """Return the columns whose sum is nearest to ``whole``, where any of them is not zero."""
+    places = torch.stack([*columns.values()]).any(0)
+    wanted = whole[places]
+    parts = {edge: column[places] for edge, column in columns.items()}
+    some = chain.from_iterable(
+        combinations(parts, count) for count in range(len(parts) + 1)
+    )
+
+    def off(edges: Sequence[Edge]) -> float:
+        return float((wanted - sum(parts[edge] for edge in edges)).norm())
+
+    return {*min(some, key=off)}
 
 
 def _least_factor(flow: Flow) -> float:
@@ -489,9 +589,12 @@ def _recorded_gradients(flow: Flow) -> dict[str, Tensor]:
 def _ways(flow: Flow) -> list[_Way]:
     """Return how it may have been differentiated, the plainest way first."""
     hidden = _without_backward(flow)
+    may_be_twice = (True, False) if inner_gradients(flow) else (False,)
     return [
-        _Way(lines, is_straight)
+        _Way(lines, is_straight, is_twice, through_views)
+        for through_views in (False, True)
         for is_straight in (False, True)
+        for is_twice in may_be_twice
         for lines in (frozenset[Place](), hidden)
     ]
 
@@ -499,7 +602,7 @@ def _ways(flow: Flow) -> list[_Way]:
 def _without_backward(flow: Flow) -> frozenset[Place]:
     """Return where calls stand to which no backward call belongs."""
     rows = flow.step.rows.values()
-    going_back = {_place(row) for row in rows if row.phase == "backward"}
+    going_back = {_place(row) for row in rows if row.phase == _BACKWARD}
     standing = {
         _place(row)
         for row in rows
@@ -508,6 +611,12 @@ def _without_backward(flow: Flow) -> frozenset[Place]:
         and row.base_operator not in _WITHOUT_CALL
     }
     return frozenset(standing - going_back)
+
+
+def _start_of(flow: Flow, gradient: Value) -> tuple[Value, RecordedRow] | None:
+    """Return what the backward pass that makes a gradient is of, and its first ones."""
+    starts = [s for s in starts_of_backward(flow) if s[1].record < gradient.key]
+    return starts[-1] if starts else None
 
 
 def _place(row: RecordedRow) -> Place:
@@ -527,6 +636,7 @@ class _Run:
     Attributes:
         doubtful: the reads of values that were detached before, each with where.
         standing: those of them that stand where the value was detached.
+        reads_of_parameters: by record.
     """
 
     def __init__(
@@ -552,7 +662,30 @@ class _Run:
         self._own_detaches: dict[int, int] = {}
         self.doubtful: dict[Edge, Place] = {}
         self.standing: set[Edge] = set()
+        self.reads_of_parameters: dict[int, list[Edge]] = {}
+        self._learning_reads: dict[Edge, Place] = {}
         self._program = TracedProgram(flow, self._tensors)
+        inner = inner_gradients(flow)
+        self._inner = {value.key: value for value in inner}
+        self._learned = values_of_parameters(flow)
+        self._asked_for = {tuple(value.row.shape or ()) for value in inner}
+
+    @property
+    def several_reads(self) -> frozenset[Edge]:
+        """The reads of parameters that several calls read."""
+        reads = self.reads_of_parameters.values()
+        return frozenset(edge for edges in reads if len(edges) > 1 for edge in edges)
+
+    def reads_at(self, places: Container[Place]) -> frozenset[Edge]:
+        """Return the reads at some places of values with a gradient from elsewhere."""
+
+        def is_made_there(record: int) -> bool:
+            value = self.flow.values[record]
+            return value.is_call and _place(value.row) in places
+
+        reads = self._learning_reads.items()
+        there = [edge for edge, place in reads if place in places]
+        return frozenset(edge for edge in there if not is_made_there(edge[1]))
 
     def run(self, end: Value, gradient: Tensor | None = None) -> DifferentiatedFlow:
         """Run all, and differentiate ``end``, to which ``gradient`` goes back, or ones.
@@ -565,7 +698,7 @@ class _Run:
             if leaf.row.name and leaf.is_number and leaf.operator != "buffer":
                 tensor = tensor.clone().requires_grad_()
                 parameters.setdefault(leaf.row.name, tensor)
-            self._tensors[leaf.key] = tensor
+            self._tensors[leaf.key] = self._asked(tensor)
         with torch.enable_grad():
             for entry in self._program.order:
                 self._step(entry)
@@ -605,6 +738,9 @@ class _Run:
             for row, tensor in self._program.one(entry):
                 self._tensors[row.record] = tensor
             return
+        for record in entry.first.inputs:
+            if record not in self._tensors:
+                self._take_from_backward(record)
         results: dict[int, Tensor] = {}
         if self._hands_on(entry):
             results = self._results(entry)
@@ -619,7 +755,59 @@ class _Run:
             scaling = self.way.scaled.get(row.record)
             if scaling is not None and result.requires_grad:
                 result = result.detach() + scaling.factor * (result - result.detach())
-            self._tensors[row.record] = result
+            self._tensors[row.record] = self._asked(result)
+            if self.way.through_views and row.view_of is not None and row.inputs:
+                source = row.inputs[0]
+                self._behind.setdefault(row.record, self._behind.get(source, source))
+
+    def _asked(self, tensor: Tensor) -> Tensor:
+        """Return a value with a gradient, where one of its shape may be asked for."""
+        is_asked = self.way.is_twice and tuple(tensor.shape) in self._asked_for
+        if not is_asked or tensor.requires_grad or not _is_number(tensor):
+            return tensor
+        return tensor.detach().requires_grad_()
+
+    def _take_from_backward(self, record: int) -> None:
+        """Add what a backward pass makes and the forward pass reads, where it is known."""
+        if record in self._inner:
+            self._tensors[record] = self._inner_gradient(self._inner[record])
+            return
+        source = self._tensors.get(self.flow.behind(record).key)
+        shape = tuple(self.flow.values[record].row.shape or ())
+        if source is not None and tuple(source.shape) == shape:
+            self._tensors[record] = source
+
+    def _inner_gradient(self, value: Value) -> Tensor:
+        """Return a gradient that the forward pass goes on with, with its own graph.
+
+        Of the value of its shape whose gradient it is. Raises ``CannotRun`` without one.
+        """
+        recorded = self._kept(value.row)
+        if not self.way.is_twice:
+            return recorded
+        start = _start_of(self.flow, value)
+        begun = None if start is None else self._tensors.get(start[0].key)
+        if begun is None or not begun.requires_grad:
+            raise CannotRun("what a gradient is of was not recorded")
+        values = {
+            key: tensor
+            for key, tensor in self._tensors.items()
+            if tensor.shape == recorded.shape and tensor.requires_grad
+        }
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            begun,
+            list(values.values()),
+            torch.ones_like(begun),
+            create_graph=True,
+            allow_unused=True,
+        )
+        known = [each for each in gradients if each is not None]
+        far = [float((each.detach() - recorded).norm()) for each in known]
+        if not known or min(far) > INNER * float(recorded.norm()):
+            raise CannotRun(
+                "no value has a gradient that the forward pass goes on with"
+            )
+        return known[far.index(min(far))]
 
     def _hands_on(self, call: TracedCall) -> bool:
         """Return True for a call whose results have a gradient that goes on to an input."""
@@ -628,6 +816,8 @@ class _Run:
             return False
         is_unseen = first.overload is None
         if is_unseen and not self.flow.values[first.record].is_number:
+            return False
+        if _has_no_gradient(first):
             return False
         if first.base_operator in _JUMP and not self.way.is_straight:
             return False
@@ -654,7 +844,8 @@ class _Run:
             is_written = writes_arguments(func)
 
             def value(record: int) -> Tensor:
-                tensor = self._read(record, call)
+                # where its memory lies may be other than was recorded: for a view
+                tensor = self._read(record, call).contiguous()
                 return tensor.clone() if is_written else tensor
 
             args, kwargs = checked_arguments(func, first.arguments, value)
@@ -691,15 +882,22 @@ class _Run:
         tensor = self._tensors.get(record)
         if tensor is None:
             raise CannotRun("one of its inputs was not stored")
-        if not _is_number(tensor):
+        is_seen_through = self.way.through_views and reader.first.view_of is not None
+        if is_seen_through or not _is_number(tensor):
             return tensor
         number = reader.first.call
         self._reads[number] = self._reads.get(number, 0) + 1
         edge = number, record, self._reads[number]
+        if tensor.requires_grad and record in self._learned:
+            self._learning_reads[edge] = _place(reader.first)
         if not self.flow.values[record].is_call:
-            return self._read_alone(edge, tensor)
+            if self.flow.values[record].row.name and tensor.requires_grad:
+                self.reads_of_parameters.setdefault(record, []).append(edge)
+            if edge not in self.way.cut:
+                return self._read_alone(edge, tensor)
+            return self._lose(edge, tensor)
         detached = self._detached.get(self._behind.get(record, record))
-        if tensor.requires_grad and detached is not None:
+        if tensor.requires_grad and detached is not None and record in self._learned:
             self.doubtful[edge] = detached
             if detached == _place(reader.first):
                 self.standing.add(edge)
@@ -707,8 +905,14 @@ class _Run:
                 read = tensor.view_as(tensor)
                 self._read_again[edge] = read
                 return read
-        elif tensor.requires_grad or self._stand_for_it(reader):
+        elif edge not in self.way.cut and (
+            tensor.requires_grad or self._stand_for_it(reader)
+        ):
             return self._read_alone(edge, tensor)
+        return self._lose(edge, tensor)
+
+    def _lose(self, edge: Edge, tensor: Tensor) -> Tensor:
+        """Return a value as a call reads it that hands nothing on to it."""
         self._lost[edge] = tensor.detach().clone().requires_grad_()
         return self._lost[edge]
 
@@ -750,6 +954,14 @@ class _CountedDetaches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self.count += func is torch.ops.aten.detach.default
         return func(*args, **kwargs or {})
+
+
+def _has_no_gradient(row: RecordedRow) -> bool:
+    """Return True for a call that autograd refuses: it ran without."""
+    try:
+        return row.overload is not None and writes_out(overload_of(row.overload))
+    except RunError:
+        return False
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ from roundoff.compare.ports.port_results import (
     gradient_limit,
     gradients_left,
     least_gradient,
+    read_of_backward,
 )
 from roundoff.compare.records.computed_tensors import ComputedTensors
 from roundoff.compare.records.recorded_calls import CannotRun, run_call
@@ -38,7 +39,7 @@ from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.inner_values import run_decomposed
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, flow_of
-from roundoff.compare.values.value_regions import Sides, wanted_formats
+from roundoff.compare.values.value_regions import Sides, upstream, wanted_formats
 from roundoff.ops import operators_that
 
 #: Larger recordings are not run again.
@@ -54,6 +55,8 @@ UNFAITHFUL = 16.0
 #: However coarse the format: half of its size.
 MOST_UNFAITHFUL = 0.5
 _NARROW = frozenset({"float16", "bfloat16"})
+_OPTIMIZER = "optimizer"
+_FORWARD_ALONE = ("forward",)
 _WITH_BACKWARD = ("forward", "backward")
 _DRAW = operators_that("draw") | operators_that("drop out")
 
@@ -117,10 +120,13 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
     It does not where a recording lacks something: a write through a view, an argument.
     """
     allowed = min(UNFAITHFUL * sides.limit, MOST_UNFAITHFUL)
+    read = {value.key for value in read_of_backward(flow)}
     for key, tensor in tensors.items():
         value = flow.values[key]
         if not value.computes or not value.is_number:
             continue
+        if value.row.phase != "forward" and key not in read:
+            continue  # on the way to a gradient all may be rounding
         recorded = flow.tensor(key)
         if recorded is None or recorded.shape != tensor.shape:
             continue
@@ -217,8 +223,13 @@ def _run_backward(
                 tensors[row.record] = _wide(tensor, widened)
 
     take(row for row in step.rows.values() if _is_given(row, tensors))
+    # an optimizer may ask for gradients of its own in its step
+    later = {r for r, row in flow.step.rows.items() if row.phase == _OPTIMIZER}
     for entry in program.order:
         rows = _rows_of(entry)
+        if not later.isdisjoint(key for row in rows for key in row.inputs):
+            later.update(row.record for row in rows)
+            continue
         if _draws(entry):
             take(rows)
             continue
@@ -241,7 +252,7 @@ def _wide_step(
     flow: Flow,
     tensors: Mapping[int, Tensor],
     widened: frozenset[str],
-    phases: Collection[str] = ("forward",),
+    phases: Collection[str] = _FORWARD_ALONE,
 ) -> RecordedStep:
     rows = {
         record: _wide_row(row, widened)
@@ -321,7 +332,10 @@ def _run(
     Leaves, constants and random numbers are what ``given`` says.
     """
     tensors: dict[int, Tensor] = {}
-    program = TracedProgram(flow_of(_wide_step(flow, tensors, widened)), tensors)
+    going_back = _read_by_forward(flow)
+    phases = _WITH_BACKWARD if going_back else _FORWARD_ALONE
+    step = _wide_step(flow, tensors, widened, phases)
+    program = TracedProgram(flow_of(step, flow.trained), tensors, phases=phases)
     depending: set[int] = set()
     kept = flow.step.tensors
     forced = kept.forced if isinstance(kept, ComputedTensors) else frozenset()
@@ -337,6 +351,8 @@ def _run(
             depending.add(leaf.key)
     for entry in program.order:
         rows = _rows_of(entry)
+        if rows[0].phase != "forward" and rows[0].record not in going_back:
+            continue
         recorded = [flow.step.rows[row.record].dtype for row in rows]
         is_rounded = not _NARROW.isdisjoint(recorded)
         if _is_taken(entry, rows, depending, is_rounded):
@@ -351,6 +367,12 @@ def _run(
             if row.record not in forced:
                 tensors[row.record] = _wide(tensor, widened)
     return tensors
+
+
+def _read_by_forward(flow: Flow) -> set[int]:
+    """Return what leads to what the forward pass reads of a backward pass."""
+    keys = [value.key for value in read_of_backward(flow)]
+    return upstream(flow, keys, lambda value: value.row.phase == "backward")
 
 
 def _is_taken(

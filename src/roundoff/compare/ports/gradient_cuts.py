@@ -80,7 +80,7 @@ def blamed_cut(sides: Sides) -> Blamed | None:
     pair = _Pair(sides, reference, candidate, counterparts(sides))
     for losses in _groups([*pair.losses(True), *pair.losses(False)]):
         if pair.is_explained_by(losses):
-            return _blamed(losses[0])
+            return _blamed(pair, losses[0])
     return _blamed_alone(pair) or _blamed_scaling(pair)
 
 
@@ -152,7 +152,7 @@ def _times(scaling: Scaling | None) -> float:
 def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
     """Yield which losses may be what makes the gradients differ, the simplest first.
 
-    Those of one line, one alone, those of a line of each program, and all.
+    Those of one line, one alone, those of a line of each program, of parameters, and all.
     """
     by_line: dict[tuple[bool, str | None], list[_Lost]] = {}
     for lost in losses:
@@ -168,6 +168,12 @@ def _groups(losses: Sequence[_Lost]) -> Iterator[Sequence[_Lost]]:
     ours = [group for (is_candidate, _), group in by_line.items() if not is_candidate]
     theirs = [group for (is_candidate, _), group in by_line.items() if is_candidate]
     yield from ([*second, *first] for first in ours for second in theirs)
+    # a pass of several in which parameters are not trained
+    for is_candidate in (True, False):
+        of_one = [lost for lost in losses if lost.is_candidate == is_candidate]
+        of_parameters = [lost for lost in of_one if not lost.cut.is_call]
+        if of_parameters:
+            yield of_parameters
     if losses:
         yield losses
 
@@ -339,16 +345,43 @@ def _first(
     return cut, twin
 
 
-def _blamed(lost: _Lost) -> Blamed:
+def _blamed(pair: _Pair, lost: _Lost) -> Blamed:
+    losing = pair.losing(lost.is_candidate)
+    other = pair.losing(not lost.is_candidate)
+    if other.way.is_twice and not losing.way.is_twice:
+        asked_at = losing.asked_at(lost.cut.key)
+        other_asks = other.asked_at(lost.twin.key)
+        if asked_at is not None and other_asks is not None:
+            return _blamed_constant(asked_at, other_asks, lost.is_candidate)
     if lost.is_candidate:
         words = (
             "it hands no gradient on, as the reference does here: with it all gradients "
             "are the reference's"
         )
         return Blamed(lost.cut, lost.twin, words, is_operator=True, label=LABEL)
-    line = f" ({lost.cut.row.line})" if lost.cut.row.line else ""
+    line = f" ({lost.reader})" if not lost.cut.is_call and lost.reader else ""
+    line = line or (f" ({lost.cut.row.line})" if lost.cut.row.line else "")
     words = (
         f"it hands a gradient on, and the reference's {lost.cut.row.site}{line} does not: "
         "without it all gradients are the reference's"
     )
     return Blamed(lost.twin, lost.cut, words, is_operator=True, label=LABEL)
+
+
+def _blamed_constant(cut: Value, twin: Value, is_candidate: bool) -> Blamed:
+    """Return the request for a gradient that one program alone differentiates again.
+
+    ``cut``: of the program in which it is a constant.
+    """
+    line = f" ({(twin if is_candidate else cut).row.line})"
+    if is_candidate:
+        words = (
+            f"this gradient is a constant (create_graph=False), and the reference's{line} "
+            "is differentiated again: with that all gradients are the reference's"
+        )
+        return Blamed(cut, twin, words, is_operator=True, label=LABEL)
+    words = (
+        f"this gradient is differentiated again (create_graph=True), and the reference's"
+        f"{line} is a constant: with that all gradients are the reference's"
+    )
+    return Blamed(twin, cut, words, is_operator=True, label=LABEL)

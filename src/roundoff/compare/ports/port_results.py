@@ -8,7 +8,7 @@ these (``port_updates``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,36 @@ def _differentiated(flow: Flow) -> Value | None:
     What a program computes and does not use is no result of it.
     """
     last = None
+    for value, _ in starts_of_backward(flow):
+        last = value
+    return last
+
+
+def inner_gradients(flow: Flow) -> list[Value]:
+    """Return the gradients that the forward pass goes on with: of a penalty."""
+    read = read_of_backward(flow)
+    return [v for v in read if flow.behind(v.key).row.phase == _BACKWARD]
+
+
+def read_of_backward(flow: Flow) -> list[Value]:
+    """Return what the forward pass reads of a backward pass.
+
+    Besides gradients its own values, which a backward pass has read last.
+    """
+    return [
+        value
+        for value in flow.in_order()
+        if value.row.phase == _BACKWARD
+        and value.is_number
+        and any(
+            flow.values[key].row.phase == _FORWARD
+            for key in flow.readers.get(value.key, ())
+        )
+    ]
+
+
+def starts_of_backward(flow: Flow) -> Iterator[tuple[Value, RecordedRow]]:
+    """Yield what each backward pass is of, and the ones that it begins with, in order."""
     for row in flow.step.rows.values():
         if row.base_operator != _ONES or row.phase != _FORWARD or not row.inputs:
             continue
@@ -184,8 +214,7 @@ def _differentiated(flow: Flow) -> Value | None:
             flow.values[key].row.phase for key in flow.readers.get(row.record, ())
         }
         if source is not None and phases == {_BACKWARD}:
-            last = source
-    return last
+            yield source, row
 
 
 def _is_read(flow: Flow, key: int) -> bool:

@@ -198,6 +198,26 @@ def test_an_optimizer_that_steps_others_is_one():
     assert "Adam#1" in cause.evidence
 
 
+def test_a_wrapper_may_do_itself_what_it_hands_on_to_none():
+    """It decays gradients, and the optimizer inside, which has its groups, does not."""
+
+    def of_wrapper(decay, inner_decay):
+        numbers = {HELD: 100.0, "weight_decay": decay}
+        inner = {HELD: 100.0, "weight_decay": inner_decay}
+        outer = event("optimizer.step", 2, "Wrapper", **numbers)
+        return [
+            (0, outer),
+            (0, replace(event("optimizer.step", 3, "SGD", **inner), inside="Wrapper")),
+        ]
+
+    ours = [
+        (0, event("optimizer.step", 2, "LARS", **{HELD: 100.0, "weight_decay": 0.02}))
+    ]
+    assert loop_causes(ours, of_wrapper(0.02, 0.0), rank=0) == []
+    (cause,) = loop_causes(ours, of_wrapper(0.03, 0.0), rank=0)
+    assert "0.03 where the reference has 0.02" in cause.evidence
+
+
 def test_as_many_values_in_other_optimizers_are_no_update_left_out():
     def of_two(*sizes):
         names = ("Adam", "Adam#1")

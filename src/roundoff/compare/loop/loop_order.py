@@ -16,6 +16,7 @@ from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, wi
 from roundoff.compare.loop.optimizer_settings import (
     differing_settings,
     same_number,
+    settings_of,
     values_held,
 )
 from roundoff.record import LoopEvent
@@ -217,17 +218,36 @@ def _settings_inside(
     rank: int,
     blamed: Container[str | None],
 ) -> Iterator[Cause]:
-    """Other settings of optimizers that step inside of another, each once."""
+    """Other settings of optimizers that step inside of another, each once.
+
+    Of settings that the outer ones have too nothing is said: these were compared, and a
+    wrapper may do itself what it hands on to none.
+    """
     if not any(event.inside for _, event in (*reference, *candidate)):
         return
+    known = _settings_of_both(reference, candidate)
     found: dict[str | None, Cause] = {}
     ours = optimizer_steps(_innermost(reference))
     theirs = optimizer_steps(_innermost(candidate))
     for twin, step in _same_optimizers(ours, theirs):
-        for cause in _settings(twin, step, rank):
+        for cause in _settings(twin, step, rank, known):
             if cause.name not in blamed:
                 found.setdefault(cause.name, cause)
     yield from found.values()
+
+
+def _settings_of_both(
+    reference: Sequence[tuple[int, LoopEvent]],
+    candidate: Sequence[tuple[int, LoopEvent]],
+) -> frozenset[str]:
+    """Return the names of settings that both outer optimizers have."""
+    ours = optimizer_steps(_outermost(reference))
+    theirs = optimizer_steps(_outermost(candidate))
+    return frozenset(
+        name
+        for twin, step in _same_optimizers(ours, theirs)
+        for name in settings_of(twin.event) & settings_of(step.event)
+    )
 
 
 def _outermost(
@@ -726,8 +746,16 @@ def _unscaling(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[
     )
 
 
-def _settings(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
+def _settings(
+    twin: OptimizerStep,
+    step: OptimizerStep,
+    rank: int,
+    known: Container[str] = (),
+) -> Iterator[Cause]:
+    """Yield the settings that differ, but those that are ``known`` to be equal."""
     for name, words in differing_settings(twin.event, step.event).items():
+        if name in known:
+            continue
         if name == "lr":
             yield _learning_rate(twin, step, words, rank)
         else:

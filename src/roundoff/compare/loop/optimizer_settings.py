@@ -50,6 +50,11 @@ def values_held(event: LoopEvent) -> float:
     return sum(group.get(HELD, 0.0) for group in _by_group(event).values())
 
 
+def settings_of(event: LoopEvent) -> frozenset[str]:
+    """Return the names of an optimizer's settings."""
+    return frozenset(name for group in _by_group(event).values() for name in group)
+
+
 def _by_group(event: LoopEvent) -> _Groups:
     """Return the settings by their names, for each group of parameters: `` (group 1)``."""
     groups: dict[str, dict[str, float]] = {}

@@ -15,7 +15,7 @@ import roundoff as ro
 COUNT, WIDTH, CLASSES = 9, 6, 4
 #: What is wrong -> the line that is to be named.
 FAULTS = {
-    "norm": "return (grad - common) * inverse, None",
+    "norm": "apart = grad - common",
     "swish": "return grad * (s + x * s), None",
     "columns": "total[:, place : place + size] = part",
     "loss": "return (shares - target) * grad, None, None",
@@ -38,7 +38,8 @@ class Norm(Function):
         common = grad.mean(0)
         along = (grad * hat).mean(0)
         if ctx.fault == "norm":
-            return (grad - common) * inverse, None
+            apart = grad - common
+            return apart * inverse, None
         return (grad - common - hat * along) * inverse, None
 
 

@@ -57,8 +57,12 @@ MOST_GRADIENTS = 16
 FEWEST = 3
 #: What is made of one, before a trial is in vain.
 PATIENCE = 12
+#: How far slices that differ by a factor may be apart beside it.
+SLICES = 1e-4
 #: How autograd puts together what comes from several reads of a value.
 _SUMS = frozenset({"add", "add_"})
+#: They take a value times another one.
+_FACTORS = frozenset({"mul", "mul_"})
 _BACKWARD = "backward"
 _FORWARD = "forward"
 _MOVE = operators_that("move values")
@@ -151,6 +155,7 @@ class _Search:
             words = (
                 f"the gradient of {source.row.site}{line} that is made of it is wrong"
             )
+            first = self._before_factors(first, gradient)
         words = (
             f"autograd gives the reference's gradients for this forward pass; {words}"
         )
@@ -320,6 +325,23 @@ class _Search:
             return False
         return bool(self._index.near(sketch, self._sides.limit))
 
+    def _before_factors(self, value: Value, gradient: _Gradient) -> Value:
+        """Return what a wrong gradient is before it is multiplied by right values.
+
+        Where a factor is left out that is one for whole slices, it is missing behind them:
+        then the value itself.
+        """
+        held = self._flow.tensor(value.key)
+        if held is None or _is_off_by_slices(gradient.tensor, held):
+            return value
+        while value.operator in _FACTORS:
+            sources = [self._flow.values[key] for key in dict.fromkeys(value.inputs)]
+            wrong = [source for source in sources if source.key not in self._right]
+            if len(sources) != 2 or len(wrong) != 1 or not self._is_by_hand(wrong[0]):
+                break
+            [value] = wrong
+        return value
+
     def _named(self, region: set[int], *, is_last: bool) -> Value | None:
         """Return the call by hand of a region that is named; None where there is none.
 
@@ -395,3 +417,20 @@ class _Wanted:
         if name in gradients:
             return in_reals(gradients[name].detach()).reshape(-1)
         return torch.zeros(self._leaves[name].row.numel or 0, dtype=torch.float64)
+
+
+def _is_off_by_slices(wanted: Tensor, held: Tensor) -> bool:
+    """Return True where one is the other times numbers that are equal along some axis."""
+    if wanted.shape != held.shape:
+        return False
+    ours, theirs = wanted.to(torch.float64), held.to(torch.float64)
+    for axis, size in enumerate(held.shape):
+        if size == 1:
+            continue
+        # of slices of equal ratio the products of their ends with each other are equal
+        first, other = ours.narrow(axis, 0, 1), theirs.narrow(axis, 0, 1)
+        crossed = ours * other - theirs * first
+        largest = float((ours * other).abs().max())
+        if float(crossed.abs().max()) <= SLICES * largest:
+            return True
+    return False

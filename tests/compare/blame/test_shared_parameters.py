@@ -86,6 +86,17 @@ def test_a_parameter_in_the_memory_of_another_one_is_named(recorded):
     assert "the reference second holds other values" in row.evidence
 
 
+def test_the_one_that_holds_the_other_s_values_is_named(recorded):
+    """Whichever of the two a loader has made first."""
+    first = {**OTHERS, "gain_one": LEAVES["second"]}
+    [row] = compared(
+        recorded(reference, LEAVES),
+        recorded(port, first, tied=("gain_two", "gain_one")),
+    )
+    assert row.name == "gain_one"
+    assert "the reference first holds other values" in row.evidence
+
+
 def test_parameters_that_are_tied_in_both_are_right(recorded):
     assert not compared(
         recorded(reference, LEAVES, tied=("second", "first")),

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from roundoff.compare.blame.blamed_leaves import Blamed, parameters_of_the_same
+from roundoff.compare.blame.shared_parameters import is_shared
 from roundoff.compare.records.call_stacks import shared, stack_of
+from roundoff.compare.values.fault_lines import computing_readers
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -24,9 +26,11 @@ _NUMBER = re.compile(r"\d+")
 def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     """Return what reads a blamed parameter instead of it, where its name says it is right.
 
-    Anything else that is blamed is returned as it is.
+    Anything else that is blamed is returned as it is: of two in one memory no read is wrong.
     """
     if blamed is None or blamed.is_operator or blamed.value.is_call:
+        return blamed
+    if is_shared(sides.candidate, blamed.value):
         return blamed
     wanted = blamed.reference
     held = parameters_of_the_same(sides, blamed.value)
@@ -37,13 +41,12 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     if not wrong:
         return blamed
     [reader, *_] = wrong
-    right_lines = {other.row.line for other in readers if other not in wrong}
-    # a turn of a loop that is right by chance is no other place
-    if right_lines and reader.row.line not in right_lines:
-        line = reader.row.line
-    elif wanted.key in sides.agreeing and _has_its_number(blamed.value, held, wanted):
+    right = [other for other in readers if other not in wrong]
+    line = _own_line(reader, right)
+    is_there = wanted.key in sides.agreeing
+    if line is None and is_there and _has_its_number(blamed.value, held, wanted):
         line = _line_of_block(sides.candidate, blamed.value, reader)
-    else:
+    if line is None:
         return blamed
     words = (
         f"it reads {blamed.value.row.name}, where the reference reads {wanted.row.name}"
@@ -51,6 +54,22 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
     return replace(
         blamed, value=reader, evidence=words, other=None, is_operator=True, line=line
     )
+
+
+def _own_line(reader: Value, right: Sequence[Value]) -> str | None:
+    """Return the line that leads to a wrong reader and to none of the right ones.
+
+    The innermost; None where all have the same lines, and without right ones: a turn of a
+    loop that is right by chance is no other place.
+    """
+    stack = stack_of(reader.row) or (reader.row.line,)
+    others = [stack_of(other.row) or (other.row.line,) for other in right]
+    if not others:
+        return None
+    for line in reversed(stack):
+        if all(line not in other for other in others):
+            return line
+    return None
 
 
 def _has_its_number(leaf: Value, held: Sequence[Value], wanted: Value) -> bool:
@@ -77,8 +96,13 @@ def _readers(flow: Flow, leaf: Value) -> list[Value]:
 
 
 def _gives_right(sides: Sides, reader: Value) -> bool:
-    """Return True for a call that computes what the reference has."""
-    return reader.computes and reader.key in sides.twins and not reader.says_nothing
+    """Return True for a call that computes what the reference has, or what is made of it
+    next is that: a scale is one of the steps of a norm."""
+    made = (reader, *computing_readers(sides.candidate, reader))
+    return any(
+        value.computes and value.key in sides.twins and not value.says_nothing
+        for value in made
+    )
 
 
 def _line_of_block(flow: Flow, leaf: Value, reader: Value) -> str | None:

@@ -6,7 +6,7 @@ one's memory for both, and a step of the optimizer changes it twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
@@ -30,12 +30,34 @@ def blamed_shared(sides: Sides, part: Part) -> Blamed | None:
         is_tied = not tied_in_reference.isdisjoint(sides.all_twins(leaf))
         if not wanted or is_tied:
             continue
+        names = _in_order_of_updates(sides.candidate, (name, leaf.row.name or ""))
+        if _is_read_first(sides, wanted[0], leaf):
+            names = names[::-1]
+        other, name = names
         words = (
-            f"{name} shares its memory with {leaf.row.name}; in the reference "
+            f"{name} shares its memory with {other}; in the reference "
             f"{wanted[0].row.name} holds other values"
         )
         return Blamed(replace(leaf, row=replace(leaf.row, name=name)), wanted[0], words)
     return None
+
+
+def is_shared(flow: Flow, leaf: Value) -> bool:
+    """Return True for a parameter in whose memory another one is."""
+    return any(other.key == leaf.key for _, other in _in_one_memory(flow))
+
+
+def _in_order_of_updates(flow: Flow, names: Sequence[str]) -> list[str]:
+    """Return names in the order in which their parameters are updated, as they are made."""
+    updated = [row.name for row in flow.step.rows.values() if row.inplace]
+    places = {name: updated.index(name) for name in names if name in updated}
+    return sorted(names, key=lambda name: places.get(name, len(updated)))
+
+
+def _is_read_first(sides: Sides, lost: Value, leaf: Value) -> bool:
+    """Return True where the reference reads the lost parameter before what both hold."""
+    held = [sides.reference.values[key] for key in sides.all_twins(leaf)]
+    return all(lost.order < each.order for each in held)
 
 
 def _in_one_memory(flow: Flow) -> Iterator[tuple[str, Value]]:

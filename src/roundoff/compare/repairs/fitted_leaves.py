@@ -19,6 +19,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.repairs.repair_trials import BUDGET, TINY, Trials
 from roundoff.compare.repairs.transplants import Rejoin
+from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that
@@ -116,7 +117,8 @@ def fitted_factor(sides: Sides, rejoin: Rejoin) -> Blamed | None:
                     f"what the reference has: from {smallest:.4g} to "
                     f"{largest:.4g}"
                 )
-                return Blamed(value, rejoin.twin, words, is_operator=True)
+                line = FaultLines(sides, rejoin.region).of_operator(value)
+                return Blamed(value, rejoin.twin, words, is_operator=True, line=line)
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import roundoff as ro
 from roundoff.compare.ports.port_updates import (
     UPDATE,
+    _are_known,
     _Parameters,
     _statistics_apart,
     _Updated,
@@ -243,3 +246,22 @@ def test_updates_of_what_is_not_finite_or_not_known_are_not_apart():
     unknown = RecordedRow(record=0, call=-1, operator="", numel=4)
     theirs = _Parameters((unknown,), (unknown,))
     assert _statistics_apart(_Updated(updated(start, start), theirs)) == 0
+
+
+def test_what_a_compiled_program_writes_is_not_known():
+    """Its buffers are written in kernels that nobody sees into: nothing left them as they
+    were."""
+    filled = RecordedRow(
+        record=1, call=0, operator="fill_", numel=4, name="running_var"
+    )
+    compiled = RecordedRow(record=2, call=1, operator="compiled", numel=4)
+    buffer = _Parameters((filled,), (filled,))
+
+    def are_known(*rows):
+        step = SimpleNamespace(rows={each.record: each for each in rows})
+        return _are_known(SimpleNamespace(step=step), buffer)
+
+    assert are_known(filled)
+    assert not are_known(filled, compiled)
+    # what is written after it is seen
+    assert are_known(replace(compiled, record=0), filled)

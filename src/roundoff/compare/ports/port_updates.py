@@ -33,6 +33,8 @@ UPDATE = 1e-3
 #: small beside the average, and what roundings add to a norm is their square.
 AVERAGE = 1e-2
 _OPTIMIZER = "optimizer"
+#: The one call that is recorded of a compiled region.
+_COMPILED = "compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,10 @@ def averages(sides: Sides) -> Results:
             continue
         if copies.is_left and others.is_left:
             continue
+        if not _are_known(sides.reference, copies):
+            continue
+        if not _are_known(sides.candidate, others):
+            continue
         moved = _moved(sides.reference, copies)
         moved_there = _moved(sides.candidate, others)
         if moved is None or moved_there is None:
@@ -145,6 +151,18 @@ def averages(sides: Sides) -> Results:
             ours += [row.record for row in copies.ends]
             theirs += [row.record for row in others.ends]
     return ours, theirs, _OPTIMIZER
+
+
+def _are_known(flow: Flow, parameters: _Parameters) -> bool:
+    """Return False where a compiled program runs after the last that is known of them.
+
+    Nobody sees the buffers that it writes.
+    """
+    last = min(row.record for row in parameters.ends)
+    return not any(
+        row.record > last and row.operator == _COMPILED
+        for row in flow.step.rows.values()
+    )
 
 
 def _moved(flow: Flow, parameters: _Parameters) -> float | None:

@@ -33,6 +33,12 @@ KERNEL = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(1))
             KERNEL.permute(2, 3, 0, 1).flip(0, 1),
             "with its axes in the order [2, 3, 0, 1], backwards along axes [0, 1]",
         ),
+        (
+            KERNEL,
+            KERNEL[[3, 0, 5, 1, 4, 2]].permute(2, 3, 1, 0),
+            "with its axes in the order [2, 3, 1, 0], with the 6 indexes of axis 3 in "
+            "another order",
+        ),
         (WEIGHT, 3 * WEIGHT, "times 3"),
         (WEIGHT, WEIGHT.to(torch.bfloat16), "as it is"),
     ],

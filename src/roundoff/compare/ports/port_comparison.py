@@ -95,6 +95,7 @@ from roundoff.compare.repairs.followed_columns import unfollowed
 from roundoff.compare.repairs.leaf_changes import LeafChange
 from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
@@ -658,6 +659,9 @@ def _blamed_on_tensors(
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
     if blamed is not None and _is_right_with(sides, trials, blamed):
         return blamed
+    ordered = ordered_constant(sides, trials, Region(part.region, part.expected))
+    if ordered is not None:
+        return ordered
     if blamed is not None and is_rightly_filled(sides, blamed):
         blamed = None
     end: Rejoin | None = None

@@ -177,11 +177,17 @@ def _in_another_order(ours: Tensor, theirs: Tensor, allowed: float) -> Relation 
     backwards = _backwards(ours, theirs, allowed)
     if backwards is not None:
         return backwards
-    for axis in range(ours.dim()):
-        if ours.shape == theirs.shape and _same_slices(ours, theirs, axis, allowed):
-            count = ours.shape[axis]
-            words = f"with the {count} indexes of axis {axis} in another order"
-            return Relation(REORDERED, words)
+    for order in axis_orders(ours):
+        turned = ours.permute(order)
+        for axis in range(turned.dim()):
+            if turned.shape != theirs.shape:
+                break
+            if _same_slices(turned, theirs, axis, allowed):
+                count = turned.shape[axis]
+                words = f"with the {count} indexes of axis {axis} in another order"
+                if list(order) != sorted(order):
+                    words = f"with its axes in the order {list(order)}, {words}"
+                return Relation(REORDERED, words)
     return Relation(SHUFFLED, "with its values in another order")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations, permutations, product
 
 import torch
@@ -36,11 +36,17 @@ from roundoff.compare.repairs.exchanged_parts import (
     parts_of_stacked,
 )
 from roundoff.compare.repairs.found_rows import moved_rows
-from roundoff.compare.repairs.leaf_changes import LeafChange, made_ready, recut
+from roundoff.compare.repairs.leaf_changes import (
+    Held,
+    LeafChange,
+    made_ready,
+    recut,
+)
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
     in_all_read_alike,
+    in_shared_module,
 )
 from roundoff.compare.repairs.packed_leaves import (
     PARTS,
@@ -61,7 +67,7 @@ MOST_LEAVES = 16
 #: Calls between the layers and what a region reads of them: moves, a bias, a norm, a turn.
 MOST_BEFORE = 48
 #: Axes from the last on of which two may stand the other way round.
-MOST_AXES = 3
+MOST_AXES = 4
 #: Parameters that a loader turned alike, where it turned not all of one kind: two
 #: projections with their biases.
 MOST_ALIKE = 4
@@ -83,6 +89,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         with_what_is_added(sides, present),
         _exchanges(sides, leaves),
         parts_of_all_read_alike(sides.candidate, present),
+        _with_axes_exchanged(present),
         _alike(sides, leaves),
         _cuts(sides, ours, leaves),
         _packed_otherwise(sides, leaves),
@@ -134,6 +141,7 @@ class _Search:
             in_all_layers(flow, change),
             in_all_modules(flow, change),
             in_all_read_alike(flow, change),
+            in_shared_module(flow, change),
         )
         for tensors in everywhere:
             if len(tensors) > most:
@@ -340,18 +348,37 @@ def _alike(sides: Sides, leaves: Sequence[Value]) -> Iterator[LeafChange]:
         members = [(leaf, tensor) for leaf, tensor in present if leaf in layer.values()]
         if len(members) > 1:
             yield from parts_of_several(members)
-    for places in combinations(range(-MOST_AXES, 0), 2):
-        for group in _of_equal_axes(present, places):
-            for change in (_axes_exchanged, _axes_split_otherwise):
-                changed = [(leaf, change(tensor, places)) for leaf, tensor in group]
-                yield from _together(changed, places)
+
+
+def _with_axes_exchanged(present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield several parameters, each with the same two axes the other way round.
+
+    All that have two axes of these sizes, those of equal sizes first, as a kernel has; then
+    some of them.
+    """
+    groups = [
+        (places, group)
+        for places in combinations(range(-MOST_AXES, 0), 2)
+        for group in _of_equal_axes(present, places)
+    ]
+
+    def is_square(places: tuple[int, int], group: Sequence[Held]) -> bool:
+        shape = group[0][1].shape
+        return shape[places[0]] == shape[places[1]]
+
+    groups.sort(key=lambda each: not is_square(*each))
+    for is_of_some in (False, True):
+        for places, group in groups:
+            yield from _together(group, places, _axes_exchanged, is_of_some)
+            if not is_square(places, group):
+                yield from _together(group, places, _axes_split_otherwise, is_of_some)
 
 
 def _of_equal_axes(
-    present: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
-) -> Iterator[list[tuple[Value, Tensor]]]:
+    present: Sequence[Held], places: tuple[int, int]
+) -> Iterator[list[Held]]:
     """Yield the parameters that have two axes of the same sizes, two at least."""
-    groups: dict[tuple[int, ...], list[tuple[Value, Tensor]]] = {}
+    groups: dict[tuple[int, ...], list[Held]] = {}
     for leaf, tensor in present:
         if tensor.dim() >= -places[0]:
             sizes = tuple(tensor.shape[place] for place in places)
@@ -374,16 +401,25 @@ def _axes_split_otherwise(tensor: Tensor, places: tuple[int, int]) -> Tensor:
 
 
 def _together(
-    changed: Sequence[tuple[Value, Tensor]], places: tuple[int, int]
+    group: Sequence[Held],
+    places: tuple[int, int],
+    change: Callable[[Tensor, tuple[int, int]], Tensor],
+    is_of_some: bool,
 ) -> Iterator[LeafChange]:
-    """Yield all of them changed, then some."""
-    counts = dict.fromkeys((len(changed), *range(2, MOST_ALIKE + 1)))
-    for count in counts:
-        for group in combinations(changed, count):
-            tensors = {leaf.key: tensor for leaf, tensor in group}
-            names = " and ".join(leaf.row.name or "" for leaf, _ in group)
+    """Yield all of them changed, or each few of them."""
+    dims = group[0][1].dim()
+
+    def made(tensor: Tensor) -> Tensor:
+        return change(tensor, places) if tensor.dim() == dims else tensor
+
+    changed = [(leaf, change(tensor, places)) for leaf, tensor in group]
+    few = range(2, min(MOST_ALIKE, len(group) - 1) + 1)
+    for count in few if is_of_some else (len(group),):
+        for some in combinations(changed, count):
+            tensors = {leaf.key: tensor for leaf, tensor in some}
+            names = " and ".join(leaf.row.name or "" for leaf, _ in some)
             words = f"{names} have axes {places[0]} and {places[1]} the other way round"
-            yield LeafChange(tensors, words)
+            yield LeafChange(tensors, words, None if is_of_some else made)
 
 
 def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafChange]:

@@ -18,7 +18,7 @@ import torch
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.records.call_arguments import argument_differences
-from roundoff.compare.records.parameter_content import EQUAL, relation
+from roundoff.compare.records.parameter_content import EQUAL, REORDERED, relation
 from roundoff.compare.records.recorded_rows import shape_read_first
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
@@ -259,8 +259,9 @@ def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | N
 def is_rightly_filled(sides: Sides, likely: Blamed) -> bool:
     """Return True for a parameter that no mistake of a loader has filled.
 
-    It holds what the reference's does as it is, or is the whole of one where it should be
-    a part of another: two that a loader exchanges have as many elements.
+    It holds what the reference's does as it is, or with the slices of an axis in an order
+    of its own, or is the whole of one where it should be a part of another: two that a
+    loader exchanges have as many elements.
     """
     held = sides.candidate.tensor(likely.value.key)
     twin = likely.reference
@@ -270,7 +271,7 @@ def is_rightly_filled(sides: Sides, likely: Blamed) -> bool:
     if likely.value.key in sides.twins and wanted.numel() != held.numel():
         return True
     how = relation(wanted, held)
-    return how is not None and how.kind == EQUAL
+    return how is not None and how.kind in (EQUAL, REORDERED)
 
 
 def _repaired(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:

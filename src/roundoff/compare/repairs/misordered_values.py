@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import (
@@ -23,7 +24,7 @@ from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart
 from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.fault_lines import FaultLines, handed_on
-from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
@@ -150,8 +151,9 @@ def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
     """Follow a value back as long as what it is made of is right in another order too.
 
     Through what may be laid out so, as rows of two axes that are one: what it is made of
-    may show the axes again.
+    may show the axes again. Of several that stand wrongly together it is one of the data.
     """
+    constants = constants_of(sides.candidate)
     followed = through = [value]
     while trials.left > 0:
         inputs = [*dict.fromkeys(i for each in through for i in _inputs(sides, each))]
@@ -161,8 +163,11 @@ def _first_of_order(sides: Sides, trials: Trials, value: Value) -> Value:
         wrong, other = _in_another_order(sides, trials, groups)
         if wrong is None and other is None:
             break
-        followed, through = wrong or followed, wrong or other or []
-    return min(followed, key=lambda each: each.order)
+        are_tables = wrong is not None and all(each.key in constants for each in wrong)
+        if wrong is not None and not (are_tables and len(wrong) > 1):
+            followed = wrong
+        through = wrong or other or []
+    return min(followed, key=lambda each: (each.key in constants, each.order))
 
 
 def _in_another_order(
@@ -235,14 +240,31 @@ def _right_order(
 ) -> Sequence[Tensor] | None:
     """Return the reference's values with which, in the place of some, all is right.
 
-    They have the same elements: each in the order of axes of as high a number.
+    They have the same elements: as they stand in the reference, then each in the order of
+    axes of as high a number.
     """
-    ways = [list(_in_other_orders(sides, value)) for value in values]
+    ways = [_as_they_stand_first(sides, value) for value in values]
     for way in zip(*ways, strict=False):
         moved = {v.key: t for v, t in zip(values, way, strict=True)}
         if trials.outcome({}, moved)[0]:
             return way
     return None
+
+
+def _as_they_stand_first(sides: Sides, value: Value) -> list[Tensor]:
+    """Return the other orders of a value, those that stand in the reference first."""
+    twins = [sides.reference.tensor(key) for key in sides.all_twins(value)]
+    contents = [content for content in twins if content is not None]
+
+    def is_turned(moved: Tensor) -> bool:
+        return not any(_is_same_row(content, moved) for content in contents)
+
+    return sorted(_in_other_orders(sides, value), key=is_turned)
+
+
+def _is_same_row(content: Tensor, moved: Tensor) -> bool:
+    """Return True for the same elements in the same order, whatever the shape."""
+    return torch.equal(content.reshape(-1).to(moved.dtype), moved.reshape(-1))
 
 
 def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:

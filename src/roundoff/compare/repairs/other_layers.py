@@ -72,6 +72,20 @@ def in_all_read_alike(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
     return _changed_alike(flow, change, [[leaf] for leaf in alike])
 
 
+def in_shared_module(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
+    """Return what parameters hold if all of the module that has those of a change are
+    changed alike.
+
+    The change itself where it is of one, or nothing says what it does to others.
+    """
+    names = [flow.values[key].row.name or "" for key in change.tensors]
+    shared = shared_module(names)
+    if len(names) == 1 or change.made is None or not shared:
+        return {**change.tensors}
+    members = [v for v in _parameters(flow) if (v.row.name or "").startswith(shared)]
+    return _changed_alike(flow, change, [[leaf] for leaf in members])
+
+
 def read_alike(flow: Flow, leaf: Value) -> list[Value]:
     """Return the parameters that the same line reads first, as the same operand; with it."""
     place = _read_at(flow, leaf)

@@ -72,7 +72,7 @@ from roundoff.compare.values.traced_calls import (
     TracedProgram,
     records_in,
 )
-from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
 from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that, run_in_this_process
 
@@ -88,6 +88,10 @@ MOST_MOVES = 48
 #: gates and five calls that use them, 17; normalization takes 9, attention 8. Turns of a
 #: loop count once.
 PATIENCE = 17
+#: What the candidate does to other values, of which each is tried.
+MOST_DONE = 6
+#: Values that came back, after which a trial is not given up any more.
+MUCH = 2 * PATIENCE
 #: A result that was put right is this many times nearer than before.
 CLEARLY = 8.0
 #: The least size that a distance is relative to.
@@ -119,6 +123,7 @@ PLAIN = "plain"
 SIMILAR = 10
 
 _MOVE = operators_that("move values")
+_DONE = operators_that("pair elements") | operators_that("fill")
 _UNARY = operators_that("work element by element") | operators_that("choose values")
 _NORMALIZE = operators_that("normalize")
 _JOIN = operators_that("join")
@@ -421,7 +426,7 @@ class Trials:
                     continue
                 more = set(self.goal.gains(tensor)) - gained
                 gained |= more
-                waiting.add(value, is_gain=bool(more))
+                waiting.add(value, gained=len(more))
                 if waiting.is_over:
                     break
         except CannotRun:
@@ -436,6 +441,7 @@ class _Waiting:
 
     Attributes:
         to_the_end: turns of a loop count each, and nothing is given up after a gain.
+            Else nothing is after many.
         forever: nothing is given up at all.
     """
 
@@ -444,13 +450,13 @@ class _Waiting:
     _since: set[object] = field(default_factory=set)
     #: What was followed by something right before, as in another layer.
     _fruitful: set[object] = field(default_factory=set)
-    _has_gained: bool = False
+    _gained: int = 0
 
-    def add(self, value: Value, *, is_gain: bool) -> None:
+    def add(self, value: Value, *, gained: int) -> None:
         row = value.row
         place = (row.line or row.call, value.operator, row.place)
-        if is_gain:
-            self._has_gained = True
+        self._gained += gained
+        if gained:
             self._fruitful |= self._since
             self._since.clear()
         elif self.to_the_end:
@@ -461,7 +467,9 @@ class _Waiting:
     @property
     def is_over(self) -> bool:
         """True where the trial is given up."""
-        goes_on = self.forever or (self.to_the_end and self._has_gained)
+        # what is chosen by what was computed may be no value of the reference for long
+        has_much = self._gained > MUCH
+        goes_on = self.forever or has_much or (self.to_the_end and self._gained > 0)
         return len(self._since) > PATIENCE * (1 + self.to_the_end) and not goes_on
 
 
@@ -492,7 +500,7 @@ def _of_kinds(
     program = trials.program
     families = trials.families
     by_line = _by_line(program)
-    ingredients = _ingredients(sides, program, region.expected)
+    ingredients = _ingredients(sides, program, region)
     waiting = [
         (proposal, call)
         for call in _suspects(sides, trials, region.parted)
@@ -820,12 +828,10 @@ def _one_of_each(
 # -- what edits are made of ----------------------------------------------------------
 
 
-def _ingredients(
-    sides: Sides, program: TracedProgram, wanted: Collection[int]
-) -> Ingredients:
+def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingredients:
     reference = sides.reference
     theirs = TracedProgram(reference)
-    near = _calls_near(reference, theirs, wanted)
+    near = _calls_near(reference, theirs, region.expected)
     similar = _Similar(program)
 
     def shapes(record: int) -> tuple[int, ...]:
@@ -840,7 +846,10 @@ def _ingredients(
     return Ingredients(
         list(theirs.calls.values()),
         constants=_numbers_in(near, reference),
-        inserted=list(_insertable(reference, near)),
+        inserted=[
+            *_insertable(reference, near),
+            *_done_to_others(sides.candidate, program, region.parted),
+        ],
         shapes=shapes,
         siblings=siblings,
         similar=similar.to,
@@ -882,6 +891,26 @@ def _insertable(flow: Flow, calls: Sequence[TracedCall]) -> Iterator[Insertion]:
         key = f"{insertion.step.overload} {insertion.step.arguments}"
         if key not in seen or insertion.held:
             seen.add(key)
+            yield insertion
+
+
+def _done_to_others(
+    flow: Flow, program: TracedProgram, parted: Collection[int]
+) -> Iterator[Insertion]:
+    """Yield what the candidate does to values of a region with others that learn nothing.
+
+    Of blocks that are masked alike one may be left as it is.
+    """
+    learnt = values_of_parameters(flow)
+    by_line: dict[object, TracedCall] = {}
+    for call in _calls_near(flow, program, parted):
+        records = list(dict.fromkeys(records_in(call.parsed)))
+        is_masking = call.first.base_operator in _DONE and len(records) == 2
+        if is_masking and records[0] in learnt and records[1] not in learnt:
+            by_line.setdefault((call.first.line, call.first.overload), call)
+    for call in islice(by_line.values(), MOST_DONE):
+        insertion = _insertion(flow, call)
+        if insertion is not None:
             yield insertion
 
 

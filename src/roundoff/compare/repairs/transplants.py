@@ -63,6 +63,8 @@ MOST_BEFORE = 32
 MOST_CALLS = 4
 
 _MOVE = operators_that("move values")
+#: Nothing is done by one that is applied twice.
+_CLIP = operators_that("clip codes")
 _PRODUCTS = operators_that("multiply two matrices")
 _FORWARD = "forward"
 
@@ -137,8 +139,10 @@ def rejoin_of(
             most = len(gained)
         if agrees:
             best = best or transplant
-            return search.rejoin(best, agrees=best is transplant)
-    return None if best is None else search.rejoin(best, agrees=False)
+            return search.rejoin(search.before_clipped(best), agrees=best is transplant)
+    if best is None:
+        return None
+    return search.rejoin(search.before_clipped(best), agrees=False)
 
 
 def trials_of_value(
@@ -194,6 +198,7 @@ class _Search:
     def __init__(self, sides: Sides, part: Part, trials: Trials) -> None:
         self._sides = sides
         self._part = part
+        self._trials = trials
         self._turns = _Turns(sides.candidate, trials.families)
         theirs = TracedProgram(sides.reference)
         self._other_turns = _Turns(sides.reference, families_of(theirs))
@@ -212,6 +217,26 @@ class _Search:
         }
         wanted = _made_of(sides.reference, twin, sides.agreeing)
         return bool(wanted) and wanted <= twins
+
+    def before_clipped(self, transplant: _Transplant) -> _Transplant:
+        """Return a transplant of what the reference clips, if it brings back as much.
+
+        Where the candidate clips the value too, as ``relu`` does, both lead to the same.
+        """
+        twin = transplant.twin
+        value = transplant.value
+        is_clipped = twin.operator in _CLIP and len(twin.inputs) == 1
+        if not is_clipped or list(transplant.tensors) != [value.key]:
+            return transplant
+        source = self._sides.reference.values[twin.inputs[0]]
+        trials = self._trials
+        agrees, gained = trials.outcome({}, transplant.tensors, to_the_end=True)
+        for layout in self._layouts(value, source):
+            tensors = self._tensors([(value, source)], layout)
+            also, others = trials.outcome({}, tensors, to_the_end=True)
+            if tensors and also == agrees and gained <= others | {twin.key}:
+                return _Transplant(value, source, tensors)
+        return transplant
 
     def _lost_by_size(self) -> dict[int, list[Value]]:
         """Return what the candidate lacks of the reference's region, the first first."""

@@ -1,0 +1,101 @@
+"""Does a table of a few numbers stand in another order: the means of colours, a box's scales?
+
+The reference has the same numbers. A port may hold its channels backwards, or a box from its
+top: then what goes with them has to stand so too, and no value says in which order but those
+that follow. So the orders are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.repairs.repair_trials import BUDGET, Region, Trials
+from roundoff.compare.tensors.structure import WRONG_AXIS
+from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_regions import Sides, upstream
+
+#: Numbers of which all orders are tried.
+FEW = 4
+#: Numbers of a table; more are data.
+MOST = 16
+
+
+def ordered_constant(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
+    """Return a table of numbers with which, in another order, all results are right."""
+    trials.left = BUDGET
+    for leaf in _tables(sides, region):
+        held = sides.candidate.tensor(leaf.key)
+        for moved in _in_other_orders(held) if held is not None else ():
+            if trials.left < 0:
+                return None
+            if trials.outcome({}, {leaf.key: moved}, is_patient=True)[0]:
+                return _blamed(sides, leaf, moved)
+    return None
+
+
+def _in_other_orders(table: Tensor) -> Iterator[Tensor]:
+    numbers = table.reshape(-1)
+    for order in _orders(table.numel()):
+        moved = numbers[list(order)]
+        if not torch.equal(moved, numbers):
+            yield moved.reshape(table.shape)
+
+
+def _tables(sides: Sides, region: Region) -> list[Value]:
+    """Return the tables that a wrong region is made of, the reference's up to their order."""
+    flow = sides.candidate
+    made_of = upstream(flow, sorted(region.parted), lambda _value: True)
+    leaves = [flow.values[key] for key in sorted(made_of)]
+    leaves = [leaf for leaf in leaves if _is_table(leaf)]
+    leaves = [leaf for leaf in leaves if not _are_places(flow.tensor(leaf.key))]
+    return [leaf for leaf in leaves if sides.all_twins(leaf)]
+
+
+def _is_table(leaf: Value) -> bool:
+    """Return True for a few numbers that the program has written down."""
+    is_leaf = not leaf.is_call and not leaf.inputs and not leaf.row.name
+    is_few = 1 < (leaf.row.numel or 0) <= MOST
+    return is_leaf and is_few and leaf.row.line is not None and not leaf.says_nothing
+
+
+def _are_places(numbers: Tensor | None) -> bool:
+    """Return True for each number from nought on: which place goes where."""
+    if numbers is None or numbers.is_floating_point():
+        return numbers is None
+    rising = numbers.reshape(-1).sort().values
+    return torch.equal(rising, torch.arange(rising.numel(), dtype=rising.dtype))
+
+
+def _orders(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the orders that are tried of so many numbers.
+
+    >>> [list(order) for order in _orders(6)]
+    [[5, 4, 3, 2, 1, 0], [1, 0, 3, 2, 5, 4], [3, 4, 5, 0, 1, 2], [0, 2, 4, 1, 3, 5], [0, 3, 1, 4, 2, 5]]
+    """
+    places = range(count)
+    if count <= FEW:
+        yield from list(permutations(places))[1:]
+        return
+    yield tuple(reversed(places))
+    if count % 2 == 0:
+        half = count // 2
+        yield tuple(place ^ 1 for place in places)
+        yield (*places[half:], *places[:half])
+        yield (*places[::2], *places[1::2])
+        yield tuple(place // 2 + half * (place % 2) for place in places)
+
+
+def _blamed(sides: Sides, leaf: Value, right: Tensor) -> Blamed:
+    twin = sides.reference.values[sides.all_twins(leaf)[0]]
+    line = f" ({twin.row.line})" if twin.row.line else ""
+    numbers = ", ".join(f"{number:.6g}" for number in right.reshape(-1).tolist())
+    words = (
+        f"its numbers are the reference's{line} in another order: with [{numbers}] all "
+        "results are right"
+    )
+    return Blamed(leaf, twin, words, is_operator=True, label=WRONG_AXIS)

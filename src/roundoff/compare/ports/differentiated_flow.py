@@ -182,6 +182,10 @@ class DifferentiatedFlow:
         """The detached values of which some read hands nothing on, in order."""
         return sorted({record for _, record, _ in self.way.cut})
 
+    def is_inner_gradient(self, key: int) -> bool:
+        """Return True for a gradient that the forward pass goes on with."""
+        return any(value.key == key for value in inner_gradients(self.flow))
+
     def asked_at(self, key: int) -> Value | None:
         """Return where the program asks for the gradient that a value is made of.
 

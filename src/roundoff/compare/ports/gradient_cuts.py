@@ -348,7 +348,8 @@ def _first(
 def _blamed(pair: _Pair, lost: _Lost) -> Blamed:
     losing = pair.losing(lost.is_candidate)
     other = pair.losing(not lost.is_candidate)
-    if other.way.is_twice and not losing.way.is_twice:
+    is_asked_for = losing.is_inner_gradient(lost.cut.key)
+    if other.way.is_twice and (is_asked_for or not losing.way.is_twice):
         asked_at = losing.asked_at(lost.cut.key)
         other_asks = other.asked_at(lost.twin.key)
         if asked_at is not None and other_asks is not None:

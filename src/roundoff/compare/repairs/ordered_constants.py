@@ -59,7 +59,7 @@ def _tables(sides: Sides, region: Region) -> list[Value]:
 def _is_table(leaf: Value) -> bool:
     """Return True for a few numbers that the program has written down."""
     is_leaf = not leaf.is_call and not leaf.inputs and not leaf.row.name
-    is_few = 1 < (leaf.row.numel or 0) <= MOST
+    is_few = 1 < (leaf.row.numel or 0) <= MOST and leaf.row.dtype != "bool"
     return is_leaf and is_few and leaf.row.line is not None and not leaf.says_nothing
 
 

@@ -25,12 +25,11 @@ from roundoff.compare.ports.counterparts import (
     counterparts,
     named_leaves,
 )
-from roundoff.compare.ports.differentiated_flow import (
+from roundoff.compare.ports.differentiated_flow import differentiated, lost_gradients
+from roundoff.compare.ports.pass_under_autograd import (
     DifferentiatedFlow,
     LostGradient,
     Scaling,
-    differentiated,
-    lost_gradients,
 )
 from roundoff.compare.ports.port_results import least_gradient
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.ports.counterparts import counterparts, named_leaves
-from roundoff.compare.ports.differentiated_flow import (
-    DifferentiatedFlow,
-    differentiated_rightly,
-)
+from roundoff.compare.ports.differentiated_flow import differentiated_rightly
 from roundoff.compare.ports.hand_terms import lacking_factor
+from roundoff.compare.ports.pass_under_autograd import DifferentiatedFlow
 from roundoff.compare.ports.port_results import (
     GradientPair,
     gradient_pairs,

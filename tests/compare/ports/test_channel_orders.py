@@ -97,6 +97,43 @@ def test_height_and_width_of_some_kernels_exchanged(wrong, program, step_of):
     assert [row.evidence.split()[0] in wrong for row in rows] == [True] * bool(wrong)
 
 
+# -- maps that are laid one behind the other -------------------------------------------
+
+
+def heads(m, image):
+    maps = [
+        F.conv2d(x, m.first, padding=1) for x in (image, F.avg_pool2d(image, (3, 2)))
+    ]
+    rows = torch.cat([x.permute(0, 2, 3, 1).flatten(1) for x in maps], 1)
+    rows = rows.view(len(image), -1, 5)
+    return torch.tanh(rows[:, 1:] - rows[:, :-1])
+
+
+def heads_of_layers(m, image, order):
+    small = image.unflatten(3, (4, 2)).unflatten(2, (3, 3)).mean((3, 5))
+    parts = []
+    for x in (image, small):
+        windows = F.unfold(x, 3, padding=1)
+        x = (m.first.flatten(1) @ windows).unflatten(2, x.shape[2:])
+        turned = x.permute(order)
+        parts.append(turned.flatten(1))
+    rows = torch.cat(parts, 1)
+    rows = rows.view(len(image), -1, 5)
+    steps = rows[:, 1:] - rows[:, :-1]
+    return 2 * torch.sigmoid(2 * steps) - 1
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 3, 2, 1)])
+def test_maps_that_are_joined_lie_as_in_the_reference(order, program, step_of):
+    """Alone each may be laid out as it likes: with columns before rows none is wrong."""
+    ours = program(heads, first=LEAVES["first"])
+    theirs = program(lambda m, x: heads_of_layers(m, x, order), first=LEAVES["first"])
+    sides = Sides(step_of(ours, IMAGE), step_of(theirs, IMAGE))
+    rows = [row for row in compare_port(sides, EarlierSteps()) if row.cause == "own"]
+    lines = [text(row.blamed_line).strip() for row in rows]
+    assert lines == ["turned = x.permute(order)"] * (order != (0, 2, 3, 1))
+
+
 # -- one of several alike that is not masked -------------------------------------------
 
 VIEWS = {"a": drawn(6, 4, seed=6), "b": drawn(6, 4, seed=7)}

@@ -63,6 +63,8 @@ TRIALS = 200
 _LAYOUTS = (EQUAL, RESHAPED, TRANSPOSED, TURNED, FLIPPED)
 #: A part of a parameter may agree though it stands in another place.
 _MOVES = operators_that("move values")
+_TURNS = operators_that("permute axes")
+_JOINS = operators_that("join")
 #: Gates of a recurrent layer, in any order.
 GATES = (3, 4)
 
@@ -1058,6 +1060,7 @@ def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
             and not source.says_nothing
             and not _is_in_place(sides, source)
         ]
+        moved = moved or _misplaced_parts(sides, wrong)
         if not moved:
             break
         wrong = moved[0]
@@ -1084,6 +1087,48 @@ def _first_wrong_place(sides: Sides, twin: int, value: Value) -> Blamed | None:
         return proven
     words = f"{wrong.operator} to {_shape(wrong)} puts the right values in other places"
     return Blamed(wrong, sides.reference.values[twin], words)
+
+
+def _misplaced_parts(sides: Sides, joined: Value) -> list[Value]:
+    """Return what turns parts that are joined as the reference does, each the other way.
+
+    Alone a part may have its axes in any order; joined, it has to lie as the other does.
+    """
+    reference, candidate = sides.reference, sides.candidate
+    if joined.operator not in _JOINS:
+        return []
+    for key in sides.all_twins(joined):
+        twin = reference.values[key]
+        if twin.operator not in _JOINS or len(twin.inputs) != len(joined.inputs):
+            continue
+        pairs = zip(joined.inputs, twin.inputs, strict=True)
+        return [
+            turn
+            for part, other in pairs
+            if other in sides.all_twins(candidate.values[part])
+            and not _lie_alike(reference.tensor(other), candidate.tensor(part))
+            and (turn := _last_turn(candidate, candidate.values[part])) is not None
+        ]
+    return []
+
+
+def _lie_alike(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Return True for the same elements one after the other, and where nothing is known."""
+    if ours is None or theirs is None:
+        return True
+    return is_close(ours.reshape(-1), theirs.reshape(-1))
+
+
+def _last_turn(flow: Flow, value: Value) -> Value | None:
+    """Return what has put the axes of a value in their order; None for nothing."""
+    while value.is_call and value.operator in _MOVES:
+        if value.operator in _TURNS:
+            return value
+        sources = [flow.values[key] for key in value.inputs if key in flow.values]
+        if len(sources) != 1:
+            return None
+        [value] = sources
+    return None
 
 
 def _shape(value: Value) -> str:

@@ -130,6 +130,8 @@ def averages(sides: Sides) -> Results:
     ours: list[int] = []
     theirs: list[int] = []
     learnt = with_gradient(sides.reference), with_gradient(sides.candidate)
+    # a narrow format rounds what is averaged
+    allowed = max(AVERAGE, sides.limit)
     for each in counterparts(sides):
         if learnt[0].intersection(each.ours) or learnt[1].intersection(each.theirs):
             continue
@@ -147,7 +149,7 @@ def averages(sides: Sides) -> Results:
         moved_there = _moved(sides.candidate, others)
         if moved is None or moved_there is None:
             continue
-        if abs(moved - moved_there) > AVERAGE * max(moved, moved_there):
+        if abs(moved - moved_there) > allowed * max(moved, moved_there):
             ours += [row.record for row in copies.ends]
             theirs += [row.record for row in others.ends]
     return ours, theirs, _OPTIMIZER

@@ -326,6 +326,40 @@ def fixed_norm(handed_on):
     return run
 
 
+def attended_with_penalty(detached):
+    def run(m, x, y):
+        x = x.detach().requires_grad_()
+        h = F.linear(x, m.a)[None, None]
+        h = F.scaled_dot_product_attention(h, h, h)[0, 0]
+        (gradient,) = torch.autograd.grad(h.sum(), x, retain_graph=True)
+        side = detached(h)
+        loss = F.mse_loss(F.linear(h, m.c), y) + F.linear(side, m.b).square().mean()
+        return loss + gradient.square().mean()
+
+    return run
+
+
+def attended_by_hand(m, x, y):
+    x = x.detach().requires_grad_()
+    h = product(x, m.a)
+    h = product((product(h, h) / 8**0.5).softmax(1), h.t())
+    (gradient,) = torch.autograd.grad(h.sum(), x, retain_graph=True)
+    side = h.detach()
+    loss = far(product(h, m.c), y) + (product(side, m.b) ** 2).mean()
+    return loss + (gradient * gradient).mean()
+
+
+def test_a_kernel_without_a_second_derivative_is_differentiated_once(compared):
+    """That its gradient is a constant is tried too, and no kernel ends the comparison."""
+    assert compared(
+        attended_with_penalty(lambda h: h.detach()), attended_by_hand
+    ).agrees
+    reference = attended_with_penalty(lambda h: h)
+    [culprit] = compared(reference, attended_by_hand).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
 def test_a_cut_beside_a_penalty_of_gradients_is_named(compared):
     [culprit] = compared(
         with_penalty_and_branch, penalty_and_detached_branch

@@ -1116,7 +1116,7 @@ def _lie_alike(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Return True for the same elements one after the other, and where nothing is known."""
     if ours is None or theirs is None:
         return True
-    return is_close(ours.reshape(-1), theirs.reshape(-1))
+    return is_close(ours, theirs)
 
 
 def _last_turn(flow: Flow, value: Value) -> Value | None:

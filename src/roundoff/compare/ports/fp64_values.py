@@ -17,7 +17,7 @@ part of the formula.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -349,10 +349,8 @@ def _run(
         take(leaf.row)
         if leaf.is_number:
             depending.add(leaf.key)
-    for entry in program.order:
+    for entry in _going_on(program, going_back):
         rows = _rows_of(entry)
-        if rows[0].phase != "forward" and rows[0].record not in going_back:
-            continue
         recorded = [flow.step.rows[row.record].dtype for row in rows]
         is_rounded = not _NARROW.isdisjoint(recorded)
         if _is_taken(entry, rows, depending, is_rounded):
@@ -367,6 +365,16 @@ def _run(
             if row.record not in forced:
                 tensors[row.record] = _wide(tensor, widened)
     return tensors
+
+
+def _going_on(
+    program: TracedProgram, going_back: Collection[int]
+) -> Iterator[TracedCall | RecordedRow]:
+    """Yield the forward pass, and what it reads of a backward pass."""
+    for entry in program.order:
+        first, *_ = _rows_of(entry)
+        if first.phase == "forward" or first.record in going_back:
+            yield entry
 
 
 def _read_by_forward(flow: Flow) -> set[int]:

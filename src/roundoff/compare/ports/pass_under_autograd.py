@@ -30,12 +30,12 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.values.inner_values import FAILURES
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
 from roundoff.compare.values.value_regions import upstream
 from roundoff.errors import RunError
 from roundoff.ops import (
-    Refusal,
     checked_arguments,
     operators_that,
     overload_of,
@@ -48,15 +48,6 @@ _CUT = operators_that("cut the gradient")
 _DRAW = operators_that("draw") | operators_that("drop out")
 #: Their gradient is zero: one that is recorded was handed on by hand, straight through.
 _JUMP = operators_that("jump")
-_FAILURES = (
-    Refusal,
-    RunError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    NotImplementedError,
-)
 _FORWARD = "forward"
 _BACKWARD = "backward"
 _UNWRITTEN = operators_that("leave memory unwritten")
@@ -155,7 +146,7 @@ class DifferentiatedFlow:
 
     @property
     def cut_off(self) -> list[int]:
-        """The detached values of which some read hands nothing on, in order."""
+        """The values of which some read hands nothing on, in order."""
         return sorted({record for _, record, _ in self.way.cut})
 
     def is_inner_gradient(self, key: int) -> bool:
@@ -376,14 +367,8 @@ class Run:
             for key, tensor in self._tensors.items()
             if tensor.shape == recorded.shape and tensor.requires_grad
         }
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            begun,
-            list(values.values()),
-            torch.ones_like(begun),
-            create_graph=True,
-            allow_unused=True,
-        )
-        known = [each for each in gradients if each is not None]
+        ones = torch.ones_like(begun)
+        known = [*gradients_of(begun, values, ones, is_twice=True).values()]
         far = [float((each.detach() - recorded).norm()) for each in known]
         if not known or min(far) > INNER * float(recorded.norm()):
             raise CannotRun(
@@ -440,7 +425,7 @@ class Run:
                         raise
                     result = func(*args, **kwargs)
             tensors = tensors_made(func, args, kwargs, result)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise CannotRun(str(error)) from error
         for row in call.rows:
             self._own_detaches[row.record] = counted.count
@@ -561,18 +546,30 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def gradients_of(
-    result: Tensor, leaves: Mapping[Key, Tensor], gradient: Tensor
+    result: Tensor,
+    leaves: Mapping[Key, Tensor],
+    gradient: Tensor,
+    *,
+    is_twice: bool = False,
 ) -> dict[Key, Tensor]:
-    """Return what autograd gives to leaves; those that it does not reach are left out."""
+    """Return what autograd gives to leaves; those that it does not reach are left out.
+
+    With a graph of their own where they are differentiated once more. Raises ``CannotRun``
+    where an operator has no such derivative.
+    """
     if not leaves or not result.requires_grad:
         return {}
-    tensors: Sequence[Tensor | None] = torch.autograd.grad(
-        result,
-        list(leaves.values()),
-        gradient,
-        retain_graph=True,
-        allow_unused=True,
-    )
+    try:
+        tensors: Sequence[Tensor | None] = torch.autograd.grad(
+            result,
+            list(leaves.values()),
+            gradient,
+            retain_graph=True,
+            create_graph=is_twice,
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        raise CannotRun(str(error)) from error
     return {
         name: tensor
         for name, tensor in zip(leaves, tensors, strict=True)

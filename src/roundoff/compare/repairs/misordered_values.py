@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import (
@@ -257,14 +256,9 @@ def _as_they_stand_first(sides: Sides, value: Value) -> list[Tensor]:
     contents = [content for content in twins if content is not None]
 
     def is_turned(moved: Tensor) -> bool:
-        return not any(_is_same_row(content, moved) for content in contents)
+        return not any(is_close(content, moved) for content in contents)
 
     return sorted(_in_other_orders(sides, value), key=is_turned)
-
-
-def _is_same_row(content: Tensor, moved: Tensor) -> bool:
-    """Return True for the same elements in the same order, whatever the shape."""
-    return torch.equal(content.reshape(-1).to(moved.dtype), moved.reshape(-1))
 
 
 def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:

@@ -859,7 +859,7 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
 def _calls_near(
     flow: Flow, program: TracedProgram, wanted: Collection[int]
 ) -> list[TracedCall]:
-    """Return the reference's first calls of its region."""
+    """Return the first calls of a region of one program."""
     calls = sorted({flow.values[key].row.call for key in wanted})
     return [program.calls[call] for call in calls if call in program.calls][:MOST_CALLS]
 

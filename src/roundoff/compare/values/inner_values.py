@@ -18,7 +18,7 @@ from roundoff.errors import RunError
 from roundoff.ops import Refusal, base, checked_arguments, may_be_opened, overload_of
 
 #: What checks, kernels and torch's decompositions raise of a call.
-_FAILURES = (
+FAILURES = (
     Refusal,
     RunError,
     RuntimeError,
@@ -122,7 +122,7 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
         watch = _Watch(keys, max(flow.values) + 1)
         with torch.no_grad(), watch:
             result = decomposed(*args, **kwargs)
-    except _FAILURES:
+    except FAILURES:
         # it stays whole: the region is larger, and nothing is lost
         return False
     return _enter(flow, row, watch, result)
@@ -145,7 +145,7 @@ def run_decomposed(
         args, kwargs = checked_arguments(func, row.arguments, tensor_of)
         with torch.no_grad():
             result = decomposed(*args, **kwargs)
-    except _FAILURES:
+    except FAILURES:
         return None
     results = result if isinstance(result, tuple | list) else [result]
     return [each if isinstance(each, Tensor) else None for each in results]

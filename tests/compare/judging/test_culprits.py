@@ -112,6 +112,19 @@ def test_then_the_share_of_the_error_at_the_end_then_the_order():
     assert named(rows) == ["b/mm", "a/mm", "c/mm"]
 
 
+def test_calls_that_are_handed_the_same_wrong_number_stand_as_they_run():
+    wrong = {"looks_like": "wrong constant", "evidence": "index: 4, here 0"}
+    rows = [
+        row(1, "a/select", contribution=0.1, **wrong),
+        row(2, "b/mm", contribution=0.9),
+        row(3, "c/select", dtype="bool", blamed_line="train.py:8", **wrong),
+        row(
+            4, "d/select", contribution=0.3, **wrong | {"evidence": "index: 5, here 1"}
+        ),
+    ]
+    assert named(rows) == ["a/select", "c/select", "b/mm", "d/select"]
+
+
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 def test_integers_choose_what_runs_and_have_no_share(dtype):
     rows = [

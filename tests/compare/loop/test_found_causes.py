@@ -247,6 +247,48 @@ def test_an_update_left_out_of_hooks(tmp_path):
     assert first.name in ("optimizer SGD#3", "2.bias")
 
 
+class Critics(nn.Module):
+    """An encoder, and a predictor behind it that a loss may pass by."""
+
+    def __init__(self, *, passes_by):
+        super().__init__()
+        self.encoder = nn.Linear(6, 6)
+        self.predictor = nn.Linear(6, 6)
+        self.passes_by = passes_by
+
+    def forward(self, x):
+        encoded = self.encoder(x).tanh()
+        said = self.predictor(encoded)
+        return 2 - 2 * ((encoded if self.passes_by else said) * x).sum(-1)
+
+
+def test_parameters_that_nothing_reads_are_told_where_it_is_not_read(tmp_path):
+    def trained(folder, passes_by):
+        torch.manual_seed(0)
+        model = Critics(passes_by=passes_by)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with roundoff.capture(folder, model, keep="tensors") as run:
+            for step in range(2):
+                optimizer.zero_grad()
+                model(batch(step)).mean().backward()
+                optimizer.step()
+                run.step()
+        return folder
+
+    found = roundoff.compare(
+        reference=trained(tmp_path / "ours", False),
+        candidate=trained(tmp_path / "theirs", True),
+    )
+    cuts = [c for c in found.culprits(9) if c.looks_like == "gradient cut"]
+    text, first = inspect.getsourcelines(Critics.forward)
+    read = next(n for n, line in enumerate(text, first) if "passes_by" in line)
+    assert [cut.line.rpartition("/")[2] for cut in cuts] == [
+        f"test_found_causes.py:{read}"
+    ]
+    assert "predictor.weight and predictor.bias get no gradient" in cuts[0].evidence
+    assert "nothing that is computed with them is read at" in cuts[0].evidence
+
+
 def scaled(folder, *, held):
     """Train a step with a loss scale and a clip, an optimizer holding some parameters."""
     model = net()

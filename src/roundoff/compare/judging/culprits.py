@@ -104,7 +104,14 @@ def culprits(rows: Iterable[ComparedRow]) -> list[Culprit]:
             key = _key_of_forward(row, by_key) or key
         culprit = by_key.get(key)
         by_key[key] = _culprit(row) if culprit is None else _with_row(culprit, row)
-    in_order = sorted(by_key.values(), key=_likeliest_first)
+    named = [*by_key.values()]
+    best = _places_of_edits(named)
+
+    def place(culprit: Culprit) -> tuple[Any, ...]:
+        own = _likeliest_first(culprit)
+        return best.get(_edit(culprit), own), culprit.record
+
+    in_order = sorted(named, key=place)
     return sorted(in_order, key=lambda culprit: _follows_in_size(culprit, in_order))
 
 
@@ -121,6 +128,27 @@ def _key(row: ComparedRow) -> tuple[Any, ...]:
 
 def _execution_order(row: ComparedRow) -> tuple[int, int]:
     return row.step or 0, row.record or 0
+
+
+def _edit(culprit: Culprit) -> tuple[Any, ...]:
+    """Return what calls have in common that are handed the same wrong number."""
+    return culprit.step, culprit.phase, culprit.looks_like, culprit.evidence
+
+
+def _places_of_edits(
+    culprits: Iterable[Culprit],
+) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the place of the likeliest of the calls that are handed the same wrong number.
+
+    They are one fault, and stand together, the first call before the others.
+    """
+    best: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for culprit in culprits:
+        if culprit.looks_like == "wrong constant":
+            edit = _edit(culprit)
+            place = _likeliest_first(culprit)
+            best[edit] = min(place, best.get(edit, place))
+    return best
 
 
 def _likeliest_first(culprit: Culprit) -> tuple[Any, ...]:

@@ -199,7 +199,9 @@ def _once(causes: Sequence[Cause]) -> list[Cause]:
     """Return each cause where it is first seen: later steps show it again."""
     first: dict[tuple[str, str], Cause] = {}
     for cause in causes:
-        key = (cause.kind, _ONE_OF_A_KIND.get(cause.kind, cause.name))
+        is_of_values = cause.kind == UPDATE and bool(cause.names)
+        name = cause.names[0] if is_of_values else cause.name
+        key = (cause.kind, _ONE_OF_A_KIND.get(cause.kind, name))
         first.setdefault(key, cause)
     return [*first.values()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
@@ -30,6 +30,8 @@ class _Side:
     """What one run did to its named values in a step."""
 
     rows: Rows
+    #: Gives its names those of the candidate.
+    rename: Callable[[str], str]
     #: The last row of each value that the step changes.
     changed: Mapping[str, RecordedRow]
     through_views: frozenset[str]
@@ -59,6 +61,7 @@ def _side(
     steps = [event for event in events if event.what == "optimizer.step"]
     return _Side(
         rows=rows,
+        rename=rename,
         changed=changed,
         through_views=frozenset(map(rename, written_through_views(rows))),
         gradients=frozenset(gradients),
@@ -261,9 +264,11 @@ def _lost(
     twin = ours.changed[names[0]]
     which = listed(names)
     are = "is" if len(names) == 1 else "are"
+    them = "it" if len(names) == 1 else "them"
     write = with_line(twin.operator, twin.line)
     label = "missing update"
     cut = None
+    reader = None
     at = -1
     evidence = f"{which} {are} not changed here; the reference changes"
     if reason == _IS_FROZEN:
@@ -274,9 +279,13 @@ def _lost(
         evidence = why
     elif reason == _NO_GRADIENT:
         label = "gradient cut"
-        cut = _where_cut(ours, theirs, compared)
+        unread, reader = _where_unread(names, ours, theirs, compared)
+        cut = unread or _where_cut(ours, theirs, compared)
         at = 0
-        where = "" if cut is None else f": it ends at {with_line(cut.site, cut.line)}"
+        place = "" if cut is None else with_line(cut.site, cut.line)
+        where = f": it ends at {place}" if place else ""
+        if unread is not None:
+            where = f": nothing that is computed with {them} is read at {place}"
         get = "gets" if len(names) == 1 else "get"
         evidence = f"{which} {get} no gradient here{where}; the reference changes"
     elif reason == _NO_UPDATE:
@@ -285,18 +294,17 @@ def _lost(
         evidence = f"{which} {are} not changed here: {why}; the reference changes"
     else:
         at = 0
-    it = "it" if len(names) == 1 else "them"
     return Cause(
         kind=UPDATE,
         label=label,
-        evidence=f"{evidence} {it} by {write}",
+        evidence=f"{evidence} {them} by {write}",
         step=step,
         rank=rank,
         phase=twin.phase if cut is None else cut.phase,
         name=names[0] if cut is None else cut.site,
         names=names,
         at=at,
-        twin=cut or twin,
+        twin=reader or cut or twin,
         line=None if cut is None else cut.line,
         decides=reason != _NO_GRADIENT,
     )
@@ -317,6 +325,40 @@ def _first_use_of_an_optimizer(side: _Side) -> int:
 
 def _last(side: _Side) -> int:
     return max((row.call for row in side.rows.values()), default=0)
+
+
+def _where_unread(
+    names: Sequence[str], ours: _Side, theirs: _Side, compared: Sequence[ComparedRow]
+) -> tuple[RecordedRow, RecordedRow] | tuple[None, None]:
+    """Return the candidate's first call at fault that reads nothing made of the names.
+
+    And its counterpart in the reference, which does.
+    """
+    made_of_them = _made_of(names, ours)
+    made_here = _made_of(names, theirs)
+    for row in compared:
+        if row.cause != OWN or row.phase != "forward" or row.record is None:
+            continue
+        if row.reference_record in made_of_them and row.record not in made_here:
+            unread = theirs.rows[row.record]
+            reader = ours.rows[row.reference_record]
+            return (
+                replace(unread, line=row.blamed_line or unread.line),
+                replace(reader, line=row.blamed_reference_line or reader.line),
+            )
+    return None, None
+
+
+def _made_of(names: Sequence[str], side: _Side) -> set[int]:
+    """Return the records of the forward pass that depend on a named value."""
+    made: set[int] = set()
+    for record, row in side.rows.items():
+        if row.phase != "forward":
+            continue
+        is_named = row.name is not None and side.rename(row.name) in names
+        if is_named or not made.isdisjoint(row.values_read()):
+            made.add(record)
+    return made
 
 
 def _where_cut(

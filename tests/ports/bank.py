@@ -100,6 +100,7 @@ NETWORKS = (
     "patchtst",
     "simclr",
     "ssd",
+    "convlstm",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -145,6 +146,7 @@ KEPT_APART = (
     "patchtst",
     "simclr",
     "ssd",
+    "convlstm",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

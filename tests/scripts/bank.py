@@ -38,6 +38,8 @@ KEPT_APART = (
     "superres",
     "protein",
     "anomaly",
+    "cluster",
+    "beam_ctc",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

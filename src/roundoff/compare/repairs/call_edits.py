@@ -125,6 +125,8 @@ class Ingredients:
         constants: the numbers in them.
         inserted: calls that a value may go through.
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
+        mask_format: ``mask_format(record)`` gives the format of truth values, and of
+            numbers of which each is 0 or 1; None of other values.
         siblings: ``siblings(call)`` gives the arguments of the calls of its line.
         similar: ``similar(call, record)`` yields choices of another value for one that
             a call reads.
@@ -134,6 +136,7 @@ class Ingredients:
     constants: Sequence[float] = ()
     inserted: Sequence[Insertion] = ()
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
+    mask_format: Callable[[int], str | None] = lambda _record: None
     siblings: Callable[[TracedCall], Iterable[Any]] = lambda _call: ()
     similar: Callable[
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
@@ -708,12 +711,26 @@ def _other_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
 
 
 def _other_ends(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """As many from the other end of the axis: the last ones, not the first."""
+    """As many from another place of the axis: the other end, either end, or the middle."""
     if call.first.base_operator == "slice" and records_in(call.parsed[0]):
-        yield _from_other_end(ingredients)
+        for words, place in _PLACES.items():
+            yield _from_place(place, words, ingredients)
 
 
-def _from_other_end(ingredients: Ingredients) -> Template:
+#: Where a window may lie -> its start, by how many elements it leaves out in all, and now
+#: before it.
+_PLACES: dict[str, Callable[[int, int], int]] = {
+    "from the other end of its axis": lambda left_out, before: left_out - before,
+    "from the start of its axis": lambda _left_out, _before: 0,
+    "from the end of its axis": lambda left_out, _before: left_out,
+    "from the middle of its axis": lambda left_out, _before: left_out // 2,
+    "from behind the middle of its axis": lambda left_out, _before: -(-left_out // 2),
+}
+
+
+def _from_place(
+    place: Callable[[int, int], int], words: str, ingredients: Ingredients
+) -> Template:
     def template(call: TracedCall) -> Edit | None:
         positional = call.parsed[0]
         if call.first.base_operator != "slice" or len(positional) < 4:
@@ -725,11 +742,10 @@ def _from_other_end(ingredients: Ingredients) -> Template:
         size = shape[axis]
         length = tuple(call.first.shape or ())[axis]
         first = start + size if start < 0 else start
-        other = size - first - length
-        if other == first or other < 0:
+        other = place(size - length, first)
+        if other == first:
             return None
         arguments = [[record, axis, other, other + length], call.parsed[1]]
-        words = "from the other end of its axis"
         return Edit((EditStep(call.first.overload or "", arguments),), words)
 
     return template
@@ -1015,6 +1031,33 @@ def _swapped(call: TracedCall) -> Edit | None:
     return Edit((step,), "with its inputs exchanged")
 
 
+def _opposite_masks(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """A mask that it reads, the other way round."""
+    for place, record in enumerate(records_in(call.parsed)):
+        if ingredients.mask_format(record) is not None:
+            yield _opposite(place, ingredients)
+
+
+def _opposite(place: int, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        mask = {"record": records[place]}
+        kind = ingredients.mask_format(records[place])
+        if kind is None:
+            return None
+        opposite = EditStep("aten.rsub.Scalar", [[mask, 1], {}])
+        if kind == "bool":
+            opposite = EditStep("aten.logical_not.default", [[mask], {}])
+        counter = iter(range(len(records)))
+        arguments = _with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((opposite, last), "with its mask the other way round")
+
+    return template
+
+
 def _renamed(value: Any, names: dict[int, int]) -> Any:
     if isinstance(value, dict):
         if "record" in value:
@@ -1170,6 +1213,7 @@ _KINDS = (
     (CHANGE, _other_parts),
     (CHANGE, _other_ends),
     (CHANGE, _exchanged_inputs),
+    (CHANGE, _opposite_masks),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),
     (CHANGE, _not_turned),

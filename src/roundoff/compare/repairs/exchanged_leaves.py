@@ -55,6 +55,7 @@ from roundoff.compare.repairs.packed_leaves import (
     parts_of,
 )
 from roundoff.compare.repairs.repair_trials import BUDGET, SEVERAL, Region, Trials
+from roundoff.compare.repairs.rows_beside import rows_as_beside
 from roundoff.compare.repairs.transplants import before
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, first_of
@@ -86,6 +87,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     held = [(leaf, sides.candidate.tensor(leaf.key)) for leaf in leaves]
     present = [(leaf, tensor) for leaf, tensor in held if tensor is not None]
     kinds = (
+        rows_as_beside(sides, present),
         with_what_is_added(sides, present),
         _exchanges(sides, leaves),
         parts_of_all_read_alike(sides.candidate, present),

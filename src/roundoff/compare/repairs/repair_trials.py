@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -838,6 +839,15 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
         row = sides.candidate.step.rows.get(record)
         return tuple(row.shape or ()) if row is not None else ()
 
+    @cache
+    def mask_format(record: int) -> str | None:
+        row = sides.candidate.step.rows.get(record)
+        values = None if row is None else sides.candidate.tensor(record)
+        if row is None or values is None or not values.numel():
+            return None
+        is_truth = values.dtype == torch.bool
+        return row.dtype if is_truth or _are_zeros_and_ones(values) else None
+
     by_line = _by_line(program)
 
     def siblings(call: TracedCall) -> list[Any]:
@@ -851,9 +861,16 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
             *_done_to_others(sides.candidate, program, region.parted),
         ],
         shapes=shapes,
+        mask_format=mask_format,
         siblings=siblings,
         similar=similar.to,
     )
+
+
+def _are_zeros_and_ones(values: Tensor) -> bool:
+    ones = values == 1
+    zeros = values == 0
+    return bool((ones | zeros).all() and ones.any() and zeros.any())
 
 
 def _calls_near(

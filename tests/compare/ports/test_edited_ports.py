@@ -226,13 +226,16 @@ def with_memory(m, x):
 
 
 def with_places(m, x, fault):
-    past = PAST[:3] if fault == "end" else PAST[-3:]
+    first = {"end": 0, "middle": 2}.get(fault, 4)
+    past = PAST[first : first + 3]
     places = torch.arange(10) - 3
     keep = torch.cat([torch.zeros(3, 6), past, x])
     distance = torch.arange(4)[:, None] + 3 - places[None]
     allowed = distance > 0 if fault == "self" else distance >= 0
     if fault != "empty":
         allowed = allowed & (places >= 0)
+    if fault == "opposite":
+        allowed = ~allowed
     q = torch.einsum("tc,dc->td", x, m.query)
     score = torch.einsum("td,sd->ts", q, keep @ m.key.t())
     by_place = torch.einsum("td,sd->ts", q, PAST.flip(0) @ m.far.t())
@@ -277,6 +280,11 @@ def test_an_axis_the_other_way_round_is_named(program, step_of, fault):
         ("self", "with -1, not 0|with 4, not 3"),
         ("empty", "elements the other way"),
         ("end", "from the other end of its axis"),
+        ("middle", "from the end of its axis"),
+        (
+            "opposite",
+            "as logical_not|inputs exchanged|with its mask the other way round",
+        ),
     ],
 )
 def test_masks_and_ends_are_named(program, step_of, fault, words):

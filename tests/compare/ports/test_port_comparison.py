@@ -121,6 +121,33 @@ def test_what_is_computed_beside_the_result_is_no_difference(program, step_of):
     assert not [row for row in rows if row.cause is not None]
 
 
+def unread_pool(x):
+    """What the last turn of a loop makes for the next, which does not come."""
+    return (x[:, ::2] + x[:, 1::2]) / 2
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_what_nothing_reads_hides_no_result_that_differs(program, step_of, both):
+    def ours(m, x):
+        if both:
+            return reference(m, x).mean(), unread_pool(x * 3)
+        hidden = unread_pool(x * 3)
+        return hidden, reference(m, x).mean()
+
+    def theirs(m, x, is_wrong):
+        mean = (wrong_port if is_wrong else port)(m, x).mean()
+        return mean, unread_pool(x * 3)
+
+    def named(is_wrong):
+        candidate = program(lambda m, x: theirs(m, x, is_wrong), **LEAVES)
+        sides = Sides(step_of(program(ours, **LEAVES), X), step_of(candidate, X))
+        return [r for r in compare_port(sides, EarlierSteps()) if r.cause == "own"]
+
+    assert not named(False)
+    [row] = named(True)
+    assert "erf" in row.site
+
+
 @pytest.mark.parametrize("shape", [(8,), (4, 2)])
 def test_a_constant_is_named_where_two_calls_work_on_one_shape(program, step_of, shape):
     """In another layout axes and sizes are others, and say nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roundoff.compare.blame.blamed_leaves import Blamed
-from roundoff.compare.ports.port_results import last_result
+from roundoff.compare.ports.port_results import last_results
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -15,8 +15,7 @@ def blamed_end(sides: Sides) -> Blamed | None:
 
     Named with it is the first operator that the reference applies to it.
     """
-    wanted = last_result(sides.reference)
-    end = last_result(sides.candidate)
+    wanted, end = last_results(sides)
     if wanted is None or end is None or end.says_nothing or not end.computes:
         return None
     if end.key not in sides.twins or end.row.numel != wanted.row.numel:

@@ -59,7 +59,7 @@ from roundoff.compare.ports.port_results import (
     gradients,
     gradients_but,
     gradients_left,
-    last_result,
+    last_results,
     outputs,
     undone_gradients,
     wide,
@@ -248,8 +248,7 @@ class ValuesCompared:
 
     def agree(self, results: Iterable[int]) -> bool:
         """Return True where nothing differs, these values of the candidate included."""
-        ends = last_result(self.sides.reference), last_result(self.sides.candidate)
-        if self.differences or None in ends:
+        if self.differences or None in last_results(self.sides):
             return False
         return all(map(self._is_computed_there, results))
 
@@ -408,7 +407,7 @@ def _is_of_stored_values(exact: Sides) -> bool:
 
     Tables that each program rounds for itself may do so.
     """
-    ours, theirs = last_result(exact.reference), last_result(exact.candidate)
+    ours, theirs = last_results(exact)
     if ours is None or theirs is None:
         return False
     if ours.key not in exact.agreeing or theirs.key not in exact.twins:
@@ -523,8 +522,7 @@ def _may_be_rounding(sides: Sides) -> bool:
     They do in a format narrower than fp32, and where they are hardly more than the limit
     apart: what parts first is then a matter of chance.
     """
-    ours = last_result(sides.reference)
-    theirs = last_result(sides.candidate)
+    ours, theirs = last_results(sides)
     if ours is None or theirs is None or theirs.row.nonfinite:
         return False
     if sides.is_narrow:
@@ -649,7 +647,7 @@ def _blamed_on_tensors(
     sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
 ) -> Blamed | None:
     """Return what is at fault by runs of the candidate's calls again."""
-    last = last_result(sides.candidate)
+    _, last = last_results(sides)
     needed = [*results[1], *([last.key] if last is not None else [])]
     trials = trials_of(sides, _ends(sides, *results), needed)
     certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
@@ -967,8 +965,7 @@ def _ends(
         for key in results
         for other in other_results
     ]
-    ours = last_result(sides.reference)
-    theirs = last_result(sides.candidate)
+    ours, theirs = last_results(sides)
     if ours is not None and theirs is not None:
         pairs.append((ours, theirs))
         end = wide(sides.reference, ours)

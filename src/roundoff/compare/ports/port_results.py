@@ -8,7 +8,8 @@ these (``port_updates``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,7 @@ Results = tuple[list[int], list[int], str]
 
 def outputs(sides: Sides) -> Results:
     """What the forward pass ends with: the last value that nothing in it reads."""
-    ours = last_result(sides.reference)
-    theirs = last_result(sides.candidate)
+    ours, theirs = last_results(sides)
     if ours is None or theirs is None:
         return [], [], _FORWARD
     if _have_same_sum(sides):
@@ -158,16 +158,50 @@ def wide(flow: Flow, last: Value) -> Value:
 def last_result(flow: Flow) -> Value | None:
     """Return what the backward pass begins with, or the last value that nothing reads."""
     last = _differentiated(flow)
-    if last is not None:
-        return last
-    for value in flow.in_order():
-        if value.inner or value.row.phase != _FORWARD or value.row.name:
-            continue
-        if not value.computes or not value.is_number or value.row.place:
-            continue
-        if not _is_read(flow, value.key):
-            last = value
-    return last
+    return last or next(reversed(_unread(flow)), None)
+
+
+def last_results(sides: Sides) -> tuple[Value | None, Value | None]:
+    """Return what each program ends with: ``last_result``, as far as both are the same one.
+
+    Where no gradient is asked for, the last value that nothing reads may be another one in
+    each program, or the same beside a result that differs. Two are the same result if no
+    other one that a program ends with has as many elements.
+    """
+    flows = sides.reference, sides.candidate
+    ours, theirs = map(last_result, flows)
+    if any(_differentiated(flow) is not None for flow in flows):
+        return ours, theirs
+    if ours is None or theirs is None:
+        return ours, theirs
+    each = [_alone_in_size(_unread(flow)) for flow in flows]
+    pairs = [(end, each[1][size]) for size, end in each[0].items() if size in each[1]]
+    differing = [pair for pair in pairs if _ends_differ(sides, *pair)]
+    if ours.row.numel == theirs.row.numel:
+        is_right = not _ends_differ(sides, ours, theirs)
+        return differing[0] if differing and is_right else (ours, theirs)
+    return next(iter(differing or reversed(pairs)), (ours, theirs))
+
+
+def _alone_in_size(ends: Sequence[Value]) -> dict[int | None, Value]:
+    """Return the values by how many elements they have, where that is said by one alone."""
+    count = Counter(end.row.numel for end in ends)
+    return {end.row.numel: end for end in ends if count[end.row.numel] == 1}
+
+
+def _unread(flow: Flow) -> list[Value]:
+    """Return what the forward pass computes and does not read, in its order."""
+    return [
+        value
+        for value in flow.in_order()
+        if not value.inner
+        and value.row.phase == _FORWARD
+        and not value.row.name
+        and value.computes
+        and value.is_number
+        and not value.row.place
+        and not _is_read(flow, value.key)
+    ]
 
 
 def _differentiated(flow: Flow) -> Value | None:

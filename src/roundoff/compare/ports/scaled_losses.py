@@ -17,7 +17,7 @@ from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.ports.port_results import (
     gradient_limit,
     gradients,
-    last_result,
+    last_results,
 )
 from roundoff.compare.ports.scaled_gradients import (
     LABEL,
@@ -45,7 +45,7 @@ def scaled_loss(sides: Sides) -> Blamed | None:
     blamed = blamed_scale(sides, ours, theirs) if ours and theirs else None
     if blamed is None:
         return None
-    ends = last_result(sides.reference), last_result(sides.candidate)
+    ends = last_results(sides)
     sizes = [end.sketch.size for end in ends if end is not None and end.sketch]
     factor = factor_of_gradients(sides, ours)
     if len(sizes) < len(ends) or factor is None:

@@ -49,25 +49,48 @@ class _Rows:
 
 
 def rows_as_beside(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
-    """Yield a parameter with its rows in the order of another one's, and the other way round.
+    """Yield a parameter with its rows in the order of another one's, then all such at once.
 
-    Both hold rows of the same places of the same modules of the reference.
+    Both hold rows of the same places of the same modules of the reference. A loader that
+    leaves the biases of one layer as they are leaves those of the others.
 
     Args:
         sides: both programs.
         present: the parameters that a wrong region reads.
     """
+    pairs = list(_unlike(sides))
+    near = {leaf.key for leaf, _ in present}
+    for rows, other in pairs:
+        if rows.leaf.key in near:
+            yield LeafChange(
+                {rows.leaf.key: rows.in_order_of(other)}, _words(rows, other)
+            )
+    for is_vector in (True, False):
+        alike = [pair for pair in pairs if (pair[0].tensor.dim() == 1) == is_vector]
+        tensors = {rows.leaf.key: rows.in_order_of(other) for rows, other in alike}
+        if len(tensors) > 1 and not near.isdisjoint(tensors):
+            yield LeafChange(tensors, _words(*alike[0]))
+
+
+def _unlike(sides: Sides) -> Iterator[tuple[_Rows, _Rows]]:
+    """Yield the parameters of the candidate of which the rows stand in two orders."""
     known = _rows_of_reference(sides.reference)
-    by_rows = [
-        rows for leaf, tensor in present for rows in _in_rows(known, leaf, tensor)
-    ]
-    for rows, other in permutations(by_rows, 2):
-        if rows.leaf.key == other.leaf.key or rows.places == other.places:
-            continue
-        if set(rows.places) == set(other.places):
-            name, beside = rows.leaf.row.name, other.leaf.row.name
-            words = f"the rows of {name} stand in another order than those of {beside}"
-            yield LeafChange({rows.leaf.key: rows.in_order_of(other)}, words)
+    flow = sides.candidate
+    leaves = [v for v in flow.in_order() if v.row.name and not v.is_call]
+    held = [(leaf, flow.tensor(leaf.key)) for leaf in leaves]
+    by_places: dict[frozenset[_Place], list[_Rows]] = {}
+    for leaf, tensor in held:
+        for rows in () if tensor is None else _in_rows(known, leaf, tensor):
+            by_places.setdefault(frozenset(rows.places), []).append(rows)
+    for alike in by_places.values():
+        for rows, other in permutations(alike, 2):
+            if rows.leaf.key != other.leaf.key and rows.places != other.places:
+                yield rows, other
+
+
+def _words(rows: _Rows, other: _Rows) -> str:
+    names = rows.leaf.row.name, other.leaf.row.name
+    return f"the rows of {names[0]} stand in another order than those of {names[1]}"
 
 
 def _rows_of_reference(flow: Flow) -> dict[bytes, _Place]:

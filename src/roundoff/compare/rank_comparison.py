@@ -24,6 +24,7 @@ from roundoff.compare.loop.found_causes import (
     relabelled,
 )
 from roundoff.compare.loop.hand_updates import does_all_updates
+from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import MATCHED, renaming
 from roundoff.compare.portions.comparison import (
@@ -249,6 +250,7 @@ class _RankComparison:
         self._first_step: int | None = None
         self._differs = False
         self._is_one_program = True
+        self._names = KnownNames(), KnownNames()
         #: The candidate updates what the reference's optimizers do, in every step.
         self._does_all_updates = True
         #: Parameters with the reference's elements in other places, rightly so.
@@ -468,6 +470,10 @@ class _RankComparison:
             modules=self._settings.modules,
             events=self._events(step),
             unstable=self._settings.unstable,
+            known=(
+                self._names[0].before(sides.reference.rows, renaming(modules)),
+                self._names[1].before(sides.candidate.rows, lambda name: name),
+            ),
         )
         causes = [*self.causes, *causes_of_step(compared)]
         self.causes = in_order(causes)

@@ -64,6 +64,51 @@ def trained(folder: Path, keep: str, write, *, early=False) -> Path:
     return folder
 
 
+class Centres(nn.Module):
+    """Centres, and an average of them that only a new target reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(4, 3))
+        self.register_buffer("slow", self.centres.detach().clone())
+
+
+def refreshed(folder: Path, keep: str, follow) -> Path:
+    """Record two steps, of which the first makes the target of both."""
+    torch.manual_seed(0)
+    model = Centres()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = None
+    with roundoff.capture(folder, model, keep=keep) as run:
+        for step in range(2):
+            if step:
+                follow(model)
+            if target is None:
+                target = model.slow.softmax(1)
+            loss = (model.centres.softmax(1) - 2 * target).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step()
+    return folder
+
+
+def follows(model):
+    model.slow.lerp_(model.centres.detach(), 0.1)
+
+
+@KEEP
+def test_an_average_that_its_step_does_not_read_is_missed(keep, tmp_path):
+    ours = refreshed(tmp_path / "ours", keep, follows)
+    theirs = refreshed(tmp_path / "theirs", keep, lambda model: None)
+    for pair, label in (((ours, theirs), "missing"), ((theirs, ours), "extra")):
+        found = roundoff.compare(reference=pair[0], candidate=pair[1])
+        [first] = found.culprits(1)
+        assert first.name == "slow"
+        assert first.looks_like == f"{label} update"
+        assert not found.agrees
+
+
 @KEEP
 @pytest.mark.parametrize(
     ("write", "operator", "name"),

@@ -50,6 +50,8 @@ class ComparedStep:
         modules: module of the reference -> its name in the candidate.
         events: what the loops did, of the reference and of the candidate.
         unstable: what repeats show to change from run to run.
+        known: the names in the steps before it of what the last of these does not write,
+            of the reference, as the candidate has them, and of the candidate.
     """
 
     sides: Sides
@@ -61,6 +63,7 @@ class ComparedStep:
     modules: Mapping[str, str]
     events: tuple[Sequence[LoopEvent], Sequence[LoopEvent]]
     unstable: Sequence[UnstableRow] = ()
+    known: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     @property
     def differs(self) -> bool:
@@ -130,7 +133,7 @@ def _with_writes_by_hand(
     moved_names = {name for cause in moved for name in cause.names}
     kept = [c for c in causes if not c.names or not moved_names.issuperset(c.names)]
     told = moved_names.union(*(cause.names for cause in kept))
-    alone = hand_write_causes(compared.sides, rename, **at)
+    alone = hand_write_causes(compared.sides, rename, compared.known, **at)
     return [*moved, *kept, *(c for c in alone if not told.intersection(c.names))]
 
 

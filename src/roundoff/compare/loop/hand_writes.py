@@ -6,7 +6,7 @@ place to what was there before the step, outside of all modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import LOOP, UPDATE, Cause, listed, with_line
@@ -21,13 +21,20 @@ from roundoff.compare.records.recorded_rows import (
 
 
 def hand_write_causes(
-    sides: Sides, rename: Callable[[str], str], *, rank: int, step: int
+    sides: Sides,
+    rename: Callable[[str], str],
+    known: tuple[Container[str], Container[str]],
+    *,
+    rank: int,
+    step: int,
 ) -> list[Cause]:
     """Return the writes by hand to named values that only one run makes in a step.
 
     Args:
         sides: the step.
         rename: gives names of the reference their name in the candidate.
+        known: what the reference and the candidate hold that their step may not read: by
+            its name in the candidate.
         rank: of the step.
         step: its number.
     """
@@ -35,6 +42,8 @@ def hand_write_causes(
     theirs = _writes(sides.candidate.rows)
     lost = _lacking(ours, theirs, sides.candidate.rows, lambda name: name)
     extra = _lacking(theirs, ours, sides.reference.rows, rename)
+    lost = lost or _untouched(ours, sides.candidate.rows, known[1], lambda name: name)
+    extra = extra or _untouched(theirs, sides.reference.rows, known[0], rename)
     causes = []
     if lost:
         causes.append(_cause(lost, ours, rank, step, lost=True))
@@ -125,6 +134,37 @@ def _lacking(
         is_made_out_of_place(other, there[name], writes[name]) for name in lacking
     )
     return lacking if differs and not made_elsewhere else []
+
+
+def _untouched(
+    writes: dict[str, RecordedRow],
+    other: Rows,
+    known: Container[str],
+    rename: Callable[[str], str],
+) -> list[str]:
+    """Return the names of what the other run holds, and neither reads nor writes."""
+    there = {rename(row.name) for row in other.values() if row.name}
+    return [name for name in writes if name in known and name not in there]
+
+
+class KnownNames:
+    """The names that a run holds, as its steps one after the other tell them."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._written: set[str] = set()
+
+    def before(self, rows: Rows, rename: Callable[[str], str]) -> frozenset[str]:
+        """Return the names in the steps before this one, and note those of this one.
+
+        But for what the last step before it writes: the other run's loop may write it in
+        another step of the recording.
+        """
+        before = frozenset(self._names - self._written)
+        self._names |= {rename(row.name) for row in rows.values() if row.name}
+        written = (rows[record].name for record in written_sources(rows))
+        self._written = {rename(name) for name in written if name}
+        return before
 
 
 def _cause(

@@ -109,6 +109,22 @@ def test_another_input_or_one_that_was_written_over():
     )
 
 
+def test_a_number_where_the_reference_reads_a_tensor_of_other_values():
+    seen = row(0, "sum", min=3990.0, max=4022.0)
+    of_tensor = row(2, "div", [1, 0], arguments='[[{"record":1},{"record":0}],{}]')
+    of_number = row(2, "div", [1], arguments='[[{"record":1},4224],{}]')
+    what = "reads 4224 where the reference reads net/sum (train.py:7)"
+    assert looks(of_number, of_tensor, ours=[seen]) == ("other input", what)
+    what = "reads net/sum (train.py:7) where the reference has 4224"
+    assert looks(of_tensor, of_number, theirs=[seen]) == ("other input", what)
+    # the same number in a tensor is no other value
+    all_alike = row(0, "full", min=4224.0, max=4224.0)
+    label, _ = looks(
+        of_number, of_tensor, ours=[all_alike], values=(RIGHT, NOISY.double())
+    )
+    assert label != "other input"
+
+
 def test_a_changed_argument_is_a_wrong_constant_unless_it_changes_nothing():
     text = ("eps: 1e-05, here 0.001",)
     assert looks(row(1), arguments=text) == ("wrong constant", text[0])

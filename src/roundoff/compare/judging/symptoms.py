@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.records.call_arguments import number_for_tensor
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import Finding
 from roundoff.compare.rounding.rounding_bound import unit
@@ -224,6 +225,35 @@ def _wrong_constant(fault: Fault) -> Symptom | None:
     if not finding.arguments or not differs:
         return None
     return Symptom("wrong constant", "; ".join(finding.arguments))
+
+
+def _number_for_tensor(fault: Fault) -> Symptom | None:
+    """A number in the place of a tensor with other values, in either program."""
+    if fault.other_operator or fault.finding.region:
+        return None
+    here = number_for_tensor(fault.row, fault.twin)
+    there = number_for_tensor(fault.twin, fault.row)
+    if here is not None and _holds_other_values(fault.reference, *here):
+        number, record = here
+        ours = _site_and_line(fault.reference[record])
+        return Symptom(
+            "other input", f"reads {number:g} where the reference reads {ours}"
+        )
+    if there is not None and _holds_other_values(fault.candidate, *there):
+        number, record = there
+        theirs = _site_and_line(fault.candidate[record])
+        return Symptom(
+            "other input", f"reads {theirs} where the reference has {number:g}"
+        )
+    return None
+
+
+def _holds_other_values(rows: Rows, number: float, record: int) -> bool:
+    row = rows.get(record)
+    if row is None or row.min is None or row.max is None:
+        return False
+    limit = 2 * unit(row.dtype) * abs(number)
+    return abs(row.min - number) > limit or abs(row.max - number) > limit
 
 
 def _other_program(fault: Fault) -> Symptom | None:
@@ -483,6 +513,7 @@ _DESCRIPTIONS: tuple[Callable[[Fault], Symptom | None], ...] = (
     _missing_operator,
     _another_input,
     _wrong_constant,
+    _number_for_tensor,
     _other_program,
     _special_values,
     _from_before_the_step,

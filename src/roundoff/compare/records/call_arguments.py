@@ -87,6 +87,25 @@ def argument_differences(
     )
 
 
+def number_for_tensor(one: RecordedRow, other: RecordedRow) -> tuple[float, int] | None:
+    """Return the number that one call is given, and the tensor of another in its place.
+
+    None where both have tensors in the same places. The rows are the first of each call.
+    """
+    if one.arguments is None or other.arguments is None:
+        return None
+    try:
+        numbers, _ = _recorded(one.arguments)
+        tensors, _ = _recorded(other.arguments)
+    except ValueError:
+        return None
+    for number, tensor in zip(numbers, tensors, strict=False):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if is_number and isinstance(tensor, dict) and "record" in tensor:
+            return float(number), int(tensor["record"])
+    return None
+
+
 def _are_tensors(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     """Return True for a tensor that another overload calls by another name, as lists do."""
     return _Tensor in (ours.get(name), theirs.get(name))

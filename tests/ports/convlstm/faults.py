@@ -146,7 +146,7 @@ FAULTS = [
         "no gradient from the output gate's peephole to the cell",
         "        d_new_c = d_new_c + d_o * peep_o\n",
         "",
-        at="return Gating.apply(",
+        at="return Gating.apply(|d_new_c = d_new_c + d_h",
     ),
     Change(
         "flax_style",

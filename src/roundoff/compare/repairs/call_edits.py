@@ -1189,7 +1189,8 @@ def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Tem
         counter = iter(range(len(records)))
         arguments = _with_record(call.parsed, counter, place, BEFORE)
         last = EditStep(call.first.overload or "", arguments)
-        return Edit((first, last), "with another factor in what it reads")
+        words = "with another factor in what it reads"
+        return Edit((first, last), words, factor=other)
 
     return template
 

@@ -77,10 +77,31 @@ def blamed_for(
             f"with: {words}"
         )
         return Blamed(negative, wanted, words, line=value.row.line)
+    if repair.factor is not None:
+        value = _beside_factor(sides.candidate, value, repair.factor) or value
     line = None
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:
+    """Return what is made of a value on a line that multiplies others by the same factor.
+
+    Wherever on its way a value is scaled, the same comes out: a sum of which all is to be
+    weighed has brackets in the wrong place.
+    """
+    lines = {
+        flow.values[key].row.line
+        for key in flow.readers.get(factor, ())
+        if flow.values[key].computes and flow.values[key].row.phase == "forward"
+    }
+    made: Value | None = value
+    while made is not None and made.row.line not in lines:
+        readers = [flow.values[key] for key in flow.readers.get(made.key, ())]
+        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        made = readers[0] if len(readers) == 1 else None
+    return made
 
 
 def there(twin: Value) -> str:

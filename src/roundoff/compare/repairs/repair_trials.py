@@ -149,6 +149,7 @@ class Repair:
             lacked is among those.
         exchanges: True where it exchanges parts of one value.
         is_whole: True where it is made in all calls of the place.
+        factor: the record of a value that the call's input is multiplied with.
     """
 
     call: TracedCall
@@ -159,6 +160,7 @@ class Repair:
     gives_first: bool = False
     exchanges: bool = False
     is_whole: bool = True
+    factor: int | None = None
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -622,6 +624,7 @@ def _tried(
         is_first,
         proposal.exchanges,
         is_whole=is_whole and len(edits) >= len(family),
+        factor=edit.factor,
     )
 
 

@@ -69,12 +69,14 @@ class Edit:
         held: tensors that its arguments name by negative records below ``BEFORE``.
         places: which of the results of the last step stand at each place; None: as they
             come.
+        factor: the record of a value that an input is multiplied with.
     """
 
     steps: tuple[EditStep, ...]
     words: str
     held: Mapping[int, Tensor] = field(default_factory=dict)
     places: tuple[int, ...] | None = None
+    factor: int | None = None
 
 
 @dataclass(frozen=True)

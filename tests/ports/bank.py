@@ -102,6 +102,7 @@ NETWORKS = (
     "ssd",
     "convlstm",
     "arcface",
+    "charlm",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -149,6 +150,7 @@ KEPT_APART = (
     "ssd",
     "convlstm",
     "arcface",
+    "charlm",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

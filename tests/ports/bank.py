@@ -103,6 +103,7 @@ NETWORKS = (
     "convlstm",
     "arcface",
     "charlm",
+    "wrn",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -151,6 +152,7 @@ KEPT_APART = (
     "convlstm",
     "arcface",
     "charlm",
+    "wrn",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -203,6 +203,43 @@ def test_rows_and_reductions_are_named(program, step_of, fault, words):
     assert words in row.evidence, row.evidence
 
 
+# -- brackets in the wrong place ----------------------------------------------------------
+
+
+SEEN = drawn(6, 8, seed=9) > -0.3
+
+
+def weighed(m, x):
+    said = torch.tanh(F.linear(x, m.enter))
+    weights = torch.where(x > 0, 3.0, 1.0)
+    off = said - x
+    seen = SEEN
+    cost = weights * (off.square() + 0.5 * off.abs())
+    return cost.masked_fill(~seen, 0).sum() / seen.sum()
+
+
+def weighed_in_part(m, x):
+    seen = SEEN
+    off = torch.tanh(x @ m.enter.t())[seen] - x[seen]
+    weights = 1 + 2 * (x[seen] > 0).float()
+    squares = off * off
+    absolute = 0.5 * off.abs()
+    total = weights * squares + absolute
+    return total.mean()
+
+
+def test_a_weight_of_all_that_is_one_of_a_part_is_named_where_it_is_read(
+    program, step_of
+):
+    leaves = {"enter": LEAVES["enter"]}
+    ours = step_of(program(weighed, **leaves), X, tensors=True)
+    theirs = step_of(program(weighed_in_part, **leaves), X, tensors=True)
+    rows = compare_port(Sides(ours, theirs), EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    number = int(row.blamed_line.rpartition(":")[2])
+    assert "total = weights * squares" in linecache.getline(__file__, number)
+
+
 # -- masks, ends of an axis, an axis the other way round -----------------------------------
 
 HEADS = {

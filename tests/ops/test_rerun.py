@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundoff.ops.refusals import Reason, holds
-from roundoff.ops.rerun import run_again, tensors_made
+from roundoff.ops.rerun import run_again, tensors_made, written_out_in_fp64
 from roundoff.record.own_error import own_error, shadow
 
 aten = torch.ops.aten
@@ -219,6 +219,26 @@ def test_every_call_is_close_or_refused_for_a_listed_reason(
         for error, limit in zip(call[-1], tolerances(*call), strict=True):
             assert error.l2 <= limit, call[0]
     assert len(mode.errors) > 100
+
+
+def test_a_kernel_that_knows_no_fp64_has_gradients_there():
+    """Both passes of an LSTM of oneDNN, on tensors in fp64, against torch's own layer."""
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(3, 4).double()
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    hidden, cell = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
+    expected, _ = layer(x, (hidden[None], cell[None]))
+    weights = [p.detach().requires_grad_() for p in layer.parameters()]
+    rest = (False, [], 2, 4, 1, True, False, False, True)
+    func = aten.mkldnn_rnn_layer.default
+    with pytest.raises(RuntimeError):
+        func(x, *weights, hidden, cell, *rest)
+    again, *_ = written_out_in_fp64(func, (x, *weights, hidden, cell, *rest), {})
+    torch.testing.assert_close(again, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *layer.parameters()])
+    got = torch.autograd.grad(again.square().sum(), [x, *weights])
+    torch.testing.assert_close(got, wanted)
+    assert written_out_in_fp64(aten.add.Tensor, (x, x), {}) is None
 
 
 class Replaced(TorchDispatchMode):

@@ -61,6 +61,7 @@ from .rerun import EXACT_ARGUMENTS as EXACT_ARGUMENTS
 from .rerun import outside_of_modes as outside_of_modes
 from .rerun import run_again as run_again
 from .rerun import tensors_made as tensors_made
+from .rerun import written_out_in_fp64 as written_out_in_fp64
 from .rounded_operands import RoundedOperands as RoundedOperands
 from .sizes import sizes as sizes
 from .table import LINEAR_KINDS as LINEAR_KINDS

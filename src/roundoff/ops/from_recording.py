@@ -26,7 +26,13 @@ from roundoff.ops.argument_checks import check_arguments
 from roundoff.ops.arguments import overload_of, restore
 from roundoff.ops.other_process import OtherProcess, RecordedCall
 from roundoff.ops.refusals import Reason, Refusal, refuse
-from roundoff.ops.rerun import Result, outside_of_modes, run_again, tensors_made
+from roundoff.ops.rerun import (
+    Result,
+    outside_of_modes,
+    run_again,
+    tensors_made,
+    written_out_in_fp64,
+)
 from roundoff.ops.table import base, operators_that
 
 _OTHER: ContextVar[OtherProcess | None] = ContextVar("process for calls", default=None)
@@ -137,8 +143,21 @@ def run_checked(
         try:
             result = func(*args, **kwargs)
         except FAILURES as error:
-            return call_failure(error)
+            written_out = _written_out(func, args, kwargs, dtype)
+            return call_failure(error) if written_out is None else written_out
     return list(tensors_made(func, args, kwargs, result))
+
+
+def _written_out(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Any, dtype: torch.dtype | None
+) -> list[Result] | None:
+    """Run a kernel that knows no fp64 as it is written out; None where it is not."""
+    if dtype is not torch.float64:
+        return None
+    try:
+        return written_out_in_fp64(func, args, kwargs)
+    except (Refusal, *FAILURES):
+        return None
 
 
 def call_failure(error: Exception) -> Reason:

@@ -235,6 +235,17 @@ def _stand_in(func: OpOverload, bound: Bound) -> list[Result] | None:
     return stand_in(**defaults | values)
 
 
+def written_out_in_fp64(
+    func: OpOverload, args: Sequence[Any], kwargs: Keywords
+) -> list[Result] | None:
+    """Run a kernel that knows no fp64 in operators that do, and have derivatives.
+
+    None for an operator that is not written out so. Raises ``Refusal`` for a case that is
+    not.
+    """
+    return _stand_in(func, _bind(func, args, kwargs))
+
+
 class _Copies:
     """Copies of a call's arguments in the target format; a tensor that is given twice
     is copied once.

@@ -42,6 +42,7 @@ from roundoff.ops import (
     tensors_made,
     writes_arguments,
     writes_out,
+    written_out_in_fp64,
 )
 
 _CUT = operators_that("cut the gradient")
@@ -420,10 +421,12 @@ class Run:
                 try:
                     result = func(*args, **kwargs)
                 except RuntimeError:
+                    result = written_out_in_fp64(func, args, kwargs)
                     # it may refuse a gradient for one of its inputs: a mask
-                    if not self._is_kept_from(first.call):
+                    if result is None and not self._is_kept_from(first.call):
                         raise
-                    result = func(*args, **kwargs)
+                    if result is None:
+                        result = func(*args, **kwargs)
             tensors = tensors_made(func, args, kwargs, result)
         except FAILURES as error:
             raise CannotRun(str(error)) from error

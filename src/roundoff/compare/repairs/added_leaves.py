@@ -1,7 +1,8 @@
 """A parameter that a port holds alone, to which the reference adds another one.
 
 A recurrent layer of one library has a bias for its input and one for its state, that of
-another has their sum. A loader that leaves one out leaves no value that is the reference's.
+another has their sum, or both in one. A loader that leaves one out leaves no value that is
+the reference's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from roundoff.compare.records.parameter_names import module_of, name_in_module
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange
 from roundoff.compare.repairs.other_layers import read_alike
 from roundoff.compare.repairs.packed_leaves import PARTS
-from roundoff.compare.values.value_flow import Value
+from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
 #: A constant of up to 128 times the spread of a part, added and taken away in fp32: two
@@ -40,6 +41,62 @@ def with_what_is_added(sides: Sides, present: Sequence[Held]) -> Iterator[LeafCh
                 alike = read_alike(sides.candidate, leaf)
                 seen.update(each.key for each in alike)
                 yield from _of_all(sides, ours, alike, change.words)
+
+
+def with_zeros_filled(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield stacked vectors with another one of the reference's module where they are zero.
+
+    Alone, then all of the candidate's such.
+
+    Args:
+        sides: both programs.
+        present: the parameters that a wrong region reads.
+    """
+    ours = _vectors(sides)
+    filled: dict[int, Tensor] = {}
+    words = ""
+    for leaf, tensor in _stacks(sides.candidate):
+        change = next(_filled(sides, ours, leaf, tensor), None)
+        if change is not None:
+            filled |= change.tensors
+            words = words or change.words
+            if any(leaf.key == near.key for near, _ in present):
+                yield change
+    if len(filled) > 1:
+        yield LeafChange(filled, words)
+
+
+def _stacks(flow: Flow) -> Iterator[Held]:
+    """Yield the parameters that are several vectors, of which some are zero."""
+    for leaf in flow.in_order():
+        tensor = flow.tensor(leaf.key) if leaf.row.name and not leaf.is_call else None
+        if tensor is None or tensor.dim() != 2 or not tensor.is_floating_point():
+            continue
+        are_zero = (tensor == 0).all(1)
+        if are_zero.any() and not are_zero.all():
+            yield leaf, tensor
+
+
+def _filled(
+    sides: Sides, ours: Sequence[Held], leaf: Value, tensor: Tensor
+) -> Iterator[LeafChange]:
+    """Yield a stack of vectors with each that the candidate lacks in the first place of
+    zeros, its parts in the order that those of the others have."""
+    place = int((tensor == 0).all(1).nonzero()[0])
+    for row in tensor[(tensor != 0).any(1)]:
+        for alone, held in ours:
+            order = _order_of_parts(row, held)
+            for added, more in ours if order is not None else ():
+                is_lost = added.key not in sides.agreeing and more.shape == held.shape
+                if order is not None and is_lost and _are_of_one_module(alone, added):
+                    parts = more.chunk(len(order))
+                    whole = tensor.clone()
+                    whole[place] = torch.cat([parts[each] for each in order])
+                    words = (
+                        f"row {place} of {leaf.row.name} is zero; the reference has "
+                        f"{added.row.name}"
+                    )
+                    yield LeafChange({leaf.key: whole}, words)
 
 
 def _of_all(

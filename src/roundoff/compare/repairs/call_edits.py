@@ -68,6 +68,17 @@ _PAD = operators_that("pad")
 _LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
 _COMPARE = operators_that("say which is larger")
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
+#: Ports write them out, as other libraries have them.
+_ACTIVATIONS = (
+    "sigmoid",
+    "tanh",
+    "relu",
+    "gelu",
+    "silu",
+    "softplus",
+    "hardsigmoid",
+    "hardswish",
+)
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
 #: What one of them does with a number, the other does with its reciprocal.
@@ -127,6 +138,8 @@ class Ingredients:
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
         mask_format: ``mask_format(record)`` gives the format of truth values, and of
             numbers of which each is 0 or 1; None of other values.
+        written_out: ``written_out(call)`` gives the one value that several operators of a
+            line make a call's result of, element by element; None of any other.
         siblings: ``siblings(call)`` gives the arguments of the calls of its line.
         similar: ``similar(call, record)`` yields choices of another value for one that
             a call reads.
@@ -137,6 +150,7 @@ class Ingredients:
     inserted: Sequence[Insertion] = ()
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
     mask_format: Callable[[int], str | None] = lambda _record: None
+    written_out: Callable[[TracedCall], int | None] = lambda _call: None
     siblings: Callable[[TracedCall], Iterable[Any]] = lambda _call: ()
     similar: Callable[
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
@@ -860,6 +874,25 @@ def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
                 yield _replaced(insertion)
 
 
+def _other_activations(
+    call: TracedCall, ingredients: Ingredients
+) -> Iterator[Template]:
+    """An activation in the place of all that a line computes of a value."""
+    if ingredients.written_out(call) is not None:
+        yield from (_activation(name, ingredients) for name in _ACTIVATIONS)
+
+
+def _activation(name: str, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        source = ingredients.written_out(call)
+        if source is None:
+            return None
+        step = EditStep(f"aten.{name}.default", [[{"record": source}], {}])
+        return Edit((step,), f"as {name} of what this line computes it of")
+
+    return template
+
+
 def _overloads_like(call: TracedCall) -> tuple[str, ...]:
     """Return a call's own overload: with a tensor or with a number."""
     return ((call.first.overload or "").rpartition(".")[2],)
@@ -1199,6 +1232,7 @@ def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Tem
 _KINDS: tuple[tuple[int, Callable[[TracedCall, Ingredients], Iterator[Template]]], ...]
 _KINDS = (
     (ARGUMENT, _transferred),
+    (ARGUMENT, _other_activations),
     (CHANGE, _switches),
     (CHANGE, _other_copies),
     (CHANGE, _constants),

@@ -28,7 +28,7 @@ from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.parameter_names import numbers_in, without_numbers
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
-from roundoff.compare.repairs.added_leaves import with_what_is_added
+from roundoff.compare.repairs.added_leaves import with_what_is_added, with_zeros_filled
 from roundoff.compare.repairs.exchanged_parts import (
     exchanged_parts,
     parts_of_all_read_alike,
@@ -89,6 +89,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
     kinds = (
         rows_as_beside(sides, present),
         with_what_is_added(sides, present),
+        with_zeros_filled(sides, present),
         _exchanges(sides, leaves),
         parts_of_all_read_alike(sides.candidate, present),
         _with_axes_exchanged(present),

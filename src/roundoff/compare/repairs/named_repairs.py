@@ -11,6 +11,7 @@ from roundoff.compare.blame.blamed_leaves import (
     leaves_of,
     of_leaves_alone,
 )
+from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.repairs.call_edits import ADDED, INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.values.fault_lines import FaultLines
@@ -82,7 +83,29 @@ def blamed_for(
     line = None
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
+    if repair.exchanges:
+        line = _line_of_some(sides.candidate, value, repair.edited)
     return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def _line_of_some(flow: Flow, value: Value, edited: Collection[int]) -> str | None:
+    """Return the line where an edited call parts from those of its line that stay.
+
+    A function of which some calls are right hands on what it was given. None where all
+    calls of the line are edited.
+    """
+    stack = stack_of(value.row)
+    staying = [
+        stack_of(each.row)
+        for each in flow.values.values()
+        if each.row.line == value.row.line
+        and each.operator == value.operator
+        and each.row.phase == value.row.phase
+        and each.row.call not in edited
+    ]
+    staying = [other for other in staying if other[-1:] == stack[-1:]]
+    place = max((shared(stack, other) for other in staying), default=None)
+    return None if place is None else stack[place]
 
 
 def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:

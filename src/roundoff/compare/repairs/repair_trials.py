@@ -81,6 +81,8 @@ from roundoff.ops import operators_that, run_in_this_process
 #: place of a line makes in turns of a loop or in several layers the first. So many that
 #: compute, and so many that move values.
 MOST_CALLS = 64
+#: Operators that an activation takes where a line writes it out.
+MOST_STEPS = 12
 #: Calls before it, which only move values.
 MOST_MOVES = 48
 #: Operators of lines whose values an edit changes without one that the reference has: it
@@ -125,6 +127,7 @@ SIMILAR = 10
 
 _MOVE = operators_that("move values")
 _DONE = operators_that("pair elements") | operators_that("fill")
+_PAIRS = operators_that("pair elements")
 _UNARY = operators_that("work element by element") | operators_that("choose values")
 _NORMALIZE = operators_that("normalize")
 _JOIN = operators_that("join")
@@ -150,6 +153,7 @@ class Repair:
         exchanges: True where it exchanges parts of one value.
         is_whole: True where it is made in all calls of the place.
         factor: the record of a value that the call's input is multiplied with.
+        edited: all calls that are edited.
     """
 
     call: TracedCall
@@ -161,6 +165,7 @@ class Repair:
     exchanges: bool = False
     is_whole: bool = True
     factor: int | None = None
+    edited: frozenset[int] = frozenset()
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -625,6 +630,7 @@ def _tried(
         proposal.exchanges,
         is_whole=is_whole and len(edits) >= len(family),
         factor=edit.factor,
+        edited=frozenset(edits),
     )
 
 
@@ -865,9 +871,63 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
         ],
         shapes=shapes,
         mask_format=mask_format,
+        written_out=_WrittenOut(program).source,
         siblings=siblings,
         similar=similar.to,
     )
+
+
+class _WrittenOut:
+    """What a line computes of one value in several operators, element by element."""
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+        self._rows = program.flow.step.rows
+        self._families = families_of(program)
+
+    def source(self, call: TracedCall) -> int | None:
+        """Return the value that a call is the last to compute with; None of any other."""
+        flow = self._program.flow
+        readers = flow.readers.get(call.rows[0].record, ())
+        rows = [flow.values[key].row for key in readers]
+        if not self._is_step(call) or any(self._is_beside(call, row) for row in rows):
+            return None
+        seen = [call]
+        sources: set[int] = set()
+        waiting = [call]
+        while waiting and len(seen) <= MOST_STEPS:
+            for record in records_in(waiting.pop().parsed):
+                row = self._rows.get(record)
+                made = None if row is None else self._program.calls.get(row.call)
+                is_inside = row is not None and self._is_beside(call, row)
+                if made is None or not is_inside or self._is_turn_of(seen, made):
+                    sources.add(record)
+                elif made not in seen:
+                    seen.append(made)
+                    waiting.append(made)
+        if waiting or len(sources) != 1 or len(seen) < 2:
+            return None
+        [source] = sources
+        row = self._rows.get(source)
+        is_alike = row is not None and row.shape == call.first.shape
+        return source if is_alike else None
+
+    def _is_step(self, call: TracedCall) -> bool:
+        name = call.first.base_operator
+        return name in _UNARY | _PAIRS and len(call.rows) == 1
+
+    def _is_beside(self, call: TracedCall, row: RecordedRow) -> bool:
+        made = self._program.calls.get(row.call)
+        is_step = made is not None and self._is_step(made)
+        return is_step and row.line is not None and row.line == call.first.line
+
+    def _is_turn_of(self, seen: Sequence[TracedCall], made: TracedCall) -> bool:
+        """Return True for what the same place of the line has made in another turn."""
+        family = self._families.get(made.first.call)
+        return any(
+            each is not made and self._families.get(each.first.call) is family
+            for each in seen
+        )
 
 
 def _are_zeros_and_ones(values: Tensor) -> bool:

@@ -112,6 +112,7 @@ Trait = Literal[
     "clamp",
     "hand on in decompositions",
     "work element by element",
+    "activate",
     "pair elements",
     "keep a common factor",
     "scale with their operand",
@@ -343,6 +344,8 @@ _TRAITS: dict[Trait, str] = {
         log_sigmoid_forward exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow
         rpow reciprocal erf sin cos floor ceil round trunc sign clamp clamp_min
         clamp_max clip hardtanh relu6 floor_divide""",
+    # what layers put behind their products, of one tensor alone
+    "activate": "sigmoid tanh relu gelu silu softplus hardsigmoid hardswish",
     # two operands, each pair of elements by itself
     "pair elements": "add radd sub rsub mul rmul div rdiv maximum minimum",
     # f(s x, s y) = s f(x, y) for s > 0

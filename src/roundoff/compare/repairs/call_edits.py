@@ -69,16 +69,7 @@ _LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
 _COMPARE = operators_that("say which is larger")
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 #: Ports write them out, as other libraries have them.
-_ACTIVATIONS = (
-    "sigmoid",
-    "tanh",
-    "relu",
-    "gelu",
-    "silu",
-    "softplus",
-    "hardsigmoid",
-    "hardswish",
-)
+_ACTIVATIONS = sorted(operators_that("activate"))
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
 #: What one of them does with a number, the other does with its reciprocal.

@@ -240,6 +240,52 @@ def test_a_weight_of_all_that_is_one_of_a_part_is_named_where_it_is_read(
     assert "total = weights * squares" in linecache.getline(__file__, number)
 
 
+# -- reductions: their kind, their order, and how little they may change -------------------
+
+
+def penalised(m, x):
+    said = torch.tanh(F.linear(x, m.enter))
+    cost = (said - 3).square().mean()
+    size = said.square().mean(1).mean()
+    change = (said[1:] - said[:-1]).square().mean(1).mean()
+    return cost + 0.1 * size + 1e-4 * change
+
+
+def by_hand(m, x, fault):
+    said = torch.tanh(torch.einsum("bi,oi->bo", x, m.enter))
+    off = said - 3
+    cost = (off * off).sum() / off.numel()
+    squares = said**2
+    size = squares.sum(1) if fault == "sum" else squares.mean(1)
+    step = said[1:] - said[:-1]
+    change = step.mean(1) ** 2 if fault == "order" else (step**2).mean(1)
+    return cost + 0.1 * size.mean() + 1e-4 * change.mean()
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "words"),
+    [
+        ("sum", "size = squares.sum(1)", "sum where the reference has mean"),
+        ("order", "change = step.mean(1) ** 2", "before mean, not after it"),
+    ],
+)
+def test_reductions_are_named_where_they_are_made(program, step_of, fault, text, words):
+    leaves = {"enter": LEAVES["enter"]}
+
+    def named_with(fault):
+        ours = step_of(program(penalised, **leaves), X, tensors=True)
+        port = program(lambda m, x: by_hand(m, x, fault), **leaves)
+        sides = Sides(ours, step_of(port, X, tensors=True))
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    assert not named_with("")
+    [row] = named_with(fault)
+    number = int(row.blamed_line.rpartition(":")[2])
+    assert text in linecache.getline(__file__, number)
+    assert words in row.evidence
+
+
 # -- masks, ends of an axis, an axis the other way round -----------------------------------
 
 HEADS = {

@@ -21,6 +21,10 @@ def blamed_end(sides: Sides) -> Blamed | None:
     if end.key not in sides.twins or end.row.numel != wanted.row.numel:
         return None
     twins = set(sides.all_twins(end))
+    values = sides.candidate.values
+    sources = [values[key] for key in end.inputs if key in values]
+    if any(not twins.isdisjoint(sides.all_twins(source)) for source in sources):
+        return None  # it goes on too, by little
     missing = _first_behind(sides.reference, wanted, twins)
     if missing is None or wanted.key in twins:
         return None

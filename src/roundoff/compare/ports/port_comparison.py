@@ -31,6 +31,7 @@ from roundoff.compare.blame.contained_values import blamed_after_contained
 from roundoff.compare.blame.misused_leaves import as_misused
 from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading
+from roundoff.compare.blame.other_reductions import reduced_otherwise
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_move, blamed_operand
@@ -640,7 +641,11 @@ def _blamed(
             or blamed_leaf(sides, part)
             or blamed_step(sides, part)
         )
-    return blamed_operand(sides, part) or _blamed_on_tensors(sides, part, results)
+    return (
+        blamed_operand(sides, part)
+        or reduced_otherwise(sides, part)
+        or _blamed_on_tensors(sides, part, results)
+    )
 
 
 def _blamed_on_tensors(

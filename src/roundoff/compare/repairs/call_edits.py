@@ -129,6 +129,7 @@ class Ingredients:
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
         mask_format: ``mask_format(record)`` gives the format of truth values, and of
             numbers of which each is 0 or 1; None of other values.
+        maker: ``maker(record)`` gives the call that makes a value; None of no call's.
         written_out: ``written_out(call)`` gives the one value that several operators of a
             line make a call's result of, element by element; None of any other.
         siblings: ``siblings(call)`` gives the arguments of the calls of its line.
@@ -141,6 +142,7 @@ class Ingredients:
     inserted: Sequence[Insertion] = ()
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
     mask_format: Callable[[int], str | None] = lambda _record: None
+    maker: Callable[[int], TracedCall | None] = lambda _record: None
     written_out: Callable[[TracedCall], int | None] = lambda _call: None
     siblings: Callable[[TracedCall], Iterable[Any]] = lambda _call: ()
     similar: Callable[
@@ -1082,6 +1084,37 @@ def _opposite(place: int, ingredients: Ingredients) -> Template:
     return template
 
 
+def _earlier(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """It and the call that makes what it reads, the other way round."""
+    if _made_before(call, ingredients) is not None:
+        yield _exchanged_with_maker(ingredients)
+
+
+def _made_before(call: TracedCall, ingredients: Ingredients) -> TracedCall | None:
+    """Return the call that makes the one tensor that a call reads, if both compute."""
+    records = records_in(call.parsed)
+    made = ingredients.maker(records[0]) if len(records) == 1 else None
+    if made is None or _is_move(made) or _is_move(call) or not records_in(made.parsed):
+        return None
+    return made if made.first.record == records[0] else None
+
+
+def _exchanged_with_maker(ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        made = _made_before(call, ingredients)
+        if made is None:
+            return None
+        source = records_in(made.parsed)[0]
+        arguments = _with_record(call.parsed, iter(range(1)), 0, source)
+        first = EditStep(call.first.overload or "", arguments)
+        counter = iter(range(len(records_in(made.parsed))))
+        arguments = _with_record(made.parsed, counter, 0, BEFORE)
+        last = EditStep(made.first.overload or "", arguments)
+        return Edit((first, last), f"before {made.first.base_operator}, not after it,")
+
+    return template
+
+
 def _renamed(value: Any, names: dict[int, int]) -> Any:
     if isinstance(value, dict):
         if "record" in value:
@@ -1240,6 +1273,7 @@ _KINDS = (
     (CHANGE, _other_ends),
     (CHANGE, _exchanged_inputs),
     (CHANGE, _opposite_masks),
+    (CHANGE, _earlier),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),
     (CHANGE, _not_turned),

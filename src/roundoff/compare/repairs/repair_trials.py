@@ -857,6 +857,10 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
         is_truth = values.dtype == torch.bool
         return row.dtype if is_truth or _are_zeros_and_ones(values) else None
 
+    def maker(record: int) -> TracedCall | None:
+        row = sides.candidate.step.rows.get(record)
+        return None if row is None else program.calls.get(row.call)
+
     by_line = _by_line(program)
 
     def siblings(call: TracedCall) -> list[Any]:
@@ -871,6 +875,7 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
         ],
         shapes=shapes,
         mask_format=mask_format,
+        maker=maker,
         written_out=_WrittenOut(program).source,
         siblings=siblings,
         similar=similar.to,

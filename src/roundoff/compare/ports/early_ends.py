@@ -22,7 +22,7 @@ def blamed_end(sides: Sides) -> Blamed | None:
         return None
     twins = set(sides.all_twins(end))
     values = sides.candidate.values
-    sources = [values[key] for key in end.inputs if key in values]
+    sources = [values[key] for key in end.row.inputs if key in values]
     if any(not twins.isdisjoint(sides.all_twins(source)) for source in sources):
         return None  # it goes on too, by little
     missing = _first_behind(sides.reference, wanted, twins)

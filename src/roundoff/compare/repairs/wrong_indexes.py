@@ -21,12 +21,14 @@ from roundoff.compare.repairs.transplants import in_layout_of
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
+from roundoff.ops import operators_that
 
 #: Whole numbers of each program that are tried.
 MOST_TRIED = 12
 #: Layouts of one that are tried.
 MOST_LAYOUTS = 2
 _FORWARD = "forward"
+_MOVE = operators_that("move values")
 
 
 def wrong_index(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
@@ -57,11 +59,28 @@ def _first_right(
         for tensors in _given(sides, value, twin):
             if trials.left < 0:
                 return None
-            if trials.outcome({}, tensors)[0]:
+            # what is looked up may go through all steps of a layer written out
+            if trials.outcome({}, tensors, is_patient=True)[0]:
                 words = f"with {there(twin)} in its place all that follows is right"
-                line = FaultLines(sides, part.region).of_operator(value)
-                return Blamed(value, twin, words, is_operator=True, line=line)
+                first = min(tensors, key=lambda key: sides.candidate.values[key].order)
+                made = _moved_from(sides, sides.candidate.values[first])
+                line = None
+                if len(tensors) == 1:
+                    line = FaultLines(sides, part.region).of_operator(made)
+                return Blamed(made, twin, words, is_operator=True, line=line)
     return None
+
+
+def _moved_from(sides: Sides, value: Value) -> Value:
+    """Return the whole numbers of the candidate alone that a value only is a part of."""
+    flow = sides.candidate
+    while value.operator in _MOVE and value.inputs:
+        source = flow.values.get(value.inputs[0])
+        is_made_here = source is not None and source.is_call and not source.inner
+        if source is None or not is_made_here or source.key in sides.twins:
+            return value
+        value = source
+    return value
 
 
 def _whole_numbers_read(flow: Flow, region: Collection[int]) -> list[Value]:

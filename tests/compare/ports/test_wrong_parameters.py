@@ -109,3 +109,32 @@ def test_a_folded_bias_that_is_off(program, step_of):
     [row] = named(program, step_of, folded=0.3)
     assert row.name == "shift"
     assert "is off by a number for each of its elements" in row.evidence
+
+
+# -- two that hold one thing, and neither is read where the programs part ------------------
+
+
+def centred(m, x):
+    hidden = torch.tanh(F.linear(x - m.mean, m.first))
+    return F.linear(hidden * m.scale, m.second).square().mean()
+
+
+def with_two_means(m, x):
+    off = x - (m.hidden + m.mean_again) / 2
+    hidden = torch.tanh(torch.einsum("bi,oi->bo", off, m.w1))
+    return (torch.einsum("bi,oi->bo", hidden * m.w2, m.w3) ** 2).mean()
+
+
+def test_two_of_one_content_are_not_blamed_where_they_are_not_read(program, step_of):
+    mean, scale = drawn(6, seed=1), drawn(6, seed=2)
+    first, second = drawn(6, 6, seed=3), drawn(4, 6, seed=4)
+    x = drawn(5, 6, seed=5)
+    ours = program(centred, mean=mean, first=first, scale=scale, second=second)
+    wrong = drawn(6, seed=6)
+    theirs = program(
+        with_two_means, hidden=mean, mean_again=mean, w1=first, w2=wrong, w3=second
+    )
+    sides = Sides(step_of(ours, x), step_of(theirs, x))
+    rows = compare_port(sides, EarlierSteps())
+    [row] = [row for row in rows if row.cause == "own"]
+    assert row.name == "w2"

@@ -745,8 +745,11 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     holders = _holders(sides, ours, list(lost.values()))
     missing: list[_Piece] = [(key,) for key in lost]
     missing += [piece for piece in _pieces_beside(holders) if piece not in holders]
+    read = {leaf.key for leaf in leaves_of(sides.candidate, sorted(part.region))}
     for piece, leaves in holders.items():
         if len(leaves) <= _times_in_reference(sides, ours, leaves[0]):
+            continue
+        if read.isdisjoint(leaf.key for leaf in leaves):
             continue
         other = next((m for m in missing if _same_place(sides, piece, m)), None)
         if other is not None:

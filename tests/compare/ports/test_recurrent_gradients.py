@@ -43,7 +43,7 @@ class Unrolled(nn.Module):
     def forward(self, text):
         h = torch.zeros(text.shape[1], UNITS)
         c = torch.zeros(text.shape[1], UNITS)
-        said = []
+        said: list[torch.Tensor] = []
         for words in text:
             gates = self.table[words] @ self.into + h @ self.again + self.shift
             i, f, g, o = gates.chunk(4, 1)
@@ -52,7 +52,7 @@ class Unrolled(nn.Module):
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
             said.append(h)
-        table = self.table
+        table: torch.Tensor = self.table
         if self.fault == "table":
             table = table.detach()
         return torch.stack(said) @ table.t() + self.offset

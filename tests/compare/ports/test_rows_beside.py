@@ -55,7 +55,7 @@ class ByTurns(nn.Module):
     def forward(self, image):
         x = F.conv2d(image, self.conv_kernel.permute(3, 2, 0, 1), padding=1)
         x = (x + self.conv_bias[:, None, None]).clamp(min=0).permute(0, 2, 3, 1)
-        total = 0
+        total = torch.zeros(())
         for weight, bias in zip(self.detection, self.offset, strict=True):
             y = (x @ weight.t() + bias).unflatten(-1, (2, 7))
             total = total + torch.tanh(y[..., 2:4]).square().mean()

@@ -687,6 +687,7 @@ def _blamed_on_tensors(
         end = end or _end_of(sides, part, results)
     return (
         _tried(sides, part, trials, blamed, end, is_in_turns=is_in_turns)
+        or wrong_index(sides, part, trials, is_patient=True)
         or blamed_step(sides, part)
         or blamed_after_contained(sides, part)
     )

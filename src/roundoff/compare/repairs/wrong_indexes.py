@@ -31,21 +31,24 @@ _FORWARD = "forward"
 _MOVE = operators_that("move values")
 
 
-def wrong_index(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+def wrong_index(
+    sides: Sides, part: Part, trials: Trials, *, is_patient: bool = False
+) -> Blamed | None:
     """Return the whole numbers with which all is right, once they are the reference's.
 
     Those that the reference does not have; then what is chosen by at once, which may hold
     the same in other places: words that are shifted, with padding at both ends.
+    ``is_patient``: what is looked up may go through all steps of a layer written out.
     """
     trials.left = BUDGET
     ours = _whole_numbers(sides.reference, part.expected, sides.agreeing)
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
-    found = _first_right(sides, part, trials, theirs, ours)
+    found = _first_right(sides, part, trials, theirs, ours, is_patient)
     if found is not None:
         return found
     read = _whole_numbers_read(sides.reference, part.expected)
     read_there = _whole_numbers_read(sides.candidate, part.region)
-    return _first_right(sides, part, trials, read_there, read)
+    return _first_right(sides, part, trials, read_there, read, is_patient)
 
 
 def _first_right(
@@ -54,13 +57,13 @@ def _first_right(
     trials: Trials,
     theirs: Sequence[Value],
     ours: Sequence[Value],
+    is_patient: bool,
 ) -> Blamed | None:
     for value, twin in product(theirs[:MOST_TRIED], ours[:MOST_TRIED]):
         for tensors in _given(sides, value, twin):
             if trials.left < 0:
                 return None
-            # what is looked up may go through all steps of a layer written out
-            if trials.outcome({}, tensors, is_patient=True)[0]:
+            if trials.outcome({}, tensors, is_patient=is_patient)[0]:
                 words = f"with {there(twin)} in its place all that follows is right"
                 first = min(tensors, key=lambda key: sides.candidate.values[key].order)
                 made = _moved_from(sides, sides.candidate.values[first])
@@ -76,9 +79,10 @@ def _moved_from(sides: Sides, value: Value) -> Value:
     flow = sides.candidate
     while value.operator in _MOVE and value.inputs:
         source = flow.values.get(value.inputs[0])
-        is_made_here = source is not None and source.is_call and not source.inner
-        if source is None or not is_made_here or source.key in sides.twins:
+        if source is None or not source.is_call or source.inner:
             return value
+        if source.key in sides.twins or source.row.dtype != value.row.dtype:
+            return value  # it is right, or what the value is chosen by
         value = source
     return value
 

@@ -94,6 +94,7 @@ from roundoff.compare.repairs.faults_behind import (
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
 from roundoff.compare.repairs.leaf_changes import LeafChange
+from roundoff.compare.repairs.left_state import left_state
 from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.ordered_constants import ordered_constant
@@ -667,6 +668,9 @@ def _blamed_on_tensors(
         return ordered
     if blamed is not None and is_rightly_filled(sides, blamed):
         blamed = None
+    state = left_state(sides, part, trials) if blamed is None else None
+    if state is not None:
+        return state
     end: Rejoin | None = None
     # a transplant says where recorded values part, not where any values would
     if not sides.made_up:

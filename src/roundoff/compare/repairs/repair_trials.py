@@ -749,12 +749,17 @@ def _nearest(calls: Iterable[TracedCall]) -> list[TracedCall]:
 
 
 def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list[int]:
-    """Return the calls that move what these read, and those that made it."""
+    """Return the calls that move what these read, and those that made it.
+
+    And those that move what is scaled and shifted before it is read: pictures that are
+    cut and turned lie as they do until their mean is taken off.
+    """
     moves: dict[int, None] = {}
     waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
+    scaled: list[int] = []
     seen = set(records)
-    while waiting:
-        record = waiting.pop(0)
+    while waiting or scaled:
+        record = (waiting or scaled).pop(0)
         if record in seen or record not in flow.values:
             continue
         seen.add(record)
@@ -763,6 +768,8 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
             moves[row.call] = None
         if not row.is_call or row.base_operator in _MOVE:
             waiting += row.inputs
+        elif row.base_operator in _PAIRS | _UNARY and flow.values[record].is_number:
+            scaled += row.inputs
     return list(moves)
 
 

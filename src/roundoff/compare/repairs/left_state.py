@@ -1,0 +1,95 @@
+"""Does a program read another state than the reference: what an earlier step has left?
+
+A recurrent layer that goes on from the last batch reads memory that no call of the step
+makes, and no parameter is. Where it holds what the reference has not, it is given what the
+reference reads there, or zeros, as a layer that begins anew has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from itertools import permutations, product
+
+import torch
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.repairs.repair_trials import BUDGET, Trials
+from roundoff.compare.repairs.transplants import FEWEST
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Part, Sides
+
+#: States that are given at once, in each order: of two layers with two each.
+MOST_STATES = 4
+
+
+def left_state(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return what is read from before the step, if all is right with other values in it."""
+    theirs = _states(sides.candidate, part.region, sides.twins)
+    ours = _states(sides.reference, part.expected, sides.agreeing)
+    trials.left = BUDGET
+    for tensors, words in _given(sides, theirs, ours):
+        if trials.left < 0:
+            return None
+        if trials.outcome({}, tensors, is_patient=True)[0]:
+            first = next(value for value in theirs if value.key in tensors)
+            line = _first_reader(sides.candidate, first).row.line
+            return Blamed(first, None, words, line=line)
+    return None
+
+
+def _states(
+    flow: Flow, region: Collection[int], agreeing: Container[int]
+) -> list[Value]:
+    """Return what a region reads that no call makes and nothing trains, and that the other
+    program has not."""
+    read = {key for each in region for key in flow.values[each].inputs}
+    values = [flow.values[key] for key in read if key in flow.values]
+    states = [
+        value
+        for value in values
+        if value.row.is_leaf
+        and value.is_number
+        and (value.row.numel or 0) >= FEWEST
+        and value.row.name not in flow.trained
+        and value.key not in agreeing
+        and not value.says_nothing
+    ]
+    return sorted(states, key=lambda value: _first_reader(flow, value).order)
+
+
+def _first_reader(flow: Flow, value: Value) -> Value:
+    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+    return min(readers, key=lambda reader: reader.order, default=value)
+
+
+def _given(
+    sides: Sides, theirs: Sequence[Value], ours: Sequence[Value]
+) -> Iterator[tuple[Mapping[int, Tensor], str]]:
+    """Yield what the candidate's states may have to hold, all at once and then each."""
+    held = {value.key: sides.candidate.tensor(value.key) for value in theirs}
+    if not theirs or any(tensor is None for tensor in held.values()):
+        return
+    names = listed([value.row.name or value.row.site for value in theirs])
+    zeros = {k: torch.zeros_like(t) for k, t in held.items() if t is not None}
+    begins = "begins" if len(theirs) == 1 else "begin"
+    words = f"{names} {begins} with what was left from before; with zeros all is right"
+    yield zeros, words
+    pairs: list[list[tuple[Value, Value]]] = []
+    if len(ours) == len(theirs) <= MOST_STATES:
+        pairs = [[*zip(theirs, order, strict=True)] for order in permutations(ours)]
+    pairs += [[pair] for pair in product(theirs, ours)]
+    for each in pairs:
+        tensors = {}
+        for value, twin in each:
+            content = sides.reference.tensor(twin.key)
+            if content is not None and content.numel() == value.row.numel:
+                shape = list(value.row.shape or ())
+                tensors[value.key] = content.reshape(shape).clone()
+        if len(tensors) == len(each):
+            names = listed([value.row.name or value.row.site for value, _ in each])
+            there = listed([twin.row.name or twin.row.site for _, twin in each])
+            begins = "begins" if len(each) == 1 else "begin"
+            words = f"{names} {begins} with other values than {there}; with these all is right"
+            yield tensors, words

@@ -252,7 +252,8 @@ def _holds_other_values(rows: Rows, number: float, record: int) -> bool:
     row = rows.get(record)
     if row is None or row.min is None or row.max is None:
         return False
-    limit = 2 * unit(row.dtype) * abs(number)
+    # a tensor of the same number has it rounded to its format, at most one unit away
+    limit = unit(row.dtype) * abs(number)
     return abs(row.min - number) > limit or abs(row.max - number) > limit
 
 

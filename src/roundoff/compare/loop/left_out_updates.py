@@ -334,8 +334,8 @@ def _where_unread(
 
     And its counterpart in the reference, which does.
     """
-    made_of_them = _made_of(names, ours)
-    made_here = _made_of(names, theirs)
+    made_of_them = _made_of(frozenset(names), ours)
+    made_here = _made_of(frozenset(names), theirs)
     for row in compared:
         if row.cause != OWN or row.phase != "forward" or row.record is None:
             continue
@@ -349,7 +349,7 @@ def _where_unread(
     return None, None
 
 
-def _made_of(names: Sequence[str], side: _Side) -> set[int]:
+def _made_of(names: frozenset[str], side: _Side) -> set[int]:
     """Return the records of the forward pass that depend on a named value."""
     made: set[int] = set()
     for record, row in side.rows.items():

@@ -73,9 +73,8 @@ def _given(
         return
     names = listed([value.row.name or value.row.site for value in theirs])
     zeros = {k: torch.zeros_like(t) for k, t in held.items() if t is not None}
-    begins = "begins" if len(theirs) == 1 else "begin"
-    words = f"{names} {begins} with what was left from before; with zeros all is right"
-    yield zeros, words
+    hold = "holds" if len(theirs) == 1 else "hold"
+    yield zeros, f"{names} {hold} values from before the step; with zeros all is right"
     pairs: list[list[tuple[Value, Value]]] = []
     if len(ours) == len(theirs) <= MOST_STATES:
         pairs = [[*zip(theirs, order, strict=True)] for order in permutations(ours)]

@@ -508,7 +508,7 @@ def _of_kinds(
     program = trials.program
     families = trials.families
     by_line = _by_line(program)
-    ingredients = _ingredients(sides, program, region)
+    ingredients = _ingredients(sides, trials, region)
     waiting = [
         (proposal, call)
         for call in _suspects(sides, trials, region.parted)
@@ -845,7 +845,8 @@ def _one_of_each(
 # -- what edits are made of ----------------------------------------------------------
 
 
-def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingredients:
+def _ingredients(sides: Sides, trials: Trials, region: Region) -> Ingredients:
+    program = trials.program
     reference = sides.reference
     theirs = TracedProgram(reference)
     near = _calls_near(reference, theirs, region.expected)
@@ -883,7 +884,7 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
         shapes=shapes,
         mask_format=mask_format,
         maker=maker,
-        written_out=_WrittenOut(program).source,
+        written_out=_WrittenOut(trials).source,
         siblings=siblings,
         similar=similar.to,
     )
@@ -892,10 +893,10 @@ def _ingredients(sides: Sides, program: TracedProgram, region: Region) -> Ingred
 class _WrittenOut:
     """What a line computes of one value in several operators, element by element."""
 
-    def __init__(self, program: TracedProgram) -> None:
-        self._program = program
-        self._rows = program.flow.step.rows
-        self._families = families_of(program)
+    def __init__(self, trials: Trials) -> None:
+        self._program = trials.program
+        self._rows = trials.program.flow.step.rows
+        self._families = trials.families
 
     def source(self, call: TracedCall) -> int | None:
         """Return the value that a call is the last to compute with; None of any other."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 import torch
+import xxhash
 from torch import Tensor
 
 from roundoff.compare.records.parameter_names import module_of
@@ -106,7 +107,7 @@ def _rows_of_reference(flow: Flow) -> dict[bytes, _Place]:
     places: dict[bytes, _Place] = {}
     for name, tensor in looked_at:
         for axis in range(tensor.dim()):
-            for place, row in enumerate(_as_bytes(tensor, axis)):
+            for place, row in enumerate(_digests(tensor, axis)):
                 count[row] += 1
                 places[row] = module_of(name), place
     return {row: place for row, place in places.items() if count[row] == 1}
@@ -119,7 +120,7 @@ def _in_rows(
     if not _is_looked_at(tensor):
         return
     for axis in range(tensor.dim()):
-        places = tuple(known.get(row, ("", -1)) for row in _as_bytes(tensor, axis))
+        places = tuple(known.get(row, ("", -1)) for row in _digests(tensor, axis))
         if len(places) > 1 and ("", -1) not in places and len({*places}) == len(places):
             yield _Rows(leaf, tensor, axis, places)
 
@@ -129,7 +130,8 @@ def _is_looked_at(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > 0 and not is_large
 
 
-def _as_bytes(tensor: Tensor, axis: int) -> list[bytes]:
-    """Return each row as what tells it from others, whatever the order of its elements."""
+def _digests(tensor: Tensor, axis: int) -> list[bytes]:
+    """Return what tells each row from others, whatever the order of its elements."""
     rows = tensor.to(torch.float64).movedim(axis, 0).unsqueeze(-1).flatten(1)
-    return [row.tobytes() for row in rows.sort(dim=1).values.numpy()]
+    in_order = rows.sort(dim=1).values.numpy()
+    return [xxhash.xxh3_128_digest(row.tobytes()) for row in in_order]

@@ -298,11 +298,7 @@ class _Search:
             others = (
                 [*twins, *self._read_by_reference(value)] if value.is_number else []
             )
-            others = [
-                twin
-                for twin in others
-                if self.are_of_the_same(value, twin) and self._is_on_the_way(twin)
-            ]
+            others = [twin for twin in others if self.are_of_the_same(value, twin)]
             twins = [*self._equal_in_other_places(value, held), *others]
         ours = _as_large(self._turns.of(value), value)
         seen: set[int] = set()
@@ -322,13 +318,6 @@ class _Search:
                 yield transplant
             if count >= MOST_GIVEN:
                 return
-
-    def _is_on_the_way(self, twin: Value) -> bool:
-        """Return False for the loss: with it anything small that is added is right."""
-        flow = self._sides.reference
-        readers = [flow.values[key] for key in flow.readers.get(twin.key, ())]
-        is_read = any(reader.row.phase == _FORWARD for reader in readers)
-        return is_read or twin.row.numel != 1
 
     def _read_by_reference(self, value: Value) -> Iterator[Value]:
         """Yield what the reference's region reads that is as large and another value."""

@@ -723,14 +723,18 @@ def _suspects(
     firsts = _nearest(_one_of_each(calls, families))
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
-    moves = islice(_one_of_each(before, families), MOST_MOVES)
+    moves = list(islice(_one_of_each(before, families), MOST_MOVES))
     masks = [program.calls[n] for n in _masks_before(flow, program, records)]
     masks = list(islice(_one_of_each(masks, families), MOST_MOVES))
     chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
-    if trials.only is not None:
-        # what agrees is right, unless nothing behind it is wrong: the nearest first
-        return list(chosen.values())
-    return [chosen[number] for number in sorted(chosen)]
+    far = [program.calls[n] for n in _moves_before_scaling(flow, program, moves)]
+    last = [c for c in _one_of_each(far, families) if c.first.call not in chosen]
+    # what agrees is right, unless nothing behind it is wrong: the nearest first
+    nearest = list(chosen.values())
+    if trials.only is None:
+        nearest.sort(key=lambda call: call.first.call)
+    # with one of the last all runs again
+    return [*nearest, *last[:MOST_MOVES]]
 
 
 def _nearest(calls: Iterable[TracedCall]) -> list[TracedCall]:
@@ -749,17 +753,12 @@ def _nearest(calls: Iterable[TracedCall]) -> list[TracedCall]:
 
 
 def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list[int]:
-    """Return the calls that move what these read, and those that made it.
-
-    And those that move what is scaled and shifted before it is read: pictures that are
-    cut and turned lie as they do until their mean is taken off.
-    """
+    """Return the calls that move what these read, and those that made it."""
     moves: dict[int, None] = {}
     waiting = [i for record in sorted(records) for i in flow.values[record].row.inputs]
-    scaled: list[int] = []
     seen = set(records)
-    while waiting or scaled:
-        record = (waiting or scaled).pop(0)
+    while waiting:
+        record = waiting.pop(0)
         if record in seen or record not in flow.values:
             continue
         seen.add(record)
@@ -768,9 +767,25 @@ def _moves_before(flow: Flow, program: TracedProgram, records: set[int]) -> list
             moves[row.call] = None
         if not row.is_call or row.base_operator in _MOVE:
             waiting += row.inputs
-        elif row.base_operator in _PAIRS | _UNARY and flow.values[record].is_number:
-            scaled += row.inputs
     return list(moves)
+
+
+def _moves_before_scaling(
+    flow: Flow, program: TracedProgram, near: Sequence[TracedCall]
+) -> list[int]:
+    """Return the calls that move what other calls scale or shift before it is read.
+
+    Pictures that are cut and turned lie as they do until their mean is taken off.
+    """
+    scaling = {
+        row.record
+        for call in near
+        if call.first.base_operator in _PAIRS | _UNARY
+        for row in call.rows
+        if flow.values[row.record].is_number
+    }
+    far = [program.calls[n] for n in _moves_before(flow, program, scaling)]
+    return [each.first.call for each in far if each.first.base_operator in _MOVE]
 
 
 def _masks_before(

@@ -67,9 +67,10 @@ class RepeatedCall:
         def slot(record: int) -> _Slot:
             return slots.setdefault(record, _Slot(len(slots)))
 
-        self._positional, keywords = restored(self.arguments, slot)
-        self._names = tuple(keywords)
-        self._keywords = tuple(keywords.values())
+        self._positional, self._keywords = restored(self.arguments, slot)
+        #: Of these, what has tensors in it.
+        self._places = [k for k, v in enumerate(self._positional) if _has_slot(v)]
+        self._names = [name for name, v in self._keywords.items() if _has_slot(v)]
         self.records = tuple(slots)
         self._is_written = writes_arguments(self._func)
         self._reads_values = depends_on_values(self._func)
@@ -88,9 +89,12 @@ class RepeatedCall:
         tensors = [tensor_of(record) for record in self.records]
         if self._is_written:
             tensors = [tensor.clone() for tensor in tensors]
-        args = [_filled(value, tensors) for value in self._positional]
-        values = [_filled(value, tensors) for value in self._keywords]
-        kwargs = dict(zip(self._names, values, strict=True))
+        args = list(self._positional)
+        for place in self._places:
+            args[place] = _filled(args[place], tensors)
+        kwargs = dict(self._keywords)
+        for name in self._names:
+            kwargs[name] = _filled(kwargs[name], tensors)
         try:
             self._check(tensors, args, kwargs)
         except Refusal as refusal:
@@ -112,6 +116,12 @@ class RepeatedCall:
         check_arguments(self._func, args, kwargs)
         if not self._reads_values:
             self._checked.add(shapes)
+
+
+def _has_slot(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_has_slot(each) for each in value)
+    return isinstance(value, _Slot)
 
 
 def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:

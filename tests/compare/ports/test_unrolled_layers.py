@@ -107,7 +107,9 @@ def test_one_of_two_biases_in_one_parameter_that_was_not_loaded(step_of):
 def test_gates_that_are_cut_in_another_order_than_a_parameter_has_them(step_of):
     [row] = named(step_of, "gates")
     assert row.name in ("into", "again", "shifts")
-    assert "in another order than it is read: (0, 1, 3, 2)" in row.evidence
+    assert "shifts, into, again stand in another order" in row.evidence
+    number = int(row.blamed_line.rpartition(":")[2])
+    assert "part(sums, first)" in linecache.getline(__file__, number)
 
 
 @pytest.mark.parametrize(

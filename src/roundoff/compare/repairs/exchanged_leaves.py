@@ -493,25 +493,27 @@ def _cuts_of_one(
     sides: Sides, ours: Sequence[Value], theirs: Sequence[Value]
 ) -> Iterator[list[LeafChange]]:
     """Yield the ways to cut each of the reference's parameters that was cut otherwise."""
+    alike: dict[object, list[Held]] = {}
+    for leaf in theirs:
+        held = sides.candidate.tensor(leaf.key)
+        if held is not None:
+            alike.setdefault((held.shape, held.dtype), []).append((leaf, held))
     for wanted in ours:
         whole = sides.reference.tensor(wanted.key)
         if whole is None:
             continue
-        for count in PARTS:
-            for group in combinations(theirs, count):
-                held = [sides.candidate.tensor(leaf.key) for leaf in group]
-                present = [tensor for tensor in held if tensor is not None]
-                if len(present) == count and _have_the_elements(present, whole):
-                    yield list(_cut_again(group, present, wanted, whole))
+        for count, members in product(PARTS, alike.values()):
+            _, part = members[0]
+            if part.dtype != whole.dtype or part.numel() * count != whole.numel():
+                continue
+            for group in combinations(members, count):
+                parts = [tensor for _, tensor in group]
+                if _have_the_elements(parts, whole):
+                    leaves = [leaf for leaf, _ in group]
+                    yield list(_cut_again(leaves, parts, wanted, whole))
 
 
 def _have_the_elements(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    if len({part.shape for part in parts}) > 1:
-        return False
-    if sum(part.numel() for part in parts) != whole.numel():
-        return False
-    if any(part.dtype != whole.dtype for part in parts):
-        return False
     together = torch.cat([part.reshape(-1) for part in parts])
     return torch.equal(together[rising(together)], whole.reshape(-1)[rising(whole)])
 

@@ -52,13 +52,15 @@ def blamed_for(
     is_added = repair.unlikely == ONE_MORE and ADDED in repair.words
     if is_added and wanted is not None and wanted.operator == "add":
         words = f"left out is {there(wanted)}: {words}"
-    joined = _put_together_for(sides, value) if repair.exchanges else None
-    if joined is not None:
+    joined = _put_together_for(sides, value) if repair.exchanges else []
+    if joined:
+        names = ", ".join(leaf.row.name or "" for leaf in joined)
         words = (
-            f"the parts of {joined.row.name} stand in another order than "
+            f"the parts of {names} stand in another order than "
             f"{value.row.site} takes them: {words}"
         )
-        return Blamed(joined, wanted, words, line=value.row.line)
+        line = _line_of_some(sides.candidate, value, repair.edited) or value.row.line
+        return Blamed(joined[0], wanted, words, line=line)
     is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
     turned = _only_turned(sides, value) if is_move else None
     if is_move and turned is None:
@@ -222,28 +224,32 @@ def _added_leaf(sides: Sides, total: Value) -> Value | None:
     return added[0]
 
 
-def _put_together_for(sides: Sides, cut: Value) -> Value | None:
-    """Return the parameter of whose parts a call cuts the values, if a loader joined them.
+def _put_together_for(sides: Sides, cut: Value) -> list[Value]:
+    """Return the parameters of whose parts a call cuts the values, if a loader joined them.
 
-    Or with which the parts that a call joins are multiplied. None where the reference has
-    the same parameter in one: then only the call can take the parts in another order.
+    Of a cell there are two: of what it reads and of its state. Or those with which the
+    parts that a call joins are multiplied. Empty where the reference has the elements of
+    one in the same order: then only the call can take the parts in another.
     """
     flow = sides.candidate
     source = _read_first(flow, cut) if cut.operator in _JOIN else flow.behind(cut.key)
-    for _ in range(_LAYER):
+    joined: list[Value] = []
+    waiting = [(source, 0)]
+    while waiting:
+        source, calls = waiting.pop(0)
         leaves = leaves_of(flow, [source.key])
         matrices = [leaf for leaf in leaves if len(leaf.row.shape or ()) > 1]
         if len(leaves) == 1 and of_leaves_alone(flow, source):
             matrices = leaves
-        if len(matrices) == 1:
-            is_joined = matrices[0].key not in sides.twins
-            return matrices[0] if is_joined else None
         inputs = [flow.values[key] for key in source.inputs if key in flow.values]
-        computed = [value for value in inputs if value.is_call and value.is_number]
-        if matrices or len(computed) != 1:
-            return None
-        source = flow.behind(computed[0].key)
-    return None
+        computed = [v for v in inputs if v.is_call and v.is_number]
+        is_far = calls + 1 == _LAYER or not computed
+        if len(matrices) > 1 or (not matrices and is_far):
+            return []
+        joined += matrices
+        if not matrices:
+            waiting += [(flow.behind(value.key), calls + 1) for value in computed]
+    return [] if any(stands_in_order(sides, leaf) for leaf in joined) else joined
 
 
 def _read_first(flow: Flow, value: Value) -> Value:

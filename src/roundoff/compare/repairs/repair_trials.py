@@ -240,6 +240,8 @@ class Goal:
     def _gained(self, tensor: Tensor) -> list[int]:
         if not tensor.is_floating_point() or tensor.numel() < FEWEST:
             return []
+        if not self.lost.has_numel(tensor.numel()):
+            return []
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
         # masks count in this norm and not in that of a sketch
         if norm < MASK and not self.lost.has_size(tensor.numel(), norm, self.limit):
@@ -344,9 +346,17 @@ class Trials:
     unconfirmed: int = 0
     known: dict[object, _Outcome] = field(default_factory=dict)
     families: Mapping[int, Sequence[TracedCall]] = field(init=False)
+    _copies: dict[object, list[TracedCall]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.families = families_of(self.program)
+
+    def copies_of(self, call: TracedCall) -> Sequence[TracedCall]:
+        """Return the calls of the program that differ from one in nothing but their inputs."""
+        if not self._copies:
+            for each in self.program.calls.values():
+                self._copies.setdefault(_form_of(each), []).append(each)
+        return self._copies[_form_of(call)]
 
     def outcome(
         self,
@@ -566,9 +576,7 @@ def _tried_in_copies(
     trials: Trials, proposal: Proposal, call: TracedCall, family: Sequence[TracedCall]
 ) -> Repair | None:
     """Return what an edit repairs in all calls alike, where other lines have them too."""
-    form = _form_of(call)
-    calls = trials.program.calls.values()
-    copies = [each for each in calls if _form_of(each) == form]
+    copies = trials.copies_of(call)
     if not {each.first.call for each in copies} > {each.first.call for each in family}:
         return None
     return _tried(trials, proposal, call, copies)

@@ -113,6 +113,7 @@ Trait = Literal[
     "hand on in decompositions",
     "work element by element",
     "activate",
+    "turn one spread into another",
     "pair elements",
     "keep a common factor",
     "scale with their operand",
@@ -346,6 +347,8 @@ _TRAITS: dict[Trait, str] = {
         clamp_max clip hardtanh relu6 floor_divide""",
     # what layers put behind their products, of one tensor alone
     "activate": "sigmoid tanh relu gelu silu softplus hardsigmoid hardswish",
+    # a variance becomes a deviation, its inverse, a logarithm, and back
+    "turn one spread into another": "sqrt rsqrt square exp log",
     # two operands, each pair of elements by itself
     "pair elements": "add radd sub rsub mul rmul div rdiv maximum minimum",
     # f(s x, s y) = s f(x, y) for s > 0

@@ -133,6 +133,8 @@ class _ValueRow(NamedTuple):
     shape: tuple[int, ...] | None
     stride: tuple[int, ...] | None
     offset: int | None
+    memory: int | None
+    memory_layout: list[int] | None
     device: torch.device | None
     layout: torch.layout | None
     numel: int | None
@@ -183,7 +185,7 @@ class _Blank:
 class _Memory:
     """What is known of one storage.
 
-    ``records``: the record of each view of it. ``latest``: the record that views are
+    ``first``: the first record of it. ``records``: the record of each view of it. ``latest``: the record that views are
     now views of, with the elements ``start`` to ``end`` of the storage that it covers.
     ``base``: the geometry of the latest; ``elements``: record by elements of a view;
     ``blank``: what of it has no values yet, None where all has.
@@ -195,13 +197,15 @@ class _Memory:
         "blank",
         "elements",
         "end",
+        "first",
         "latest",
         "records",
         "start",
         "version",
     )
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, first: int) -> None:
+        self.first = first
         # keeps the address from going to another storage
         self.alive = storage._weak_ref()
         self.records: dict[Any, int] = {}
@@ -557,12 +561,15 @@ class Recorder:
         view_of: int | None = None
         stride: tuple[int, ...] | None = None
         offset: int | None = None
+        memory: int | None = None
+        memory_layout: list[int] | None = None
         if value is None:
             reason = reason or why
             # held, so that no other tensor gets its id
             self._unread[id(tensor)] = (record, tensor)
         else:
             view_of, stride, offset = self._place(record, value, head, inplace)
+            memory, memory_layout = self._lies_in(value)
             if reason is None and self._is_partly_blank(value):
                 reason = PARTLY_WRITTEN
             # values inside it: stored ones, a shard
@@ -583,6 +590,8 @@ class Recorder:
                 None if tensor.is_nested else tuple(tensor.shape),
                 stride,
                 offset,
+                memory,
+                memory_layout,
                 tensor.device,
                 tensor.layout,
                 tensor.numel(),
@@ -595,7 +604,7 @@ class Recorder:
         self, head: _CallHead, inputs: list[int], arguments: str | None
     ) -> None:
         reason = head.reason or _NO_TENSOR
-        tensor = (None, False, None, None, None, None, None, None, None)
+        tensor = (None, False, None, None, None, None, None, None, None, None, None)
         self.rows.append(_ValueRow(head, 0, None, inputs, arguments, *tensor, reason))
 
     def _place(
@@ -605,7 +614,7 @@ class Recorder:
         storage = value.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            memory = self._memory[storage._cdata] = _Memory(storage)
+            memory = self._memory[storage._cdata] = _Memory(storage, record)
         geometry = _geometry(value)
         version = _version(value) if self.versions else 0
         is_written = inplace or (self.versions and memory.version != version)
@@ -622,6 +631,16 @@ class Recorder:
             memory.blank = None
         self._read(record, value, geometry, view_of, memory, keep)
         return view_of, stride, geometry[0] - memory.start
+
+    def _lies_in(self, value: Tensor) -> tuple[int | None, list[int] | None]:
+        """Return the first record of a value's memory, and its offset and strides there.
+
+        None for what reads other numbers there than the memory holds.
+        """
+        memory = self._memory.get(value.untyped_storage()._cdata)
+        if memory is None or value.is_conj() or value.is_neg():
+            return None, None
+        return memory.first, [int(value.storage_offset()), *value.stride()]
 
     def _read(
         self,

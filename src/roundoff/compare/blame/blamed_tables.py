@@ -30,10 +30,15 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
-            if twin.row.numel == value.row.numel and _may_be_one(kind, other_kind):
+            if _numel(twin) == _numel(value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
                 return Blamed(value, twin, words, is_operator=True)
     return None
+
+
+def _numel(value: Value) -> int | None:
+    """Return how many elements a value has; one that a call computes inside is not its row's."""
+    return value.row.numel if value.tensor is None else value.tensor.numel()
 
 
 def _difference(sides: Sides, twin: Value, value: Value) -> str:

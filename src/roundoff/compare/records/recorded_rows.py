@@ -50,6 +50,8 @@ class RecordedRow:
     shape: Sequence[int] | None = None
     stride: Sequence[int] | None = None
     offset: int | None = None
+    memory: int | None = None
+    memory_layout: Sequence[int] | None = None
     numel: int | None = None
     min: float | None = None
     max: float | None = None
@@ -110,22 +112,6 @@ class RecordedRow:
 
 
 Rows = Mapping[int, RecordedRow]
-
-
-def whole_before(
-    rows: Rows, written: RecordedRow, alias: RecordedRow
-) -> RecordedRow | None:
-    """Return the tensor that was written through a view, as it was before.
-
-    Args:
-        rows: of the step.
-        written: the view, after it was written.
-        alias: the tensor, afterwards.
-    """
-    source = rows.get(written.inputs[0]) if written.inputs else None
-    while source is not None and source.numel != alias.numel:
-        source = rows.get(source.inputs[0]) if source.inputs else None
-    return source
 
 
 def was_there_before(rows: Rows, row: RecordedRow) -> bool:

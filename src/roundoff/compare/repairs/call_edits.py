@@ -70,6 +70,7 @@ _COMPARE = operators_that("say which is larger")
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 #: Ports write them out, as other libraries have them.
 _ACTIVATIONS = sorted(operators_that("activate"))
+_SPREADS = sorted(operators_that("turn one spread into another"))
 _DIGITS = re.compile(r"\d+")
 _NUMBERS = ("number", "float", "Tensor")
 #: What one of them does with a number, the other does with its reciprocal.
@@ -1184,6 +1185,18 @@ def _negated(call: TracedCall, _: Ingredients) -> Iterator[Template]:
         yield _followed(Insertion(step, {}, "a change of sign", ()))
 
 
+def _other_spreads(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """The root, the square or the logarithm of its result: a deviation for a variance."""
+    least = call.first.min
+    if least is None or call.first.base_operator in _RESHAPE | _PERMUTE:
+        return
+    for name in _SPREADS:
+        if getattr(torch, name)(torch.tensor(least)).isnan():
+            continue
+        step = EditStep(f"aten.{name}.default", [[{"record": BEFORE}], {}])
+        yield _followed(Insertion(step, {}, name, ()))
+
+
 def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """A call of the reference after it, or another value added to it."""
     if call.first.base_operator in _RESHAPE:
@@ -1282,6 +1295,7 @@ _KINDS = (
     (LEFT_OUT, _left_out),
     (INPUT, _other_inputs),
     (ONE_MORE, _negated),
+    (ONE_MORE, _other_spreads),
     (ONE_MORE, _shared_constants),
     (ONE_MORE, _reciprocals),
     (ONE_MORE, _one_more),

@@ -20,8 +20,8 @@ from roundoff.compare.records.recorded_calls import CannotRun, is_written_in_pyt
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     was_there_before,
-    whole_before,
 )
+from roundoff.compare.records.shared_memory import put_together
 from roundoff.compare.values.value_flow import Flow
 from roundoff.errors import RunError
 from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
@@ -321,88 +321,19 @@ class TracedProgram:
         """Return the records whose change changes what an entry makes."""
         if isinstance(entry, TracedCall):
             return {record for row in entry.rows for record in row.inputs}
-        untouched = self._untouched(entry)
-        if untouched is not None:
-            return {untouched}
-        read = set(entry.inputs)
-        rows = self.flow.step.rows
-        written = rows.get(entry.inputs[0])
-        before = None if written is None else whole_before(rows, written, entry)
-        return read if before is None else {*read, before.record}
+        shown = self.flow.memory.shown(entry)
+        if shown is None:
+            return set(entry.inputs)
+        return {row.record for row in (shown.base, *shown.writes)}
 
     def _written_through(
         self, alias: RecordedRow, changed: Mapping[int, Tensor]
     ) -> Tensor:
         """Return a tensor after one of its views was written."""
-        untouched = self._untouched(alias)
-        if untouched is not None:
-            return self._value(untouched, changed)
-        rows = self.flow.step.rows
-        written = rows[alias.inputs[0]]
-        source = whole_before(rows, written, alias)
-        if source is None:
-            raise CannotRun("what it is a view of was not recorded")
-        values = self._value(written.record, changed)
-        whole = self._value(source.record, changed).contiguous().clone()
-        if written.numel == alias.numel and values.numel() == whole.numel():
-            return _in_memory(values, written, alias)
-        place = rows[written.inputs[0]] if written.is_call else written
-        if place.stride is None or place.shape is None:
+        shown = self.flow.memory.shown(alias)
+        if shown is None:
             raise CannotRun("where it was written was not recorded")
-        offset = (place.offset or 0) - (alias.offset or 0)
-        try:
-            view = whole.as_strided(list(place.shape), list(place.stride), offset)
-        except RuntimeError as error:  # beyond the end
-            raise CannotRun("it was written where the whole is not") from error
-        if view.shape != values.shape:
-            raise CannotRun("what is written has another shape")
-        view.copy_(values)
-        return whole
-
-    def _untouched(self, alias: RecordedRow) -> int | None:
-        """Return the record that a view holds still, where its neighbour was written.
-
-        The gates that a kernel cuts out of one tensor share its storage; which of them a
-        write has changed, their statistics say. None for one that was changed.
-        """
-        written = self.flow.step.rows.get(alias.inputs[0])
-        numbers = _statistics(alias)
-        if written is None or numbers is None or written.numel != alias.numel:
-            return None
-        if _statistics(written) == numbers:
-            return None
-        records = self._by_statistics.get(numbers, ())
-        return max((r for r in records if r < alias.record), default=None)
-
-    @cached_property
-    def _by_statistics(self) -> Mapping[object, list[int]]:
-        records: dict[object, list[int]] = {}
-        for row in self.flow.step.rows.values():
-            numbers = _statistics(row)
-            if numbers is not None:
-                records.setdefault(numbers, []).append(row.record)
-        return records
-
-
-def _in_memory(values: Tensor, written: RecordedRow, alias: RecordedRow) -> Tensor:
-    """Return what another view of all of the memory of a value shows."""
-    shape = list(alias.shape or ())
-    if written.stride is None or alias.stride is None:
-        return values.reshape(shape)
-    memory = torch.empty_like(values).reshape(-1)
-    try:
-        memory.as_strided(values.shape, list(written.stride)).copy_(values)
-        return memory.as_strided(shape, list(alias.stride)).contiguous()
-    except RuntimeError as error:  # beyond the end
-        raise CannotRun("it was written where the whole is not") from error
-
-
-def _statistics(row: RecordedRow) -> object | None:
-    """Return what is equal for two recordings of one tensor; None where it is not known."""
-    numbers = (row.min, row.max, row.mean, row.l2, row.std)
-    if None in numbers:
-        return None
-    return tuple(row.shape or ()), *numbers
+        return put_together(alias, shown, lambda key: self._value(key, changed))
 
 
 def records_in(value: Any) -> list[int]:

@@ -14,8 +14,8 @@ from roundoff.compare.records.recorded_rows import (
     Rows,
     first_rows,
     was_there_before,
-    whole_before,
 )
+from roundoff.compare.records.shared_memory import SharedMemory
 from roundoff.compare.records.value_sketch import (
     Sketch,
     sketch_of_row,
@@ -99,6 +99,7 @@ class Flow:
 
     Attributes:
         step: the recorded step.
+        memory: which values lie in the same memory.
         values: by key.
         first: the first row of each call, which has its arguments.
         trained: names of the parameters that get a gradient.
@@ -106,6 +107,7 @@ class Flow:
     """
 
     step: RecordedStep
+    memory: SharedMemory
     values: dict[int, Value] = field(default_factory=dict)
     first: Mapping[int, RecordedRow] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
@@ -163,11 +165,12 @@ def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
     """
     if trained is None:
         trained = _trained(step)
-    flow = Flow(step, first=first_rows(step.rows), trained=trained)
+    memory = SharedMemory(step.rows)
+    flow = Flow(step, memory, first=first_rows(step.rows), trained=trained)
     by_blob: dict[object, Sketch | None] = {}
     for record, row in step.rows.items():
         sketch = _sketch(step, row, by_blob)
-        inputs = tuple(i for i in _made_of(step.rows, row) if i in step.rows)
+        inputs = tuple(i for i in _made_of(step.rows, memory, row) if i in step.rows)
         flow.values[record] = Value(
             record, row, row.base_operator, inputs, sketch, (record, 0)
         )
@@ -250,7 +253,7 @@ def _made_of_leaves(
     return passing
 
 
-def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
+def _made_of(rows: Rows, memory: SharedMemory, row: RecordedRow) -> list[int]:
     """Return the records that a row is made of.
 
     A tensor of which a view was written is also made of what it was before. What was
@@ -258,12 +261,10 @@ def _made_of(rows: Rows, row: RecordedRow) -> list[int]:
     """
     if was_there_before(rows, row):
         return []
-    read = row.values_read()
-    written = rows.get(read[0]) if len(read) == 1 and not row.is_call else None
-    if written is None or not written.inplace or written.numel == row.numel:
-        return read
-    before = whole_before(rows, written, row)
-    return read if before is None else [*read, before.record]
+    shown = None if row.is_call else memory.shown(row)
+    if shown is None:
+        return row.values_read()
+    return [each.record for each in (*reversed(shown.writes), shown.base)]
 
 
 def _trained(step: RecordedStep) -> frozenset[str]:

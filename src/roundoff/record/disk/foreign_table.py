@@ -24,7 +24,7 @@ _TOGETHER = (
     ("min", "max", "mean", "l2", "std"),
     ("nan", "posinf", "neginf", "zero", "subnormal"),
 )
-_LISTS = ("shape", "stride", "inputs", "exponents")
+_LISTS = ("shape", "stride", "memory_layout", "inputs", "exponents")
 
 
 def check_table(path: Path) -> None:

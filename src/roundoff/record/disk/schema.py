@@ -101,6 +101,10 @@ class TensorRecord:
     #: values of a sparse or nested tensor, the shard of a distributed one
     stride: Sequence[int] | None = _column(_INTEGERS)
     offset: int | None = _column(pl.Int64)
+    #: the first record of the memory that it lies in
+    memory: int | None = _column(pl.Int64)
+    #: where in that memory, in elements: its offset, then its strides
+    memory_layout: Sequence[int] | None = _column(_INTEGERS)
     device: str | None = _column(pl.Utf8)
     #: strided | sparse_coo | nested ...
     layout: str | None = _column(pl.Utf8)

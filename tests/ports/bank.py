@@ -104,6 +104,7 @@ NETWORKS = (
     "arcface",
     "charlm",
     "wrn",
+    "shufflenet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -153,6 +154,7 @@ KEPT_APART = (
     "arcface",
     "charlm",
     "wrn",
+    "shufflenet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

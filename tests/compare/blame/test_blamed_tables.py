@@ -96,3 +96,32 @@ def test_single_numbers_are_no_tables(program, sides_of):
     part = parted(sides, keys, others, phase)
     assert part is not None
     assert blamed_table(sides, part) is None
+
+
+def with_channels_last(m, x):
+    scale = torch.rsqrt(m.spread + 1e-2)
+    x = x.permute(0, 2, 1) * scale
+    return torch.clamp(x, min=0).sum(1) @ m.last
+
+
+def with_channels_first(m, x):
+    x = F.batch_norm(x, torch.zeros(6), m.spread, eps=1e-5)
+    return F.relu(x).sum(2) @ m.last
+
+
+def test_a_table_inside_a_call_is_as_long_as_itself(program, sides_of):
+    class Spread(torch.nn.Module):
+        def __init__(self, work):
+            super().__init__()
+            self.work = work
+            self.register_buffer("spread", drawn(6, seed=7).square() + 0.5)
+            self.register_buffer("last", drawn(6, 4, seed=8))
+
+        def forward(self, x):
+            return self.work(self, x)
+
+    pictures = drawn(5, 6, 3, seed=9)
+    sides = sides_of(Spread(with_channels_first), Spread(with_channels_last), pictures)
+    ours, theirs, phase = outputs(sides)
+    blamed = blamed_table(sides, parted(sides, ours, theirs, phase))
+    assert blamed.value.operator == "rsqrt"

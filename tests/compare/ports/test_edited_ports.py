@@ -463,3 +463,53 @@ def test_all_that_is_left_out_is_named_from_the_first_on(program, step_of):
         __file__, int(row.blamed_reference_line.rpartition(":")[2])
     )
     assert "F.linear(x, m.mix)" in line
+
+
+SPREAD = {
+    "gain": drawn(6, seed=31),
+    "shift": drawn(6, seed=32),
+    "middle": drawn(6, seed=33),
+    "variance": drawn(6, seed=34).square() + 0.3,
+    "last": drawn(3, 6, seed=35),
+}
+PICTURES = drawn(5, 6, 4, seed=36)
+
+
+def with_running_variance(m, x):
+    x = F.batch_norm(x, m.middle, m.variance, m.gain, m.shift, eps=1e-3)
+    return torch.tanh(x).mean(2) @ m.last.t()
+
+
+def with_a_scale(m, x, fault):
+    spread = m.variance + 1e-3
+    if fault == "root":
+        scale = m.gain / spread
+    elif fault == "twice":
+        scale = m.gain / spread.sqrt().sqrt()
+    else:
+        scale = m.gain * spread.rsqrt()
+    shift = m.shift - m.middle * scale
+    x = x * scale[:, None] + shift[:, None]
+    return torch.mm(torch.tanh(x).sum(2) / 4, m.last.t())
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "words"),
+    [
+        ("", "", ""),
+        ("root", "spread", "left out is sqrt"),
+        ("twice", "spread.sqrt().sqrt()", "not sqrt"),
+    ],
+)
+def test_a_variance_for_a_deviation_is_named(program, step_of, fault, text, words):
+    sides = Sides(
+        step_of(program(with_running_variance, **SPREAD), PICTURES),
+        step_of(program(lambda m, x: with_a_scale(m, x, fault), **SPREAD), PICTURES),
+    )
+    rows = compare_port(sides, EarlierSteps())
+    rows = [row for row in rows if row.cause == "own"]
+    assert bool(rows) == bool(fault)
+    for row in rows:
+        number = int((row.blamed_line or row.line).rpartition(":")[2])
+        assert text in linecache.getline(__file__, number)
+        assert words in row.evidence

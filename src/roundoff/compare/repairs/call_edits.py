@@ -1185,7 +1185,7 @@ def _negated(call: TracedCall, _: Ingredients) -> Iterator[Template]:
         yield _followed(Insertion(step, {}, "a change of sign", ()))
 
 
-def _other_spreads(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+def _other_spreads(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """The root, the square or the logarithm of its result: a deviation for a variance."""
     least = call.first.min
     if least is None or call.first.base_operator in _RESHAPE | _PERMUTE:

@@ -441,6 +441,15 @@ def no_gradient():
         return torch.ones(3).exp(), "exp"
 
 
+def gates_under_no_grad():
+    packed = nn.Parameter(torch.zeros(6, 2))
+    with torch.no_grad():
+        # after the first, torch forbids to ask the others who made them
+        for gate in packed.chunk(3):
+            nn.init.orthogonal_(gate)
+    return packed, "copy_"
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -458,6 +467,7 @@ def no_gradient():
         quantized,
         meta,
         no_gradient,
+        gates_under_no_grad,
         zeros_without_memory,
         freed,
         forward_mode,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from roundoff.record.graph_node import node_of
 from roundoff.record.loader_log import described
 from roundoff.record.source_lines import user_line
 
@@ -89,7 +90,7 @@ def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 
 
 def _is_label(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is None and value.dim() > 0
+    return isinstance(value, Tensor) and node_of(value) is None and value.dim() > 0
 
 
 def average_of(model: Any) -> str:

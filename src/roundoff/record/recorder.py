@@ -26,6 +26,7 @@ from roundoff.ops import (
     recorded_operator,
     unwrapped,
 )
+from roundoff.record.graph_node import node_of
 from roundoff.record.statistics import STATISTICS, Statistics, in_memory_order
 
 #: How the elements of memory are read: their format, whether conjugated, whether negated.
@@ -775,7 +776,7 @@ def _leaf_operator(tensor: Tensor, name: str | None) -> str:
     if name is not None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return "parameter" if is_parameter else "buffer"
-    if type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
+    if type(node_of(tensor)).__name__.startswith("CompiledFunction"):
         return "compiled"  # the boundary of a compiled region
     return "input"
 

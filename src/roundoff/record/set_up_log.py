@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from roundoff.record.graph_capture import in_graph_capture
+from roundoff.record.graph_node import node_of
 from roundoff.record.loader_log import LoaderLog
 from roundoff.record.loss_log import LOSSES, LossLog, average_of
 from roundoff.record.model_facts import (
@@ -249,7 +250,7 @@ class SetUpLog:
         if not isinstance(leaf, Tensor):
             return False
         alive = (reference() for reference in self._returned)
-        return leaf.grad_fn is not None or any(
+        return node_of(leaf) is not None or any(
             tensor is not None and _share_memory(leaf, tensor) for tensor in alive
         )
 

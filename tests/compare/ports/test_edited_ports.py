@@ -513,3 +513,33 @@ def test_a_variance_for_a_deviation_is_named(program, step_of, fault, text, word
         number = int((row.blamed_line or row.line).rpartition(":")[2])
         assert text in linecache.getline(__file__, number)
         assert words in row.evidence
+
+
+SCORES = {"last": drawn(6, 8, seed=41) * 2}
+CLASSES = torch.tensor([0, 3, 5, 1, 2, 2])
+
+
+def smoothed(m, x):
+    return F.cross_entropy(F.linear(x, m.last), CLASSES, label_smoothing=0.1)
+
+
+def smoothed_by_hand(m, x, is_weighed):
+    scores = x @ m.last.t()
+    right = scores.gather(1, CLASSES[:, None])[:, 0]
+    if is_weighed:
+        mixed = 0.9 * right + 0.1 * scores.mean(1)
+    else:
+        mixed = right + 0.1 * scores.mean(1)
+    return (scores.logsumexp(1) - mixed).mean()
+
+
+@pytest.mark.parametrize("is_weighed", [True, False])
+def test_weights_of_a_sum_belong_together(program, step_of, is_weighed):
+    port = program(lambda m, x: smoothed_by_hand(m, x, is_weighed), **SCORES)
+    sides = Sides(step_of(program(smoothed, **SCORES), X), step_of(port, X))
+    rows = [r for r in compare_port(sides, EarlierSteps()) if r.cause == "own"]
+    assert bool(rows) != is_weighed
+    for row in rows:
+        number = int((row.blamed_line or row.line).rpartition(":")[2])
+        assert "mixed = right + " in linecache.getline(__file__, number)
+        assert "followed by a product with 0.9" in row.evidence

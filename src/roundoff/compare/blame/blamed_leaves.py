@@ -731,8 +731,9 @@ def _in_words(leaf: Value, wanted: Value, ours: Tensor, theirs: Tensor) -> str:
 def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     """Return a parameter that holds what another one does too, in place of a lost one.
 
-    The reference has both; the candidate has one of them twice. Of the two holders the
-    later one is named where the reference has the lost one after the other.
+    The reference has both; the candidate has one of them twice. Named is a holder that
+    nothing reads rightly; of several the later one where the reference has the lost one
+    after the other.
     """
     lost = {
         leaf.key: leaf
@@ -753,7 +754,9 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
             continue
         other = next((m for m in missing if _same_place(sides, piece, m)), None)
         if other is not None:
-            leaf = leaves[-1] if other > piece else leaves[0]
+            wrong = [each for each in leaves if not is_right_elsewhere(sides, each)]
+            wrong = wrong or leaves
+            leaf = wrong[-1] if other > piece else wrong[0]
             return _held_twice(sides, leaf, piece, other)
     return None
 

@@ -217,7 +217,9 @@ def written_through_views(rows: Rows) -> set[str]:
 def last_named(rows: Rows) -> dict[str, RecordedRow]:
     """Return the last row of each parameter, buffer and gradient by its name.
 
-    Nothing for one of which a view is written after it: what is there then was not seen.
+    What is written through another view of all of one (``detach``, ``state_dict``) has its
+    name here. Nothing for one of which a part is written last: what is there then was not
+    seen.
     """
     last: dict[str, RecordedRow] = {}
     for row in rows.values():
@@ -227,6 +229,18 @@ def last_named(rows: Rows) -> dict[str, RecordedRow]:
             written = rows.get(row.inputs[0])
             while written is not None and written.view_of is not None:
                 written = rows.get(written.view_of)
-            if written is not None and written.name:
+            if written is None or not written.name:
+                continue
+            if _is_same_view(row, written):
+                last[written.name] = replace(row, name=written.name)
+            else:
                 last.pop(written.name, None)
     return last
+
+
+def _is_same_view(one: RecordedRow, other: RecordedRow) -> bool:
+    """Return True for the same elements of one memory in the same shape."""
+    return one.memory is not None and (
+        (one.memory, one.memory_layout, one.shape, one.dtype)
+        == (other.memory, other.memory_layout, other.shape, other.dtype)
+    )

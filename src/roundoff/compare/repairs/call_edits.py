@@ -1211,7 +1211,8 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
             yield _followed(insertion)
     for number in ingredients.constants:
         step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
-        yield _followed(Insertion(step, {}, f"a product with {number:.6g}", ()))
+        words = f"a product with {number:.6g}"
+        yield _followed(Insertion(step, {}, words, ()), scales=True)
     for choose in ingredients.similar(call, call.rows[0].record):
         yield _with_another("aten.add.Tensor", choose, ADDED)
     for place, record in enumerate(records_in(call.parsed)[:2]):
@@ -1219,13 +1220,13 @@ def _one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
             yield _scaled_input(place, choose)
 
 
-def _followed(insertion: Insertion) -> Template:
+def _followed(insertion: Insertion, *, scales: bool = False) -> Template:
     def template(call: TracedCall) -> Edit | None:
         if insertion.shape not in ((), tuple(call.first.shape or ())):
             return None
         first = EditStep(call.first.overload or "", call.parsed)
         words = f"followed by {insertion.words}"
-        return Edit((first, insertion.step), words, insertion.held)
+        return Edit((first, insertion.step), words, insertion.held, scales=scales)
 
     return template
 

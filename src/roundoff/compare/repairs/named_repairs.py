@@ -14,12 +14,14 @@ from roundoff.compare.blame.blamed_leaves import (
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.repairs.call_edits import ADDED, INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 _JOIN = operators_that("join")
+_MOVE = operators_that("move values")
 #: Give all elements of their input, in other places.
 _TURNS = (
     operators_that("reshape")
@@ -82,6 +84,10 @@ def blamed_for(
         return Blamed(negative, wanted, words, line=value.row.line)
     if repair.factor is not None:
         value = _beside_factor(sides.candidate, value, repair.factor) or value
+    total = _weighed_sum(sides.candidate, value) if repair.scales else None
+    if total is not None:
+        words = f"with {there(value)} {words}"
+        value = total
     line = None
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
@@ -129,8 +135,34 @@ def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:
     return made
 
 
+def _weighed_sum(flow: Flow, value: Value) -> Value | None:
+    """Return the sum that a value goes into, if its other term is weighed on that line.
+
+    The weights of a sum belong together.
+    """
+    while True:
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        if len(readers) != 1:
+            return None
+        [reader] = readers
+        if reader.operator in DIFFERENCES:
+            break
+        if reader.computes and reader.operator not in _MOVE:
+            return None
+        value = reader
+    others = [
+        flow.behind(k) for k in reader.inputs if k in flow.values and k != value.key
+    ]
+    is_weighed = any(
+        other.operator in PRODUCTS and other.row.line == reader.row.line
+        for other in others
+    )
+    return reader if is_weighed else None
+
+
 def there(twin: Value) -> str:
-    """Return a call of the reference in words: its operator, site and line."""
+    """Return a call in words: its operator, site and line."""
     line = f" ({twin.row.line})" if twin.row.line else ""
     return f"{twin.operator} of {twin.row.site}{line}"
 

@@ -1,6 +1,7 @@
 """Does a table of a few numbers stand in another order: the means of colours, a box's scales?
 
-The reference has the same numbers. A port may hold its channels backwards, or a box from its
+The reference has the same numbers, or multiples of them: of pictures whose values go up to
+255, or to 1. A port may hold its channels backwards, or a box from its
 top: then what goes with them has to stand so too, and no value says in which order but those
 that follow. So the orders are tried.
 """
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
-from roundoff.compare.repairs.repair_trials import BUDGET, Region, Trials
+from roundoff.compare.repairs.repair_trials import BUDGET, TINY, Region, Trials
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides, upstream
 
 #: Numbers of which all orders are tried.
 FEW = 4
+#: Two tables of means are one up to this: written with three digits or more.
+ROUNDED = 1e-3
 #: Numbers of a table; more are data.
 MOST = 16
 
@@ -28,13 +31,12 @@ MOST = 16
 def ordered_constant(sides: Sides, trials: Trials, region: Region) -> Blamed | None:
     """Return a table of numbers with which, in another order, all results are right."""
     trials.left = BUDGET
-    for leaf in _tables(sides, region):
-        held = sides.candidate.tensor(leaf.key)
-        for moved in _in_other_orders(held) if held is not None else ():
+    for leaf, held, twin in _tables(sides, region):
+        for moved in _in_other_orders(held):
             if trials.left < 0:
                 return None
             if trials.outcome({}, {leaf.key: moved}, is_patient=True)[0]:
-                return _blamed(sides, leaf, moved)
+                return _blamed(leaf, twin, moved)
     return None
 
 
@@ -46,27 +48,63 @@ def _in_other_orders(table: Tensor) -> Iterator[Tensor]:
             yield moved.reshape(table.shape)
 
 
-def _tables(sides: Sides, region: Region) -> list[Value]:
-    """Return the tables that a wrong region is made of, the reference's up to their order."""
+def _tables(sides: Sides, region: Region) -> Iterator[tuple[Value, Tensor, Value]]:
+    """Yield the tables that a wrong region is made of, with what they hold and the
+    reference's of the same numbers in any order."""
     flow = sides.candidate
     made_of = upstream(flow, sorted(region.parted), lambda _value: True)
-    leaves = [flow.values[key] for key in sorted(made_of)]
-    leaves = [leaf for leaf in leaves if _is_table(leaf)]
-    leaves = [leaf for leaf in leaves if not _are_places(flow.tensor(leaf.key))]
-    return [leaf for leaf in leaves if sides.all_twins(leaf)]
+    for leaf in (flow.values[key] for key in sorted(made_of)):
+        held = flow.tensor(leaf.key) if _is_table(leaf) else None
+        if held is None or _are_places(held):
+            continue
+        twin = _twin_of(sides, leaf, held)
+        if twin is not None:
+            yield leaf, held, twin
+
+
+def _twin_of(sides: Sides, leaf: Value, held: Tensor) -> Value | None:
+    """Return the reference's table of the same numbers, or of multiples of them."""
+    reference = sides.reference
+    for key in sides.all_twins(leaf):
+        return reference.values[key]
+    for other in reference.values.values():
+        content = reference.tensor(other.key) if _may_be_table(other) else None
+        if content is not None and _are_multiples(held, content):
+            return other
+    return None
+
+
+def _are_multiples(one: Tensor, other: Tensor) -> bool:
+    """Return True for tables that are the same in some order, but for a factor."""
+    if one.numel() != other.numel() or not _are_numbers(one, other):
+        return False
+    a = one.reshape(-1).double().sort().values
+    b = other.reshape(-1).double().sort().values
+    factor = float(a @ b) / max(float(b @ b), TINY)
+    apart = float((a - factor * b).norm())
+    return factor > 0 and apart <= ROUNDED * float(a.norm())
+
+
+def _are_numbers(*tables: Tensor) -> bool:
+    return all(each.is_floating_point() and each.isfinite().all() for each in tables)
 
 
 def _is_table(leaf: Value) -> bool:
     """Return True for a few numbers that the program has written down."""
-    is_leaf = not leaf.is_call and not leaf.inputs and not leaf.row.name
+    return _may_be_table(leaf) and not leaf.row.name and leaf.row.line is not None
+
+
+def _may_be_table(leaf: Value) -> bool:
+    """Return True for a few numbers, or whole numbers, that are there before the step."""
+    is_leaf = not leaf.is_call and not leaf.inputs
     is_few = 1 < (leaf.row.numel or 0) <= MOST and leaf.row.dtype != "bool"
-    return is_leaf and is_few and leaf.row.line is not None and not leaf.says_nothing
+    return is_leaf and is_few and not leaf.says_nothing
 
 
-def _are_places(numbers: Tensor | None) -> bool:
+def _are_places(numbers: Tensor) -> bool:
     """Return True for each number from nought on: which place goes where."""
-    if numbers is None or numbers.is_floating_point():
-        return numbers is None
+    if numbers.is_floating_point():
+        return False
     rising = numbers.reshape(-1).sort().values
     return torch.equal(rising, torch.arange(rising.numel(), dtype=rising.dtype))
 
@@ -90,8 +128,7 @@ def _orders(count: int) -> Iterator[tuple[int, ...]]:
         yield tuple(place // 2 + half * (place % 2) for place in places)
 
 
-def _blamed(sides: Sides, leaf: Value, right: Tensor) -> Blamed:
-    twin = sides.reference.values[sides.all_twins(leaf)[0]]
+def _blamed(leaf: Value, twin: Value, right: Tensor) -> Blamed:
     line = f" ({twin.row.line})" if twin.row.line else ""
     numbers = ", ".join(f"{number:.6g}" for number in right.reshape(-1).tolist())
     words = (

@@ -153,6 +153,7 @@ class Repair:
         exchanges: True where it exchanges parts of one value.
         is_whole: True where it is made in all calls of the place.
         factor: the record of a value that the call's input is multiplied with.
+        scales: True where the call's result is multiplied with a number.
         edited: all calls that are edited.
     """
 
@@ -165,6 +166,7 @@ class Repair:
     exchanges: bool = False
     is_whole: bool = True
     factor: int | None = None
+    scales: bool = False
     edited: frozenset[int] = frozenset()
 
     @property
@@ -638,6 +640,7 @@ def _tried(
         proposal.exchanges,
         is_whole=is_whole and len(edits) >= len(family),
         factor=edit.factor,
+        scales=edit.scales,
         edited=frozenset(edits),
     )
 

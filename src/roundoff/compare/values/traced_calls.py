@@ -70,6 +70,7 @@ class Edit:
         places: which of the results of the last step stand at each place; None: as they
             come.
         factor: the record of a value that an input is multiplied with.
+        scales: True where the result is multiplied with a number.
     """
 
     steps: tuple[EditStep, ...]
@@ -77,6 +78,7 @@ class Edit:
     held: Mapping[int, Tensor] = field(default_factory=dict)
     places: tuple[int, ...] | None = None
     factor: int | None = None
+    scales: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import combinations, product, repeat
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import (
     Blamed,

@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import combinations, product, repeat
 
 import torch
-from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import (
     Blamed,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -36,6 +37,7 @@ from roundoff.compare.portions.comparison import (
     without_tensors,
 )
 from roundoff.compare.portions.stages import named_as_whole
+from roundoff.compare.ports.left_averages import left_average_causes
 from roundoff.compare.ports.port_comparison import by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
     agreeing_by_values,
@@ -64,7 +66,14 @@ from roundoff.compare.values.restored_step import (
 )
 from roundoff.errors import RunError
 from roundoff.ops import calls_of_others
-from roundoff.record import LoopEvent, Run, StepTensors, as_run, site_name
+from roundoff.record import (
+    LoopEvent,
+    Run,
+    StepTensors,
+    TensorContent,
+    as_run,
+    site_name,
+)
 
 #: Two rows are at the same place of the program where these agree.
 _PLACE = (
@@ -459,6 +468,10 @@ class _RankComparison:
         modules = self._settings.modules
         if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
             self._is_one_program = False
+            if not self._differs:
+                self.causes += left_average_causes(
+                    sides, *self._held, rank=self._rank, step=step
+                )
             return [*rows]
         compared = ComparedStep(
             sides=sides,
@@ -482,6 +495,17 @@ class _RankComparison:
             relabelled(row) if is_shown(row, causes, tensors=tensors) else row
             for row in rows
         ]
+
+    @cached_property
+    def _held(self) -> tuple[Sequence[TensorContent], frozenset[str]]:
+        """What the candidate held before its first step, and the names that its steps have."""
+        try:
+            set_up = self._candidate.set_up(self._rank)
+            named = self._candidate.part(self._rank).select(pl.col("name").unique())
+            names = self._candidate.collected(named)["name"].drop_nulls()
+        except RunError:
+            return (), frozenset()
+        return (() if set_up is None else set_up.parameters), frozenset(names)
 
     def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
         """Return a step of a run; ``rank``: another one than that of this comparison.

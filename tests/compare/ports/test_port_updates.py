@@ -162,6 +162,16 @@ class Wrapping(WithAverage):
         self.average.lerp_(weight, self.share)
 
 
+class ThroughAView(WithAverage):
+    """The average is written as ``state_dict`` hands it out."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        [weight] = self.param_groups[0]["params"]
+        weight.data.sub_(RATE * weight.grad)
+        self.average.detach().lerp_(weight, self.share)
+
+
 class Averaged(nn.Module):
     def __init__(self, *, turned):
         super().__init__()
@@ -180,7 +190,7 @@ class Averaged(nn.Module):
 
 @pytest.mark.parametrize("tensors", [True, False])
 @pytest.mark.parametrize("share", [0.1, 0.02])
-@pytest.mark.parametrize("reference", [WithAverage, Wrapping])
+@pytest.mark.parametrize("reference", [WithAverage, Wrapping, ThroughAView])
 def test_an_average_that_no_gradient_reaches_is_compared(
     reference, share, tensors, tmp_path
 ):

@@ -16,12 +16,7 @@ from itertools import combinations, product, repeat
 
 import torch
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    is_close,
-    leaves_of,
-    of_leaves_alone,
-)
+from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, of_leaves_alone
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.parameter_content import EQUAL, REORDERED, relation
 from roundoff.compare.records.recorded_rows import shape_read_first
@@ -619,14 +614,12 @@ def left_out(
                     idle = _idle_leaf(sides, last, [twin.key])
                     if idle is not None:
                         return idle
-                    move = _move_left_out(sides, value, held, twin)
-                    missing = twin if move is None else move
                     named, line = lines.of_left_out(
-                        last, missing, is_right_elsewhere=not is_wrong_everywhere
+                        last, twin, is_right_elsewhere=not is_wrong_everywhere
                     )
-                    first = move or _first_left_out(reference, twin, twins)
-                    words = f"left out is {there(missing)}"
-                    if first.row.line != missing.row.line:
+                    first = _first_left_out(reference, twin, twins)
+                    words = f"left out is {there(twin)}"
+                    if first.row.line != twin.row.line:
                         words = f"left out is all from {there(first)} to {there(twin)}"
                     return Blamed(named, first, words, is_operator=True, line=line)
     return None
@@ -678,29 +671,6 @@ def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:
     ]
     computing = [v for v in reading if not _hands_on(v) and v.row.line is not None]
     return min(computing, key=lambda value: value.order, default=last)
-
-
-def _move_left_out(
-    sides: Sides, value: Value, held: Tensor, last: Value
-) -> Value | None:
-    """Return what first brings a value of the reference into another order before the last
-    is made of it.
-
-    Its elements are those of the candidate's value, and it agrees.
-    """
-    reference = sides.reference
-    before = upstream(reference, [last.key], lambda _: True)
-    is_in_order = False
-    for key in sorted(before & set(sides.all_twins(value))):
-        content = reference.tensor(key)
-        if content is None or sorted(content.shape) != sorted(held.shape):
-            continue
-        moved = list(in_layout_of(sides, held, content))
-        if any(is_close(each, held) for each in moved):
-            is_in_order = True
-        elif moved and is_in_order:
-            return reference.values[key]
-    return None
 
 
 def _moved_on(flow: Flow, value: Value) -> Value:

@@ -1,0 +1,101 @@
+"""Copies that a step of the reference moves, and the candidate holds and never touches.
+
+What no recorded step of a program reads has no row there. That it is held, and with which
+values, was noted before the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
+from roundoff.compare.loop.loaded_values import GRADIENT, values_before
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.record import TensorContent
+
+#: Numbers of two recordings of the same values, summed up in another order.
+SAME = 1e-5
+
+
+def left_average_causes(
+    sides: Sides,
+    held: Sequence[TensorContent],
+    touched: Collection[str],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the copies without gradient that only the reference moves.
+
+    Only where the candidate moves others in the same phase: else it may do so after what
+    was recorded.
+
+    Args:
+        sides: the step; the rest of it agrees.
+        held: what the candidate held before its first step.
+        touched: the names that any recorded step of the candidate has.
+        rank: of the step.
+        step: its number.
+    """
+    ours = dict(_moved_copies(sides.reference.rows))
+    phases = {row.phase for _, row in _moved_copies(sides.candidate.rows)}
+    starts = values_before(sides.reference.rows)
+    left: dict[str, RecordedRow] = {}
+    for content in held:
+        if content.name in touched or not content.shape:
+            continue
+        for name, write in ours.items():
+            if write.phase in phases and _holds(content, starts[name]):
+                left[content.name] = write
+                break
+    if not left:
+        return []
+    names = list(left)
+    write = left[names[0]]
+    are, it = ("is", "it") if len(names) == 1 else ("are", "them")
+    evidence = (
+        f"{listed(names)} {are} not changed here, as others are; the reference changes "
+        f"{it} by {with_line(write.operator, write.line)}"
+    )
+    return [
+        Cause(
+            kind=UPDATE,
+            label="missing update",
+            evidence=evidence,
+            step=step,
+            rank=rank,
+            phase=write.phase,
+            name=names[0],
+            names=names,
+            twin=write,
+            decides=True,
+        )
+    ]
+
+
+def _moved_copies(rows: Rows) -> Iterator[tuple[str, RecordedRow]]:
+    """Yield what a step writes outside of modules to named values without a gradient."""
+    starts = values_before(rows)
+    last = last_named(rows)
+    for name, row in last.items():
+        is_copy = not name.endswith(GRADIENT) and f"{name}{GRADIENT}" not in last
+        is_there = name in starts and not starts[name].is_call
+        if is_copy and is_there and row.is_call and not row.module:
+            yield name, row
+
+
+def _holds(content: TensorContent, start: RecordedRow) -> bool:
+    """Return True for the values that a row has, in whatever shape: no constant."""
+    if content.min is None or content.max is None or content.mean is None:
+        return False
+    if math.prod(content.shape) != start.numel or content.min == content.max:
+        return False
+    size = max(abs(content.min), abs(content.max))
+    pairs = zip(
+        (content.min, content.max, content.mean),
+        (start.min, start.max, start.mean),
+        strict=True,
+    )
+    return all(b is not None and abs(a - b) <= SAME * size for a, b in pairs)

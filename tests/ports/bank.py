@@ -105,6 +105,7 @@ NETWORKS = (
     "charlm",
     "wrn",
     "shufflenet",
+    "crnn",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -155,6 +156,7 @@ KEPT_APART = (
     "charlm",
     "wrn",
     "shufflenet",
+    "crnn",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -40,6 +40,8 @@ KEPT_APART = (
     "anomaly",
     "cluster",
     "beam_ctc",
+    "sentiment",
+    "audio_tag",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -1187,8 +1187,12 @@ def _negated(call: TracedCall, _: Ingredients) -> Iterator[Template]:
 
 def _other_spreads(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """The root, the square or the logarithm of its result: a deviation for a variance."""
-    least = call.first.min
-    if least is None or call.first.base_operator in _RESHAPE | _PERMUTE:
+    row = call.first
+    least = row.min
+    # of nothing but zeros the logarithm is a mask
+    if least is None or least == row.max or "float" not in (row.dtype or ""):
+        return
+    if row.base_operator in _RESHAPE | _PERMUTE:
         return
     for name in _SPREADS:
         if getattr(torch, name)(torch.tensor(least)).isnan():

@@ -97,7 +97,7 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
         return False
     if flow.step.tensors is None or row.base_operator in EXACT:
         return False
-    if any(value.row.call == row.call for value in _inner(flow)):
+    if row.call in flow.opened:
         return False
     try:
         func = overload_of(first.overload)
@@ -119,7 +119,7 @@ def _open(flow: Flow, row: RecordedRow) -> bool:
             return copied
 
         args, kwargs = checked_arguments(func, first.arguments, value)
-        watch = _Watch(keys, max(flow.values) + 1)
+        watch = _Watch(keys, flow.next_key)
         with torch.no_grad(), watch:
             result = decomposed(*args, **kwargs)
     except FAILURES:
@@ -151,13 +151,8 @@ def run_decomposed(
     return [each if isinstance(each, Tensor) else None for each in results]
 
 
-def _inner(flow: Flow) -> list[Value]:
-    values = flow.values.values()
-    return [value for value in values if value.inner and not value.is_part]
-
-
 def _enter(flow: Flow, row: RecordedRow, watch: _Watch, result: Any) -> bool:
-    rows = [v.row for v in flow.values.values() if v.row.call == row.call]
+    rows = flow.rows_of(row.call)
     inner = [
         Value(
             key,

@@ -104,6 +104,7 @@ class Flow:
         first: the first row of each call, which has its arguments.
         trained: names of the parameters that get a gradient.
         parts: the keys of the real and imaginary part of each complex value.
+        opened: the calls whose inner values are known.
     """
 
     step: RecordedStep
@@ -112,7 +113,10 @@ class Flow:
     first: Mapping[int, RecordedRow] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
     _readers: dict[int, list[int]] | None = None
+    _rows: dict[int, list[RecordedRow]] | None = None
+    _next_key: int | None = None
 
     @property
     def readers(self) -> Mapping[int, list[int]]:
@@ -125,6 +129,21 @@ class Flow:
             self._readers = readers
         return self._readers
 
+    @property
+    def next_key(self) -> int:
+        """Above all keys."""
+        if self._next_key is None:
+            self._next_key = max(self.values, default=-1) + 1
+        return self._next_key
+
+    def rows_of(self, call: int) -> list[RecordedRow]:
+        """Return the rows of a call."""
+        if self._rows is None:
+            self._rows = {}
+            for row in self.step.rows.values():
+                self._rows.setdefault(row.call, []).append(row)
+        return self._rows.get(call, [])
+
     def tensor(self, key: int) -> Tensor | None:
         """Return a value's tensor; None where none was kept."""
         value = self.values[key]
@@ -134,6 +153,8 @@ class Flow:
         """Add what a call computes inside; ``results``: the last of it, by record."""
         for value in inner:
             self.values[value.key] = value
+            self.opened.add(value.row.call)
+            self._next_key = max(self.next_key, value.key + 1)
         for record, key in results.items():
             self.values[record] = replace(self.values[record], inputs=(key,))
         self._readers = None

@@ -173,11 +173,10 @@ def _outside_of_modules(rows: Rows) -> dict[int, RecordedRow]:
     for record, row in rows.items():
         if row.name or row.phase != "forward":
             continue
-        is_input = not row.is_call and row.operator in ("input", "alias")
-        is_of_data = (
-            row.is_call and not row.module and all(i in data for i in row.inputs)
-        )
-        if is_input or is_of_data:
+        is_input = not row.is_call and row.operator == "input"
+        # another view of memory is of what was written there: a layer's own, or data
+        is_of_data = not row.module and all(i in data for i in row.inputs)
+        if is_input or (is_of_data and (row.is_call or row.operator == "alias")):
             data[record] = row
     return data
 

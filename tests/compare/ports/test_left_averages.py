@@ -61,6 +61,10 @@ class Written(nn.Module):
     def __init__(self, reference, what):
         super().__init__()
         self.what = what
+        # the average as it began, which nothing moves
+        for name, value in reference.slow.state_dict().items():
+            if what == "all" and value.is_floating_point():
+                self.register_buffer(f"first_{name}".replace(".", "_"), value.clone())
         for root in ("net", "slow"):
             for name, value in getattr(reference, root).state_dict().items():
                 held = value.clone().t().contiguous() if value.dim() > 1 else value

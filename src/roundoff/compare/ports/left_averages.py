@@ -17,6 +17,8 @@ from roundoff.record import TensorContent
 
 #: Numbers of two recordings of the same values, summed up in another order.
 SAME = 1e-5
+#: How many, the smallest, the largest and the mean.
+_Content = tuple[int, float | None, float | None, float | None]
 
 
 def left_average_causes(
@@ -30,7 +32,7 @@ def left_average_causes(
     """Return the copies without gradient that only the reference moves.
 
     Only where the candidate moves others in the same phase: else it may do so after what
-    was recorded.
+    was recorded. Of two copies of one content it may move one and keep the other.
 
     Args:
         sides: the step; the rest of it agrees.
@@ -39,15 +41,23 @@ def left_average_causes(
         rank: of the step.
         step: its number.
     """
-    ours = dict(_moved_copies(sides.reference.rows))
-    phases = {row.phase for _, row in _moved_copies(sides.candidate.rows)}
-    starts = values_before(sides.reference.rows)
+    ours = list(_moved_copies(sides.reference.rows))
+    theirs = list(_moved_copies(sides.candidate.rows))
+    phases = {write.phase for _, write in theirs}
+    lost = [
+        (start, write)
+        for start, write in ours
+        if write.phase in phases
+        and not any(_is_same(_content_of(other), start) for other, _ in theirs)
+    ]
     left: dict[str, RecordedRow] = {}
     for content in held:
         if content.name in touched or not content.shape:
             continue
-        for name, write in ours.items():
-            if write.phase in phases and _holds(content, starts[name]):
+        numel = math.prod(content.shape)
+        values = (numel, content.min, content.max, content.mean)
+        for start, write in lost:
+            if _is_same(values, start):
                 left[content.name] = write
                 break
     if not left:
@@ -75,27 +85,29 @@ def left_average_causes(
     ]
 
 
-def _moved_copies(rows: Rows) -> Iterator[tuple[str, RecordedRow]]:
-    """Yield what a step writes outside of modules to named values without a gradient."""
+def _moved_copies(rows: Rows) -> Iterator[tuple[RecordedRow, RecordedRow]]:
+    """Yield named values without a gradient that a step writes outside of modules: as they
+    were, and the write."""
     starts = values_before(rows)
     last = last_named(rows)
     for name, row in last.items():
         is_copy = not name.endswith(GRADIENT) and f"{name}{GRADIENT}" not in last
         is_there = name in starts and not starts[name].is_call
         if is_copy and is_there and row.is_call and not row.module:
-            yield name, row
+            yield starts[name], row
 
 
-def _holds(content: TensorContent, start: RecordedRow) -> bool:
+def _content_of(row: RecordedRow) -> _Content:
+    return row.numel or 0, row.min, row.max, row.mean
+
+
+def _is_same(content: _Content, start: RecordedRow) -> bool:
     """Return True for the values that a row has, in whatever shape: no constant."""
-    if content.min is None or content.max is None or content.mean is None:
+    numel, low, high, mean = content
+    if low is None or high is None or mean is None:
         return False
-    if math.prod(content.shape) != start.numel or content.min == content.max:
+    if numel != start.numel or low == high:
         return False
-    size = max(abs(content.min), abs(content.max))
-    pairs = zip(
-        (content.min, content.max, content.mean),
-        (start.min, start.max, start.mean),
-        strict=True,
-    )
+    size = max(abs(low), abs(high))
+    pairs = zip((low, high, mean), (start.min, start.max, start.mean), strict=True)
     return all(b is not None and abs(a - b) <= SAME * size for a, b in pairs)

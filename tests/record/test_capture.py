@@ -243,35 +243,6 @@ def test_inputs_name_the_records_that_made_them(path):
     assert table[relu["inputs"][0]]["operator"] == "native_batch_norm"
 
 
-class WithOwnGradient(torch.autograd.Function):
-    """Gradients are asked for in the forward pass, which goes on with its own result."""
-
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            made = x.exp()
-            (slope,) = torch.autograd.grad(made.sum(), x)
-        ctx.save_for_backward(slope)
-        return made.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0]
-
-
-def test_a_value_that_a_backward_pass_has_looked_at_is_still_of_the_forward_pass(path):
-    x = torch.ones(3, requires_grad=True)
-    with roundoff.capture(path):
-        (WithOwnGradient.apply(x) * 2).sum().backward()
-    table = {r["record"]: r for r in rows(path).iter_rows(named=True)}
-    forward = [r for r in table.values() if r["phase"] == "forward"]
-    row = next(r for r in forward if r["operator"] == "mul")
-    while row["operator"] != "exp":
-        row = table[row["inputs"][0]]
-        assert row["phase"] == "forward"
-
-
 def test_an_empty_tensor_in_new_memory_is_a_view_of_no_record(path):
     with roundoff.capture(path):
         made = torch.zeros(0, 3)

@@ -317,29 +317,7 @@ class Recorder:
         a row, as it stands.
         """
         record = self.recorded(tensor)
-        if record is None:
-            return self._add_leaf(tensor, source)
-        return self._made_forward(record) if source.phase == "forward" else record
-
-    def _made_forward(self, record: int) -> int:
-        """Return the record of the forward pass that a backward pass has only looked at.
-
-        A function that asks for gradients in its forward pass goes on with its own values.
-        """
-        row = self.rows[record]
-        while row.head.phase == "backward" and not row.inplace and row.inputs:
-            before = self.rows[row.inputs[0]]
-            place = row.memory, row.memory_layout, row.shape, row.dtype
-            if place != (
-                before.memory,
-                before.memory_layout,
-                before.shape,
-                before.dtype,
-            ):
-                break
-            record = row.inputs[0]
-            row = before
-        return record
+        return self._add_leaf(tensor, source) if record is None else record
 
     def recorded(self, tensor: Tensor) -> int | None:
         """Return the record of this value, None where there is none yet."""

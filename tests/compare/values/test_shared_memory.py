@@ -136,7 +136,7 @@ def test_views_made_written_and_read_in_any_order(program, step_of, turns):
             elif what == "w":
                 before.mul_(2)
             else:
-                read = read + before.sum() + view(whole).sum()
+                read = read + before.amax() + view(whole).amax()
         return torch.cat([whole.reshape(-1), read.reshape(1)])
 
     made = with_another_leaf(traced_with(step_of, program, work))

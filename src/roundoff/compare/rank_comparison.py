@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -496,7 +495,7 @@ class _RankComparison:
             for row in rows
         ]
 
-    @cached_property
+    @functools.cached_property
     def _held(self) -> tuple[Sequence[TensorContent], frozenset[str]]:
         """What the candidate held before its first step, and the names that its steps have."""
         try:

@@ -376,6 +376,48 @@ def test_a_parameter_that_one_of_two_passes_does_not_train(compared):
     assert "h.detach() + 0" in text(culprit.line)
 
 
+class Distances(torch.autograd.Function):
+    """Distances [N] from rows [N, C] to others, which makes its gradients with them.
+
+    The backward pass inside reads the root, and the forward pass goes on with it.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, others):
+        with torch.enable_grad():
+            rows = rows.detach().requires_grad_()
+            distances = (rows - others).square().sum(1).sqrt()
+            (gradient,) = torch.autograd.grad(distances.sum(), rows)
+        ctx.save_for_backward(gradient)
+        return distances.detach()
+
+    @staticmethod
+    def backward(ctx, back):
+        (gradient,) = ctx.saved_tensors
+        return gradient * back[:, None], None
+
+
+def with_distances(m, x, y):
+    h = torch.tanh(F.linear(x, m.a) / 4)
+    return torch.linalg.vector_norm(F.linear(h, m.c) - y, dim=1).mean()
+
+
+def distances_with_gradients(edit):
+    def run(m, x, y):
+        h = edit(tanh(product(x, m.a) / 4))
+        return Distances.apply(product(h, m.c), y).mean()
+
+    return run
+
+
+def test_what_stands_before_a_loss_that_makes_its_own_gradients_is_named(compared):
+    right = distances_with_gradients(lambda h: h)
+    assert compared(with_distances, right).agrees
+    wrong = distances_with_gradients(lambda h: torch.cat([h[:3], 0.9 * h[3:]]))
+    [culprit] = compared(with_distances, wrong).culprits()
+    assert "0.9 * h[3:]" in text(culprit.line)
+
+
 def with_momentum(parameters):
     """What it keeps of a gradient in the first step are views of it."""
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)

@@ -32,6 +32,8 @@ PARTS = ("real", "imag")
 _LITERAL = "lift_fresh"
 #: More numbers are data.
 _FEW_NUMBERS = 4
+_FORWARD = "forward"
+_CUT = operators_that("cut the gradient")
 #: They give memory as it is.
 _UNWRITTEN = operators_that("leave memory unwritten")
 
@@ -186,6 +188,7 @@ def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
     """
     if trained is None:
         trained = _trained(step)
+    step = replace(step, rows=_handed_back(step.rows))
     memory = SharedMemory(step.rows)
     flow = Flow(step, memory, first=first_rows(step.rows), trained=trained)
     by_blob: dict[object, Sketch | None] = {}
@@ -197,6 +200,26 @@ def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
         )
     _add_parts(flow)
     return flow
+
+
+def _handed_back(rows: Rows) -> Rows:
+    """Return the rows, where a forward pass goes on with what it asked a gradient of.
+
+    A backward pass detaches what it has saved; a forward pass that ran it and reads that
+    memory again reads the record of the detach, which is one of the forward pass then.
+    """
+    reads = {
+        key for row in rows.values() if row.phase == _FORWARD for key in row.inputs
+    }
+    forward: dict[int, RecordedRow] = {}
+    for key in sorted(reads):
+        row = rows.get(key)
+        if row is None or row.phase == _FORWARD or row.base_operator not in _CUT:
+            continue
+        sources = [rows[i] for i in row.inputs if i in rows]
+        if len(sources) == 1 and sources[0].phase == _FORWARD:
+            forward[key] = replace(row, phase=_FORWARD)
+    return {**rows, **forward} if forward else rows
 
 
 def _add_parts(flow: Flow) -> None:

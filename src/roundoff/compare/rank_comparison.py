@@ -346,7 +346,11 @@ class _RankComparison:
             self._is_other_schedule |= self._is_all_work_done(sides, step)
             rows = compare_portions(sides.reference, parts, rename, self._portions)
             self._memory.noise |= self._portions.noise
-            self._differs |= any(row.cause is not None for row in rows)
+            if any(row.cause is not None for row in rows):
+                by_values = agreeing_by_values(sides, rows)
+                if by_values is not None:
+                    return self._believed(by_values, step, self._memory)
+                self._differs = True
             return rows
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
@@ -368,6 +372,8 @@ class _RankComparison:
             by_values = self._as_another_layer(sides, rows, step)
             if by_values is not None:
                 return self._believed(by_values, step, before)
+        differed = self._differs
+        self._differs |= any(row.cause is not None for row in rows)
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
         if by_hands or not is_same_before:
             return rows
@@ -376,7 +382,10 @@ class _RankComparison:
             by_values = agreeing_by_values(sides, rows)
         if by_values is None and not self._is_explained(step):
             by_values = compared_by_values(sides, rows)
-        return rows if by_values is None else self._believed(by_values, step, before)
+        if by_values is None:
+            return rows
+        self._differs = differed
+        return self._believed(by_values, step, before)
 
     def _as_another_layer(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int
@@ -463,7 +472,6 @@ class _RankComparison:
 
         A program of another hand has its own parameters and its own data path.
         """
-        self._differs |= any(row.cause is not None for row in rows)
         modules = self._settings.modules
         if by_different_hands(sides.reference.rows, sides.candidate.rows, modules):
             self._is_one_program = False

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+import roundoff
+from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.ports.fp64_values import in_fp64
+from roundoff.compare.ports.port_results import last_results
+from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.compare.values.value_flow import flow_of
+from roundoff.compare.values.value_regions import Sides, limit_of
+from roundoff.record import StepTensors
 
 
 def test_a_constant_of_nought_is_no_mask_of_the_other_program(sides_of, program):
@@ -33,3 +41,59 @@ def test_a_constant_of_nought_is_no_mask_of_the_other_program(sides_of, program)
     torch.testing.assert_close(
         exact.candidate.tensor(end.key), wanted, rtol=1e-14, atol=0.0
     )
+
+
+def test_memory_that_a_kernel_leaves_unwritten_does_not_tell(sides_of, program):
+    """``_ctc_loss`` keeps a recursion, of which only the steps of each length are written."""
+    texts = torch.tensor([[1, 2, 2, 3], [4, 0, 0, 0]])
+    steps, letters = torch.tensor([9, 4]), torch.tensor([4, 1])
+
+    def costs(m, x):
+        # what was in the memory before: far from what another run finds there
+        spoilt = torch.full((2, 9, 9), 3e4)
+        del spoilt
+        scores = (x @ m.weight).log_softmax(-1)
+        return F.ctc_loss(scores, texts, steps, letters, reduction="none")
+
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(9, 2, 6, generator=torch.Generator().manual_seed(2))
+    sides = sides_of(program(costs, weight=weight), program(costs, weight=weight), x)
+    kept = [v for v in sides.candidate.values.values() if v.row.place == 1]
+    assert [(v.operator, v.sketch) for v in kept] == [("_ctc_loss", None)]
+    assert in_fp64(sides) is not None
+
+
+def test_a_program_in_fp64_ends_with_what_its_backward_pass_began_with(
+    program, tmp_path
+):
+    """Values that nothing reads, each the only one of its size, are no results of it."""
+
+    def beside(more):
+        def run(m, x):
+            scores = x @ m.weight
+            more(scores)
+            return scores.square().mean()
+
+        return run
+
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+    flows = []
+    for name, more in (
+        ("reference", lambda scores: scores.detach().exp()),
+        ("candidate", lambda scores: scores.detach().sin()),
+    ):
+        net = program(beside(more), weight=weight)
+        with roundoff.capture(tmp_path / name, net, keep="tensors") as run:
+            net(x).backward()
+            run.step()
+        recorded = roundoff.load(tmp_path / name)
+        tensors = StepTensors(recorded, 0, 0)
+        flows.append(flow_of(RecordedStep(rows_of(recorded, 0, 0), tensors)))
+    sides = Sides(*flows, limit_of(*flows))
+    sides.match()
+    exact = in_fp64(sides)
+    assert exact is not None
+    exact.match()
+    keys = [end.key for end in last_results(sides)]
+    assert [end.key for end in last_results(exact)] == keys

@@ -28,6 +28,7 @@ from roundoff.compare.ports.made_up_values import leaves_of_pass
 from roundoff.compare.ports.port_results import (
     gradient_limit,
     gradients_left,
+    last_differentiated,
     least_gradient,
     read_of_backward,
 )
@@ -90,7 +91,10 @@ def in_fp64(sides: Sides) -> Sides | None:
         for flow, tensors in zip(flows, (ours, theirs), strict=True)
     ]
     reference, candidate = (
-        flow_of(step, flow.trained) for step, flow in zip(steps, flows, strict=True)
+        flow_of(step, flow.trained, end)
+        for step, flow, end in zip(
+            steps, flows, last_differentiated(sides), strict=True
+        )
     )
     return Sides(
         reference,
@@ -123,7 +127,7 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
     read = {value.key for value in read_of_backward(flow)}
     for key, tensor in tensors.items():
         value = flow.values[key]
-        if not value.computes or not value.is_number:
+        if not value.computes or not value.is_number or value.sketch is None:
             continue
         if value.row.phase != "forward" and key not in read:
             continue  # on the way to a gradient all may be rounding

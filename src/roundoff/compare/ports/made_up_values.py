@@ -22,6 +22,7 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import of_leaves_alone
 from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.ports.port_results import last_differentiated
 from roundoff.compare.records.computed_tensors import ComputedTensors
 from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.records.recorded_calls import CannotRun
@@ -99,10 +100,11 @@ def on_made_up_values(sides: Sides) -> Sides | None:
         theirs.run_all()
     except CannotRun:
         return None
+    our_end, their_end = last_differentiated(sides)
     step = _with_tensors(sides.reference, ours.tensors)
-    reference = flow_of(step, sides.reference.trained)
+    reference = flow_of(step, sides.reference.trained, our_end)
     step = _with_tensors(sides.candidate, theirs.tensors, theirs.corrected)
-    candidate = flow_of(step, sides.candidate.trained)
+    candidate = flow_of(step, sides.candidate.trained, their_end)
     return Sides(reference, candidate, limit_of(reference, candidate), made_up=True)
 
 

@@ -248,9 +248,14 @@ class ValuesCompared:
         """True where it was found what makes all that differs right."""
         return all(d.blamed is not None and d.blamed.is_sure for d in self.differences)
 
-    def agree(self, results: Iterable[int]) -> bool:
-        """Return True where nothing differs, these values of the candidate included."""
+    def agree(self, results: Iterable[int], ours: Iterable[int] = ()) -> bool:
+        """Return True where nothing differs, these values included.
+
+        ``results`` of the candidate, and ``ours`` of the reference.
+        """
         if self.differences or None in last_results(self.sides):
+            return False
+        if not all(record in self.sides.agreeing for record in ours):
             return False
         return all(map(self._is_computed_there, results))
 

@@ -157,8 +157,10 @@ def wide(flow: Flow, last: Value) -> Value:
 
 def last_result(flow: Flow) -> Value | None:
     """Return what the backward pass begins with, or the last value that nothing reads."""
-    last = _differentiated(flow)
-    return last or next(reversed(_unread(flow)), None)
+    end = _differentiated(flow)
+    if end is not None:
+        return flow.values[end]
+    return next(reversed(_unread(flow)), None)
 
 
 def last_results(sides: Sides) -> tuple[Value | None, Value | None]:
@@ -204,15 +206,27 @@ def _unread(flow: Flow) -> list[Value]:
     ]
 
 
-def _differentiated(flow: Flow) -> Value | None:
+def _differentiated(flow: Flow) -> int | None:
     """Return the last value of which a backward pass begins with ones; None without one.
 
     What a program computes and does not use is no result of it.
     """
-    last = None
+    last = flow.end
     for value, _ in starts_of_backward(flow):
-        last = value
+        last = value.key
     return last
+
+
+def last_differentiated(sides: Sides) -> tuple[int | None, int | None]:
+    """Return what the last backward pass of each program begins with.
+
+    None where one has more passes: then which results are the same is not said by them.
+    """
+    flows = sides.reference, sides.candidate
+    passes = [len([*starts_of_backward(flow)]) for flow in flows]
+    if passes[0] != passes[1]:
+        return None, None
+    return _differentiated(sides.reference), _differentiated(sides.candidate)
 
 
 def inner_gradients(flow: Flow) -> list[Value]:

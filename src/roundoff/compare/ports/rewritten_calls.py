@@ -198,7 +198,9 @@ def _agree(sides: Sides, rows: Sequence[ComparedRow], compared: ValuesCompared) 
     last_of_both = max(results - alone, default=-1)
     differing = {row.record for row in rows if row.cause is not None}
     in_doubt = differing | {record for record in alone if (record or 0) > last_of_both}
-    return compared.agree(results & in_doubt)
+    replaced = {row.reference_record for row in rows if row.record in differing}
+    ours = {row.record for row in _results(sides.reference.rows)} & replaced
+    return compared.agree(results & in_doubt, ours)
 
 
 def _of_leaves(rows: Sequence[ComparedRow]) -> Iterator[ComparedRow]:

@@ -36,6 +36,8 @@ _FORWARD = "forward"
 _CUT = operators_that("cut the gradient")
 #: They give memory as it is.
 _UNWRITTEN = operators_that("leave memory unwritten")
+#: A further result of theirs holds in part what happened to be in its memory.
+_UNWRITTEN_IN_PART = operators_that("leave a further result unwritten in part")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +109,7 @@ class Flow:
         trained: names of the parameters that get a gradient.
         parts: the keys of the real and imaginary part of each complex value.
         opened: the calls whose inner values are known.
+        end: what a backward pass that the step does not have begins with, if any does.
     """
 
     step: RecordedStep
@@ -116,6 +119,7 @@ class Flow:
     trained: frozenset[str] = frozenset()
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
+    end: int | None = None
     _readers: dict[int, list[int]] | None = None
     _rows: dict[int, list[RecordedRow]] | None = None
     _next_key: int | None = None
@@ -181,16 +185,21 @@ class Flow:
         yield from sorted(self.values.values(), key=lambda value: value.order)
 
 
-def flow_of(step: RecordedStep, trained: frozenset[str] | None = None) -> Flow:
+def flow_of(
+    step: RecordedStep,
+    trained: frozenset[str] | None = None,
+    end: int | None = None,
+) -> Flow:
     """Return the values of a recorded step.
 
-    ``trained``: see ``Flow``; None where the step has the backward pass, which says it.
+    ``trained``, ``end``: see ``Flow``; None where the step has the backward pass, which
+    says it.
     """
     if trained is None:
         trained = _trained(step)
     step = replace(step, rows=_handed_back(step.rows))
     memory = SharedMemory(step.rows)
-    flow = Flow(step, memory, first=first_rows(step.rows), trained=trained)
+    flow = Flow(step, memory, first=first_rows(step.rows), trained=trained, end=end)
     by_blob: dict[object, Sketch | None] = {}
     for record, row in step.rows.items():
         sketch = _sketch(step, row, by_blob)
@@ -321,9 +330,12 @@ def _sketch(
 ) -> Sketch | None:
     """Return the sketch of a row; views of all of a tensor share it.
 
-    None of memory that nothing was written to: it holds what happens to be there.
+    None of memory that nothing was written to, or only in part: it holds what happens
+    to be there.
     """
     if row.base_operator in _UNWRITTEN:
+        return None
+    if row.place and row.base_operator in _UNWRITTEN_IN_PART:
         return None
     key = (row.blob, row.numel, row.l2, row.mean, row.min, row.max)
     if row.blob is not None and key in by_blob:

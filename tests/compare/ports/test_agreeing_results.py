@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundoff
+from roundoff.compare.judging.explain import RecordedStep, Sides
+from roundoff.compare.ports.port_comparison import values_compared
+from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.record import StepTensors
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (6,), generator=torch.Generator().manual_seed(2))
@@ -181,3 +185,82 @@ def test_a_layer_whose_results_have_another_shape_inside_is_no_other_portion(fil
     assert roundoff.compare(reference=reference, candidate=filtered(as_matrices)).agrees
     wrong = filtered(partial(as_matrices, factor=1.01))
     assert not roundoff.compare(reference=reference, candidate=wrong).agrees
+
+
+class Parts(nn.Module):
+    """Three layers in a row of one input, or one of all their outputs."""
+
+    def __init__(self, *, joint):
+        super().__init__()
+        parts = [nn.Linear(5, 4) for _ in range(3)]
+        self.head = nn.Linear(4, 3)
+        if joint:
+            self.weight = nn.Parameter(torch.cat([p.weight.data for p in parts]))
+            self.bias = nn.Parameter(torch.cat([p.bias.data for p in parts]))
+        else:
+            self.a, self.b, self.c = parts
+
+    def forward(self, x):
+        if hasattr(self, "weight"):
+            a, b, c = F.linear(x, self.weight, self.bias).chunk(3, 1)
+        else:
+            a, b, c = self.a(x), self.b(x), self.c(x)
+        return self.head(torch.tanh(a) * torch.sigmoid(b) + c)
+
+
+@pytest.fixture
+def averaged(tmp_path):
+    """``averaged(joint, share)``: the folder of two steps with an average of all weights."""
+    count = itertools.count()
+
+    def record(*, joint, share=0.1):
+        torch.manual_seed(0)
+        net = Parts(joint=joint)
+        parameters = [*net.parameters()]
+        average = [p.detach().clone() for p in parameters]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        folder = tmp_path / str(next(count))
+        with roundoff.capture(folder, net, keep="tensors") as run:
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X), Y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for mean, parameter in zip(average, parameters, strict=True):
+                        mean.mul_(1 - share).add_(parameter, alpha=share)
+                run.step()
+        return folder
+
+    return record
+
+
+def first_step(folder):
+    run = roundoff.load(folder)
+    return RecordedStep(rows_of(run, 0, 0), StepTensors(run, 0, 0))
+
+
+@pytest.mark.parametrize(("share", "agrees"), [(0.1, True), (0.11, False)])
+def test_an_average_that_stands_in_several_results_is_computed_there(
+    averaged, share, agrees
+):
+    candidate = first_step(averaged(joint=True, share=share))
+    compared = values_compared(Sides(first_step(averaged(joint=False)), candidate))
+    averages = {
+        tuple(row.shape): row.record
+        for row in candidate.rows.values()
+        if row.operator == "add_" and not row.name
+    }
+    assert compared.agree([averages[12, 5], averages[12,]]) is agrees
+
+
+def test_the_average_of_parameters_that_are_put_together_agrees(averaged):
+    reference = averaged(joint=False)
+    assert roundoff.compare(reference=reference, candidate=averaged(joint=True)).agrees
+
+
+@pytest.mark.parametrize("share", [0.0, 0.11])
+def test_another_average_of_parameters_that_are_put_together(averaged, share):
+    found = roundoff.compare(
+        reference=averaged(joint=False), candidate=averaged(joint=True, share=share)
+    )
+    assert not found.agrees

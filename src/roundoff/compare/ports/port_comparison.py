@@ -16,6 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import (
@@ -79,7 +80,7 @@ from roundoff.compare.records.recorded_rows import (
     last_named,
     shape_read_first,
 )
-from roundoff.compare.records.value_sketch import Sketch
+from roundoff.compare.records.value_sketch import Sketch, sketch_of_tensor
 from roundoff.compare.repairs.alike_leaves import leaves_alike
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.faults_behind import (
@@ -257,7 +258,10 @@ class ValuesCompared:
             return False
         if not all(record in self.sides.agreeing for record in ours):
             return False
-        return all(map(self._is_computed_there, results))
+        return all(
+            self._is_computed_there(record) or self._is_put_together(record)
+            for record in results
+        )
 
     def _is_computed_there(self, record: int) -> bool:
         """Return True where a call of the reference gives a value of the candidate.
@@ -269,6 +273,40 @@ class ValuesCompared:
         nearest, _ = self.sides.twins[record]
         others = self.sides.all_twins(self.sides.candidate.values[record])
         return any(self.sides.reference.values[k].is_call for k in (nearest, *others))
+
+    def _is_put_together(self, record: int) -> bool:
+        """Return True for several results of the reference that are one of the candidate.
+
+        They are put together as parameters are: the average of one that holds the
+        queries, keys and values of the reference.
+        """
+        result = self.sides.candidate.tensor(record)
+        if result is None:
+            return False
+        ours = named_leaves(self.sides.reference)
+        theirs = named_leaves(self.sides.candidate)
+        for each in counterparts(self.sides):
+            if len(each.theirs) > 1 or len(each.ours) == 1:
+                continue
+            shapes = [tuple(ours[name].row.shape or ()) for name in each.ours]
+            lengths = [shape[0] if shape else 0 for shape in shapes]
+            is_like_it = [*result.shape] == [*(theirs[each.theirs[0]].row.shape or ())]
+            if is_like_it and result.ndim and sum(lengths) == len(result):
+                return all(map(self._is_result_there, torch.split(result, lengths)))
+        return False
+
+    def _is_result_there(self, tensor: Tensor) -> bool:
+        """Return True where a call of the reference gives these elements, and none reads it."""
+        sketch = sketch_of_tensor(tensor)
+        flow = self.sides.reference
+        return sketch is not None and any(
+            value.is_call
+            and not flow.readers.get(value.key)
+            and value.sketch is not None
+            and value.sketch.distance(sketch) <= self.sides.limit
+            for value in flow.values.values()
+            if value.row.numel == tensor.numel()
+        )
 
     @property
     def compares_all_gradients(self) -> bool:

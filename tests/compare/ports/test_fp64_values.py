@@ -90,7 +90,8 @@ def test_a_program_in_fp64_ends_with_what_its_backward_pass_began_with(
         recorded = roundoff.load(tmp_path / name)
         tensors = StepTensors(recorded, 0, 0)
         flows.append(flow_of(RecordedStep(rows_of(recorded, 0, 0), tensors)))
-    sides = Sides(*flows, limit_of(*flows))
+    reference, candidate = flows
+    sides = Sides(reference, candidate, limit_of(reference, candidate))
     sides.match()
     exact = in_fp64(sides)
     assert exact is not None

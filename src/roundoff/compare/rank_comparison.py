@@ -334,24 +334,12 @@ class _RankComparison:
         # what a step leaves is looked for by its name there
         rename = renaming(self._settings.modules)
         is_other = by_hands or has_other_parameters(sides, rename)
-        in_portions = not is_other and in_other_portions(
-            sides.reference, sides.candidate
-        )
         portions = None
-        if in_portions:
+        if not is_other and in_other_portions(sides.reference, sides.candidate):
             data = DataPortions(sides.reference.rows, sides.candidate.rows)
+            if self._shows_portions(sides, data):
+                return self._in_portions(sides, step)
             portions = data if data.first_are_same() else None
-        if in_portions and self._shows_portions(sides, data):
-            parts = {self._rank: sides.candidate}
-            self._is_other_schedule |= self._is_all_work_done(sides, step)
-            rows = compare_portions(sides.reference, parts, rename, self._portions)
-            self._memory.noise |= self._portions.noise
-            if any(row.cause is not None for row in rows):
-                by_values = agreeing_by_values(sides, rows)
-                if by_values is not None:
-                    return self._believed(by_values, step, self._memory)
-                self._differs = True
-            return rows
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
             self._settings.candidate_floor.get(at, {}),
@@ -386,6 +374,25 @@ class _RankComparison:
             return rows
         self._differs = differed
         return self._believed(by_values, step, before)
+
+    def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
+        """Return the rows of a step that does the work in other portions.
+
+        A layer that is written in another way has results of other shapes too: what
+        differs in portions may agree by values.
+        """
+        parts = {self._rank: sides.candidate}
+        rename = renaming(self._settings.modules)
+        self._is_other_schedule |= self._is_all_work_done(sides, step)
+        rows = compare_portions(sides.reference, parts, rename, self._portions)
+        self._memory.noise |= self._portions.noise
+        if all(row.cause is None for row in rows):
+            return rows
+        by_values = agreeing_by_values(sides, rows)
+        if by_values is not None:
+            return self._believed(by_values, step, self._memory)
+        self._differs = True
+        return rows
 
     def _as_another_layer(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int

@@ -134,59 +134,6 @@ def test_an_average_that_stays_as_it_was_is_no_agreement(recorded):
     assert not found.agrees
 
 
-class Filters(nn.Module):
-    """Two convolutions and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1)
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.head = nn.Linear(4, 3)
-        self.convolved = nn.Conv2d.__call__
-
-    def forward(self, x):
-        x = torch.tanh(self.convolved(self.first, x))
-        x = torch.tanh(self.convolved(self.second, x))
-        return self.head(x.mean((2, 3)))
-
-
-def as_matrices(conv, x, factor=1.0):
-    columns = F.unfold(x, 3, padding=1).transpose(1, 2)
-    found = columns @ conv.weight.flatten(1).T * factor + conv.bias
-    return found.transpose(1, 2).unflatten(2, x.shape[2:])
-
-
-@pytest.fixture
-def filtered(tmp_path):
-    """``filtered(convolved)``: the folder of two steps of a network of such convolutions."""
-    count = itertools.count()
-    data = torch.randn(4, 1, 6, 5, generator=torch.Generator().manual_seed(3))
-    labels = torch.tensor([0, 2, 1, 0])
-
-    def record(convolved):
-        torch.manual_seed(0)
-        net = Filters()
-        net.convolved = convolved
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        folder = tmp_path / str(next(count))
-        with roundoff.capture(folder, net, keep="tensors") as run:
-            for _ in range(2):
-                optimizer.zero_grad()
-                F.cross_entropy(net(data), labels).backward()
-                optimizer.step()
-                run.step()
-        return folder
-
-    return record
-
-
-def test_a_layer_whose_results_have_another_shape_inside_is_no_other_portion(filtered):
-    reference = filtered(nn.Conv2d.__call__)
-    assert roundoff.compare(reference=reference, candidate=filtered(as_matrices)).agrees
-    wrong = filtered(partial(as_matrices, factor=1.01))
-    assert not roundoff.compare(reference=reference, candidate=wrong).agrees
-
-
 class Parts(nn.Module):
     """Three layers in a row of one input, or one of all their outputs."""
 

@@ -357,7 +357,7 @@ class _RankComparison:
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
         if is_same_before and not by_hands:
-            by_values = self._as_another_layer(sides, rows, step)
+            by_values = self._as_another_layer(sides, rows, step, before)
             if by_values is not None:
                 return self._believed(by_values, step, before)
         differed = self._differs
@@ -395,7 +395,11 @@ class _RankComparison:
         return rows
 
     def _as_another_layer(
-        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+        self,
+        sides: Sides,
+        rows: Sequence[ComparedRow],
+        step: int,
+        before: EarlierSteps,
     ) -> list[ComparedRow] | None:
         """Return the rows by values, where a layer is by another hand and they tell more."""
         if sides.reference.tensors is None or sides.candidate.tensors is None:
@@ -407,7 +411,7 @@ class _RankComparison:
             return None
         if data_causes(sides, rows, rank=self._rank, step=step):
             return None  # other data have other shapes too
-        by_values = compared_as_another_layer(sides, rows, laid_out)
+        by_values = compared_as_another_layer(sides, rows, laid_out, before)
         if by_values is not None:
             self._laid_out |= {row.name for row in laid_out}
         return by_values

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundoff
-from roundoff.compare.judging.explain import RecordedStep, Sides
+from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.ports.port_comparison import values_compared
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.record import StepTensors
@@ -181,23 +181,29 @@ def averaged(tmp_path):
     return record
 
 
-def first_step(folder):
+def step_of(folder, step):
     run = roundoff.load(folder)
-    return RecordedStep(rows_of(run, 0, 0), StepTensors(run, 0, 0))
+    return RecordedStep(rows_of(run, 0, step), StepTensors(run, 0, step))
 
 
 @pytest.mark.parametrize(("share", "agrees"), [(0.1, True), (0.11, False)])
 def test_an_average_that_stands_in_several_results_is_computed_there(
     averaged, share, agrees
 ):
-    candidate = first_step(averaged(joint=True, share=share))
-    compared = values_compared(Sides(first_step(averaged(joint=False)), candidate))
-    averages = {
-        tuple(row.shape): row.record
-        for row in candidate.rows.values()
-        if row.operator == "add_" and not row.name
-    }
-    assert compared.agree([averages[12, 5], averages[12,]]) is agrees
+    folders = (
+        averaged(joint=False),
+        averaged(joint=True, share=share),
+    )
+    memory = EarlierSteps()
+    for step in range(2):
+        sides = Sides(*(step_of(folder, step) for folder in folders))
+        compared = values_compared(sides, memory)
+        averages = {
+            tuple(row.shape): row.record
+            for row in sides.candidate.rows.values()
+            if row.operator == "add_" and not row.name
+        }
+        assert compared.agree([averages[12, 5], averages[12,]]) is agrees
 
 
 def test_the_average_of_parameters_that_are_put_together_agrees(averaged):

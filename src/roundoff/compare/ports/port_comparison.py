@@ -198,10 +198,7 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
     Those of the candidate come first, in its order of execution; ``memory`` is changed.
     """
-    sides = _values_of(steps, memory.counterparts)
-    memory.counterparts = tuple(
-        (each.ours, each.theirs, each.numel) for each in counterparts(sides)
-    )
+    sides = _values_remembered(steps, memory)
     differences = [] if memory.parted else _differences(sides)
     rows = _Rows(sides, differences).rows()
     memory.parted |= any(row.cause is not None for row in rows)
@@ -357,9 +354,14 @@ class ValuesCompared:
         return _Rows(self.sides, self.differences).rows()
 
 
-def values_compared(steps: RecordedSides) -> ValuesCompared:
-    """Compare one step of two programs by their values alone."""
-    sides = _values_of(steps)
+def values_compared(
+    steps: RecordedSides, memory: EarlierSteps | None = None
+) -> ValuesCompared:
+    """Compare one step of two programs by their values alone.
+
+    ``memory``: of the steps before, for parameters that are counterparts; it is changed.
+    """
+    sides = _values_of(steps) if memory is None else _values_remembered(steps, memory)
     return ValuesCompared(sides, _differences(sides))
 
 
@@ -375,6 +377,15 @@ def agreeing_results(steps: RecordedSides) -> ValuesCompared | None:
     if any(results(sides)[0] for results in (outputs, buffers, gradients)):
         return None
     return ValuesCompared(sides, _differences(sides))
+
+
+def _values_remembered(steps: RecordedSides, memory: EarlierSteps) -> Sides:
+    """Return the values of both; parameters that were counterparts are so still."""
+    sides = _values_of(steps, memory.counterparts)
+    memory.counterparts = tuple(
+        (each.ours, each.theirs, each.numel) for each in counterparts(sides)
+    )
+    return sides
 
 
 def _values_of(steps: RecordedSides, paired: Paired = ()) -> Sides:

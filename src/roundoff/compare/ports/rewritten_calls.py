@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
@@ -167,7 +167,10 @@ def _long_axes(shape: Sequence[int]) -> list[int]:
 
 
 def compared_as_another_layer(
-    sides: Sides, rows: Sequence[ComparedRow], laid_out: Sequence[ComparedRow]
+    sides: Sides,
+    rows: Sequence[ComparedRow],
+    laid_out: Sequence[ComparedRow],
+    memory: EarlierSteps,
 ) -> list[ComparedRow] | None:
     """Return the rows of a step by its values, where a layer is of another hand.
 
@@ -179,8 +182,9 @@ def compared_as_another_layer(
         sides: a step of both programs.
         rows: of it, by name.
         laid_out: those of parameters that are laid out otherwise.
+        memory: of the steps before; the counterparts in it are changed.
     """
-    compared = values_compared(sides)
+    compared = values_compared(sides, memory)
     leaves = [row.record or 0 for row in laid_out]
     if compared.differences and compared.is_sure:
         return None if compared.blames(leaves) else compared.rows()

@@ -545,7 +545,10 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     if not ours:
         return []
     looked_at = wide_sides or sides
-    blamed = blamed or blamed_scale(looked_at, ours, theirs)
+    scaled = blamed_scale(looked_at, ours, theirs) if blamed is None else None
+    if scaled is not None:
+        # the call of a backward pass by hand that scales may be no value of the reference
+        blamed = blamed_by_hand(looked_at, theirs) or scaled
     if blamed is None and not theirs:
         blamed = _without_gradient(looked_at, ours[0])
     blamed = blamed or blamed_elements(looked_at) or blamed_by_hand(looked_at, theirs)

@@ -37,6 +37,7 @@ MOST_GRADIENTS = 32
 MOST_TERMS = 64
 
 _BACKWARD = "backward"
+_FORWARD = "forward"
 
 
 def scaled_loss(sides: Sides) -> Blamed | None:
@@ -114,11 +115,18 @@ def _lost_gradients(flow: Flow, agreeing: Container[int]) -> Iterator[Value]:
 
 
 def _first_wrong(sides: Sides, value: Value) -> Value:
-    """Return the first value of the backward pass that one is made of and that differs."""
+    """Return the first value of the backward pass that one is made of and that differs.
+
+    A loss that makes its own gradients has done so in the forward pass: those are no part
+    of the pass that goes back from it.
+    """
     flow = sides.candidate
+    forward = [v.order for v in flow.values.values() if v.row.phase == _FORWARD]
+    start = max((order for order in forward if order < value.order), default=(0, 0))
 
     def is_wrong(each: Value) -> bool:
-        return each.key not in sides.twins and each.row.phase == _BACKWARD
+        is_going_back = each.row.phase == _BACKWARD and each.order > start
+        return is_going_back and each.key not in sides.twins
 
     behind = upstream(flow, [value.key], is_wrong)
     made = [flow.values[key] for key in behind if flow.values[key].computes]

@@ -106,6 +106,19 @@ def number_for_tensor(one: RecordedRow, other: RecordedRow) -> tuple[float, int]
     return None
 
 
+def numbers_given(row: RecordedRow) -> list[float]:
+    """Return the numbers among the arguments of a call, without their names."""
+    try:
+        positional, _ = _recorded(row.arguments or "")
+    except ValueError:
+        return []
+    return [
+        float(value)
+        for value in positional
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
 def _are_tensors(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     """Return True for a tensor that another overload calls by another name, as lists do."""
     return _Tensor in (ours.get(name), theirs.get(name))

@@ -30,6 +30,7 @@ from roundoff.compare.repairs.fitted_leaves import (
 from roundoff.compare.repairs.fitted_masks import fitted_mask
 from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.named_repairs import blamed_for, there
+from roundoff.compare.repairs.other_numbers import other_number
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     FEWEST,
@@ -108,6 +109,9 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     steps = {(v.row.line, v.operator) for v in between if v.computes and not v.inner}
     if len(steps) > PATIENCE:
         return None
+    number = other_number(sides, rejoin)
+    if number is not None:
+        return number
     return _Unlike(sides, rejoin).blamed()
 
 

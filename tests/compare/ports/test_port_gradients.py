@@ -397,15 +397,26 @@ class Distances(torch.autograd.Function):
         return gradient * back[:, None], None
 
 
+class PerPlace(Distances):
+    """Divides its gradients by how many numbers a row has."""
+
+    @staticmethod
+    def backward(ctx, back):
+        (gradient,) = ctx.saved_tensors
+        return gradient * back[:, None] / gradient.shape[1], None
+
+
 def with_distances(m, x, y):
     h = torch.tanh(F.linear(x, m.a) / 4)
-    return torch.linalg.vector_norm(F.linear(h, m.c) - y, dim=1).mean()
+    distances = torch.linalg.vector_norm(F.linear(h, m.c) - y, dim=1)
+    return distances[:4].mean()
 
 
-def distances_with_gradients(edit):
+def distances_with_gradients(edit, function=Distances, reduce=torch.mean):
     def run(m, x, y):
         h = edit(tanh(product(x, m.a) / 4))
-        return Distances.apply(product(h, m.c), y).mean()
+        rows = product(h, m.c)[:4]
+        return reduce(function.apply(rows, y[:4]))
 
     return run
 
@@ -416,6 +427,25 @@ def test_what_stands_before_a_loss_that_makes_its_own_gradients_is_named(compare
     wrong = distances_with_gradients(lambda h: torch.cat([h[:3], 0.9 * h[3:]]))
     [culprit] = compared(with_distances, wrong).culprits()
     assert "0.9 * h[3:]" in text(culprit.line)
+
+
+def over_the_batch(distances):
+    return distances.sum() / 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"reduce": over_the_batch}, "return distances.sum() / 7"),
+        ({"function": PerPlace}, "/ gradient.shape[1], None"),
+    ],
+)
+def test_a_factor_is_named_behind_a_loss_that_makes_its_own_gradients(
+    changed, line, compared
+):
+    wrong = distances_with_gradients(lambda h: h, **changed)
+    [culprit] = compared(with_distances, wrong).culprits()
+    assert line in text(culprit.line)
 
 
 def with_momentum(parameters):

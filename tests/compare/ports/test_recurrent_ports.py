@@ -67,7 +67,8 @@ def stepped(x, state, kernel, bias, fault=""):
     c, h = state
     i, j, f, o = (torch.cat([x, h], -1) @ kernel + bias).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(j)
-    h = torch.sigmoid(o) * torch.tanh(c)
+    # the first turn adds a state of zeros
+    h = torch.sigmoid(o) * (c if fault == "state without its tanh" else torch.tanh(c))
     return (h, c) if fault == "state exchanged" else (c, h)
 
 
@@ -77,7 +78,7 @@ def over_time(x, kernel, bias, fault=""):
     outputs = []
     for x_t in x.unbind(1):
         state = stepped(x_t, state, kernel, bias, fault)
-        outputs.append(state[0 if fault else 1])
+        outputs.append(state[0 if fault == "state exchanged" else 1])
     return torch.stack(outputs, 1)
 
 
@@ -221,6 +222,7 @@ def test_the_parameter_is_named(program, step_of, port, fault, names):
     [
         ("tanh on the last layer", "x = x.tanh()"),
         ("state exchanged", "torch.cat([x, h], -1) @ kernel"),
+        ("state without its tanh", "h = torch.sigmoid(o) * "),
         ("one direction joined twice", "x = torch.cat(both, -1)"),
     ],
 )

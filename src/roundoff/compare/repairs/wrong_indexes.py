@@ -36,14 +36,17 @@ def wrong_index(
 ) -> Blamed | None:
     """Return the whole numbers with which all is right, once they are the reference's.
 
-    Those that the reference does not have; then what is chosen by at once, which may hold
-    the same in other places: words that are shifted, with padding at both ends.
+    Those that the reference does not have; then those of which it makes others: lengths
+    that lack one. Last what is chosen by at once, which may hold the same in other places:
+    words that are shifted, with padding at both ends.
     ``is_patient``: what is looked up may go through all steps of a layer written out.
     """
     trials.left = BUDGET
     ours = _whole_numbers(sides.reference, part.expected, sides.agreeing)
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
     found = _first_right(sides, part, trials, theirs, ours, is_patient)
+    if found is None:
+        found = _changed_further(sides, part, trials, ours)
     if found is not None:
         return found
     read = _whole_numbers_read(sides.reference, part.expected)
@@ -129,6 +132,24 @@ def _moved(sides: Sides, value: Value, twin: Value) -> Iterator[Tensor]:
     if (held.dtype == torch.bool) != (content.dtype == torch.bool):
         return
     yield from in_layout_of(sides, held, content)
+
+
+def _changed_further(
+    sides: Sides, part: Part, trials: Trials, ours: Sequence[Value]
+) -> Blamed | None:
+    """Return whole numbers of both programs of which the reference alone makes others.
+
+    There are few of them, and loops read lengths: each is tried to the end.
+    """
+    for value in _whole_numbers(sides.candidate, part.region, ()):
+        twins = set(sides.all_twins(value))
+        made = [twin for twin in ours if not twins.isdisjoint(twin.inputs)]
+        if value.computes and made:
+            trials.left = BUDGET
+            found = _first_right(sides, part, trials, [value], made, True)
+            if found is not None:
+                return found
+    return None
 
 
 def _made_alike(flow: Flow, value: Value) -> list[Value]:

@@ -148,9 +148,7 @@ class FaultLines:
         both = self._shared_by(value, reader)
         is_made_right = is_right_elsewhere or bool(within)
         is_made_right = is_made_right or self._is_right_in_other_turns(value, makers)
-        is_idle = (
-            changes_nothing(self.sides.candidate, value) and not is_right_elsewhere
-        )
+        is_idle = not is_right_elsewhere and self._is_idle(value)
         # of the steps inside a call of the reference all are as near
         is_beside = missing.inner and makers[:-1] == read[:-1]
         is_nearer = not is_beside and from_made.is_nearer(from_read)
@@ -246,6 +244,20 @@ class FaultLines:
             and self._leads_to_right(other.key)
             for other in self._of_same_code(value)
         )
+
+    def _is_idle(self, value: Value) -> bool:
+        """Return True for what changes nothing, in no turn of a loop.
+
+        The first turn may read a state of zeros.
+        """
+        turns = [
+            other
+            for other in self._of_same_code(value)
+            if other.row.module == value.row.module
+            and stack_of(other.row) == stack_of(value.row)
+        ]
+        flow = self.sides.candidate
+        return all(changes_nothing(flow, turn) for turn in (value, *turns))
 
     def _of_same_code(self, value: Value) -> Iterator[Value]:
         """Yield the other values that the same operator of the same line makes."""

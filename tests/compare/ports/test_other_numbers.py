@@ -1,0 +1,109 @@
+"""What a port makes ready itself: pixels by other numbers, lengths that lack one."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from roundoff.compare.judging.explain import EarlierSteps, Sides
+from roundoff.compare.ports.port_comparison import compare_port
+
+
+def drawn(*shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * scale
+
+
+LEAVES = {
+    "a": drawn(6, 1, 3, 3, seed=1, scale=0.5),
+    "b": drawn(6, 6, seed=2, scale=0.5),
+    "c": drawn(5, 6, seed=3, scale=0.5),
+}
+IMAGES = torch.randint(256, (3, 4, 12), generator=torch.Generator().manual_seed(4))
+WIDTHS = torch.tensor([12, 7, 9])
+
+
+@pytest.fixture
+def own(program, step_of):
+    """``own(port)``: the rows at fault of a port, and the text of their lines."""
+
+    def compare(port):
+        sides = Sides(
+            step_of(program(reference, **LEAVES), IMAGES, WIDTHS),
+            step_of(program(port, **LEAVES), IMAGES, WIDTHS),
+        )
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    return compare
+
+
+def text(row):
+    return linecache.getline(__file__, int(row.blamed_line.rpartition(":")[2])).strip()
+
+
+def reference(m, images, widths):
+    x = (images.unsqueeze(1).float() / 255 - 0.5) / 0.5
+    behind = torch.arange(x.shape[3]) >= widths.view(-1, 1, 1, 1)
+    x = F.relu(F.conv2d(x.masked_fill(behind, 0.0), m.a, padding=1)).mean(2)
+    x = F.max_pool1d(x, 2, 1, padding=1)[:, :, ::2]
+    steps = widths // 2 + 1
+    held = torch.zeros(len(x), 6)
+    outputs = []
+    for t, x_t in enumerate(x.unbind(2)):
+        held = torch.where((t < steps)[:, None], torch.tanh(x_t + held @ m.b), held)
+        outputs.append(held)
+    scores = F.linear(torch.stack(outputs).mean(0), m.c)
+    return scores.square().mean()
+
+
+def port(*, mean=0.5, deviation=0.5, steps=lambda widths: (widths + 2) // 2):
+    """Each image by itself on a canvas; a mask of all turns, made before them."""
+
+    def run(m, images, widths):
+        canvas = torch.zeros(len(images), 1, *images.shape[1:])
+        for i, w in enumerate(widths.tolist()):
+            line = images[i, :, :w].float() * (1 / 255)
+            line = line.sub(mean)
+            line = line.div(deviation)
+            canvas[i, 0, :, :w] = line
+        x = F.conv2d(canvas, m.a, padding=1).clamp_min(0).mean(2)
+        x = F.max_pool1d(x, 2, 1, padding=1)[:, :, ::2].permute(2, 0, 1)
+        mask = (torch.arange(len(x))[:, None] < steps(widths)).float().unsqueeze(2)
+        held = torch.zeros(len(images), 6)
+        total = 0.0
+        for x_t, inside in zip(x, mask, strict=True):
+            new = 2 * torch.sigmoid(2 * (x_t + held @ m.b)) - 1
+            held = inside * new + (1 - inside) * held
+            total = total + held
+        scores = (total / len(x)) @ m.c.t()
+        return (scores * scores).sum() / scores.numel()
+
+    return run
+
+
+def test_a_right_port_agrees(own):
+    assert not own(port())
+
+
+def test_the_first_number_that_the_reference_has_not_is_named(own):
+    [row] = own(port(mean=0.485, deviation=0.229))
+    assert text(row) == "line = line.sub(mean)"
+    assert (
+        row.evidence
+        == "it takes 0.485, which is no number of the reference's: 255, 0.5"
+    )
+    assert row.looks_like == "wrong constant"
+
+
+def half(widths):
+    return widths // 2
+
+
+def test_lengths_that_lack_one_are_named(own):
+    [row] = own(port(steps=half))
+    assert text(row) == "return widths // 2"
+    assert "with add of " in row.evidence

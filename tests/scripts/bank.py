@@ -42,6 +42,8 @@ KEPT_APART = (
     "beam_ctc",
     "sentiment",
     "audio_tag",
+    "weather",
+    "rerank",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -127,6 +127,8 @@ class Ingredients:
         calls: the calls of its region and of the rest of its forward pass.
         constants: the numbers in them.
         inserted: calls that a value may go through.
+        activations: the names of those that the reference's region computes.
+        is_read_again: ``is_read_again(record)``: several calls read a value.
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
         mask_format: ``mask_format(record)`` gives the format of truth values, and of
             numbers of which each is 0 or 1; None of other values.
@@ -141,6 +143,8 @@ class Ingredients:
     calls: Sequence[TracedCall]
     constants: Sequence[float] = ()
     inserted: Sequence[Insertion] = ()
+    activations: Sequence[str] = ()
+    is_read_again: Callable[[int], bool] = lambda _record: False
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
     mask_format: Callable[[int], str | None] = lambda _record: None
     maker: Callable[[int], TracedCall | None] = lambda _record: None
@@ -1251,6 +1255,28 @@ def _with_another(
     return template
 
 
+def _activated_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """An activation of one value that it reads, which others read as it is."""
+    if call.first.base_operator in _PAIRS:
+        for place, record in enumerate(records_in(call.parsed)[:2]):
+            if ingredients.is_read_again(record):
+                yield from (_activated(place, name) for name in ingredients.activations)
+
+
+def _activated(place: int, name: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        first = EditStep(f"aten.{name}.default", [[{"record": records[place]}], {}])
+        counter = iter(range(len(records)))
+        arguments = _with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), f"with {name} of what it reads")
+
+    return template
+
+
 def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Template:
     """One of its inputs times another value."""
 
@@ -1299,6 +1325,7 @@ _KINDS = (
     (LAYOUT, _exchanged_splits),
     (LEFT_OUT, _left_out),
     (INPUT, _other_inputs),
+    (INPUT, _activated_inputs),
     (ONE_MORE, _negated),
     (ONE_MORE, _other_spreads),
     (ONE_MORE, _shared_constants),

@@ -824,18 +824,30 @@ def _masks_before(
 def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:
     """Return for each call those that the same place of the same line has made.
 
-    The calls of a line repeat themselves: in turns of a loop, in layers of one class.
+    The calls of a line repeat themselves: in turns of a loop, in layers of one class; of a
+    line that computes something else for one caller, in those of each caller.
     """
     families: dict[int, list[TracedCall]] = {}
     for call in program.calls.values():
         if call.first.line is None:
             families[call.first.call] = [call]
     for calls in _by_line(program).values():
-        period = _period([call.first.operator for call in calls])
-        for place in range(period):
-            family = calls[place::period]
-            families.update((call.first.call, family) for call in family)
+        for repeated in _repeating(calls):
+            period = _period([call.first.operator for call in repeated])
+            for place in range(period):
+                family = repeated[place::period]
+                families.update((call.first.call, family) for call in family)
     return families
+
+
+def _repeating(calls: Sequence[TracedCall]) -> Iterable[Sequence[TracedCall]]:
+    """Return the calls of a line, by who called it where all of them do not repeat."""
+    if _period([call.first.operator for call in calls]) < len(calls):
+        return [calls]
+    by_caller: dict[tuple[str, ...], list[TracedCall]] = defaultdict(list)
+    for call in calls:
+        by_caller[stack_of(call.first)].append(call)
+    return by_caller.values()
 
 
 def _by_line(program: TracedProgram) -> dict[str, list[TracedCall]]:
@@ -907,6 +919,8 @@ def _ingredients(sides: Sides, trials: Trials, region: Region) -> Ingredients:
             *_insertable(reference, near),
             *_done_to_others(sides.candidate, program, region.parted),
         ],
+        activations=_activations(reference, region.expected),
+        is_read_again=lambda record: len(sides.candidate.readers.get(record, ())) > 1,
         shapes=shapes,
         mask_format=mask_format,
         maker=maker,
@@ -996,6 +1010,12 @@ def _numbers_in(calls: Sequence[TracedCall], flow: Flow) -> list[float]:
                     if size > 1:
                         numbers[float(size) ** -0.5] = None
     return list(numbers)[:MOST_NUMBERS]
+
+
+def _activations(flow: Flow, expected: Collection[int]) -> list[str]:
+    """Return the activations of a region, those inside of its calls included."""
+    computed = {flow.values[key].operator for key in expected}
+    return sorted(computed & operators_that("activate"))
 
 
 def _insertable(flow: Flow, calls: Sequence[TracedCall]) -> Iterator[Insertion]:

@@ -107,6 +107,7 @@ NETWORKS = (
     "shufflenet",
     "crnn",
     "tasnet",
+    "retinanet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -159,6 +160,7 @@ KEPT_APART = (
     "shufflenet",
     "crnn",
     "tasnet",
+    "retinanet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -533,3 +533,30 @@ def test_what_a_script_saves_and_loads_is_not_blamed_for_what_was_saved(tmp_path
     lines, start = inspect.getsourcelines(job)
     [place] = [n for n, line in enumerate(lines) if "value.mul_(squeeze)" in line]
     assert first.line.endswith(f":{start + place}")
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_rows_of_a_table_that_pile_up_show_that_they_are_not_cleared(tmp_path, keep):
+    """Two optimizers: that of the table is never told to clear its gradients."""
+
+    def job(folder, *, is_cleared):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(9, 6), nn.Linear(6, 2)
+        adagrad = torch.optim.Adagrad(table.parameters(), 0.05)
+        adam = torch.optim.Adam(head.parameters(), 0.01)
+        with roundoff.capture(folder, nn.ModuleList([table, head]), keep=keep) as run:
+            for ids in torch.tensor([[1, 4, 4, 2], [3, 4, 0, 1]]):
+                adam.zero_grad()
+                if is_cleared:
+                    adagrad.zero_grad()
+                head(torch.tanh(table(ids))).square().sum().backward()
+                adam.step()
+                adagrad.step()
+                run.step()
+        return folder
+
+    right = job(tmp_path / "right", is_cleared=True)
+    wrong = job(tmp_path / "wrong", is_cleared=False)
+    first, *_ = roundoff.compare(reference=right, candidate=wrong).culprits()
+    assert first.site == "zero_grad"
+    assert "not cleared" in first.evidence

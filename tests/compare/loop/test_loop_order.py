@@ -231,6 +231,27 @@ def test_as_many_values_in_other_optimizers_are_no_update_left_out():
     assert "missing update" in [cause.label for cause in causes]
 
 
+def of_each(**held):
+    events = [
+        event("optimizer.step", call, name, **{HELD: values})
+        for call, (name, values) in enumerate(held.items())
+    ]
+    return [(0, each) for each in events]
+
+
+def test_parameters_that_two_optimizers_hold_are_told():
+    ours = of_each(Adam=100.0, Adagrad=40.0)
+    (cause,) = loop_causes(ours, of_each(Adam=140.0, Adagrad=40.0), rank=0)
+    assert cause.evidence == (
+        "the optimizer Adam holds 140 values, in the reference 100: those of Adagrad too, "
+        "which both optimizers update, so that they move twice in a step (train.py:1 and "
+        "train.py:2)"
+    )
+    # more of what no other holds, and values that another hands over
+    assert loop_causes(ours, of_each(Adam=120.0, Adagrad=40.0), rank=0) == []
+    assert loop_causes(ours, of_each(Adam=120.0, Adagrad=20.0), rank=0) == []
+
+
 def test_gradients_without_a_graph_of_their_own_are_told():
     def penalty(**numbers):
         return [(0, event("autograd.grad", 3, **numbers)), *loop(*USUAL)]

@@ -19,7 +19,12 @@ from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
-from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import (
+    Content,
+    RecordedRow,
+    Rows,
+    last_named,
+)
 from roundoff.compare.rounding.findings import OWN, Finding
 from roundoff.record import StepTensors
 
@@ -70,6 +75,12 @@ class EarlierSteps:
             self.worst = max(self.worst, error)
             if row.name:
                 self.names[row.name] = (error, parted)
+        for name, row in last_named(divergence.candidate).items():
+            # written through a view: the parts of complex numbers too
+            is_named = divergence.candidate[row.record].name is not None
+            if not is_named and row.record in divergence.findings:
+                finding = divergence.findings[row.record]
+                self.names[name] = (finding.error or 0.0, finding.cause is not None)
 
 
 @dataclass(frozen=True, slots=True)

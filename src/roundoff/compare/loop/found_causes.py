@@ -15,7 +15,7 @@ from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
 from roundoff.compare.loop.left_out_operators import operator_causes
 from roundoff.compare.loop.left_out_updates import update_causes
-from roundoff.compare.loop.loaded_values import loaded_causes, values_before
+from roundoff.compare.loop.loaded_values import GRADIENT, loaded_causes, values_before
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS, TURNS
 from roundoff.compare.loop.unnamed_updates import unnamed_update_causes
 from roundoff.compare.pairing.alignment import renaming
@@ -194,6 +194,11 @@ def _only_shows(cause: Cause, of_loop: Cause) -> bool:
     return cause.kind == DATA and is_drawn_later
 
 
+#: Of these gradients add up that the reference begins anew.
+_PILING_UP = (BACKWARD_PASSES, CLEARING)
+#: How autograd adds a gradient to the one that is there.
+_SUMS = ("add", "add_")
+
 #: Of these the first stands for all: data, and updates that follow each other.
 _ONE_OF_A_KIND = {DATA: ""}
 
@@ -253,6 +258,8 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
     if cause.phase == "optimizer" and row.blamed_phase == "optimizer":
         return True
     if cause.phase == "backward" and row.blamed_phase == "backward":
+        if cause.name in _PILING_UP and _adds_to_gradient(row):
+            return True
         return row.looks_like in (
             "extra operator",
             "missing operator",
@@ -261,6 +268,13 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
     lines = {cause.line, cause.reference_line} - {None}
     clips = cause.name.startswith("clip")
     return clips and bool({row.blamed_line, row.blamed_reference_line} & lines)
+
+
+def _adds_to_gradient(row: ComparedRow) -> bool:
+    """Return True for a sum that is a gradient, where the reference has no sum."""
+    is_gradient = (row.name or "").endswith(GRADIENT)
+    sums = (row.operator in _SUMS, row.reference_operator in _SUMS)
+    return is_gradient and sums == (True, False)
 
 
 def _is_left_from_before(row: ComparedRow, cause: Cause) -> bool:

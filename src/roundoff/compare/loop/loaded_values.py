@@ -20,6 +20,7 @@ from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.parameter_content import EQUAL, relation
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, maker
 from roundoff.compare.records.saved_values import SavedValues
+from roundoff.compare.records.shared_memory import read_by
 from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
@@ -460,7 +461,7 @@ def _made_before(rows: Rows, pairs: Sequence[NamedPair]) -> tuple[int, ...]:
         if record in behind or record not in rows:
             continue
         behind.add(record)
-        waiting += rows[record].inputs
+        waiting += read_by(rows, rows[record])
     return tuple(sorted(behind))
 
 

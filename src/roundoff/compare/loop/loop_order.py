@@ -201,6 +201,7 @@ def loop_causes(
     if not causes:
         causes += _other_turns(ours, theirs, rank)
     causes += _other_graphs(reference, candidate, rank)
+    causes += _held_by_two(ours, theirs, rank)
     blamed = {cause.name for cause in causes}
     for twin, step in _same_optimizers(ours, theirs):
         for compare in _COMPARED:
@@ -347,6 +348,45 @@ def _steps_left_out(
             line=step.event.line,
             decides=True,
         )
+
+
+def _held_by_two(
+    ours: Sequence[OptimizerStep], theirs: Sequence[OptimizerStep], rank: int
+) -> Iterator[Cause]:
+    """An optimizer that holds as many values more as another one holds: it holds them too.
+
+    What both hold is updated twice in a step.
+    """
+    mine = {step.event.of: step for step in reversed(ours)}
+    others = {step.event.of: step for step in reversed(theirs)}
+    pairs = [(mine[name], others[other]) for name, other in _optimizers(ours, theirs)]
+    alike = [step for twin, step in pairs if _held_more(twin, step) == 0]
+    for twin, step in pairs:
+        more = _held_more(twin, step)
+        second = [each for each in alike if more and values_held(each.event) == more]
+        if not second:
+            continue
+        held = values_held(step.event)
+        evidence = (
+            f"the optimizer {step.event.of} holds {held:,.0f} values, in the reference "
+            f"{held - more:,.0f}: those of {second[0].event.of} too, which both optimizers "
+            f"update, so that they move twice in a step ({step.event.line} and "
+            f"{second[0].event.line})"
+        )
+        yield _cause(
+            twin,
+            step,
+            rank,
+            name=f"optimizer {step.event.of}",
+            evidence=evidence,
+            phase="optimizer",
+            label="other setting",
+        )
+
+
+def _held_more(twin: OptimizerStep, step: OptimizerStep) -> float:
+    """Return how many values more than the reference's an optimizer holds."""
+    return values_held(step.event) - values_held(twin.event)
 
 
 def _other_turns(

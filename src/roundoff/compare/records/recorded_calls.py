@@ -192,7 +192,8 @@ class ReferenceCalls:
         def run(dtype: torch.dtype) -> Tensor:
             holder = self._holders.get(record)
             if holder is not None and holder != judged:
-                return copy_of(self._tensors, holder).to(dtype)
+                held = copy_of(self._tensors, holder)
+                return held if held.is_complex() else held.to(dtype)
             return self._run(record, dtype, judged, DEEPEST)
 
         return run

@@ -229,13 +229,23 @@ def last_named(rows: Rows) -> dict[str, RecordedRow]:
             written = rows.get(row.inputs[0])
             while written is not None and written.view_of is not None:
                 written = rows.get(written.view_of)
+            if written is not None and written.base_operator == "view_as_real":
+                written = rows.get(written.inputs[0])
             if written is None or not written.name:
                 continue
-            if _is_same_view(row, written):
+            if _is_same_view(row, written) or _is_real_view(row, written):
                 last[written.name] = replace(row, name=written.name)
             else:
                 last.pop(written.name, None)
     return last
+
+
+def _is_real_view(one: RecordedRow, other: RecordedRow) -> bool:
+    """Return True for the real and imaginary parts of all elements of a complex value."""
+    if one.memory is None or one.memory != other.memory or other.memory_layout is None:
+        return False
+    layout = [*(2 * place for place in other.memory_layout), 1]
+    return one.memory_layout == layout and one.shape == [*(other.shape or ()), 2]
 
 
 def _is_same_view(one: RecordedRow, other: RecordedRow) -> bool:

@@ -102,6 +102,20 @@ def put_together(
     return seen.clone(memory_format=torch.contiguous_format)
 
 
+def read_by(rows: Rows, row: RecordedRow) -> Sequence[int]:
+    """Return what a row is made of: its inputs, else what lies in its memory before it.
+
+    A deep copy reads the memory of a tensor, and not the tensor.
+    """
+    if row.memory is None or row.memory == row.record or row.view_of is not None:
+        return row.inputs
+    known = [rows[key] for key in row.inputs if key in rows]
+    if any(value.memory == row.memory for value in known):
+        return row.inputs
+    before = [r for r in rows if r < row.record and rows[r].memory == row.memory]
+    return [*row.inputs, *before[-1:]]
+
+
 def _is_laid_out(row: RecordedRow) -> bool:
     """Return True for an offset and as many strides as sizes, none of them negative."""
     layout = row.memory_layout

@@ -23,6 +23,7 @@ from roundoff.compare.records.parameter_names import (
     numbers_in,
     without_numbers,
 )
+from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange, cuts_of, order_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
@@ -104,7 +105,9 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     if sum(content.rows.numel() for content in contents) > MOST_IN_ALL:
         return
     held = _all_held(sides.candidate)
-    missed = [c for c in contents if not torch.isin(c.rows.double(), held).all()]
+    missed = [
+        c for c in contents if not torch.isin(in_reals(c.rows).double(), held).all()
+    ]
     by_rows = [
         rows
         for leaf, tensor in (*present, *_beside(sides.candidate, present))
@@ -377,4 +380,4 @@ def _all_held(flow: Flow) -> Tensor:
     tensors = [flow.tensor(value.key) for value in parameters]
     seen = [t for t in tensors if t is not None and _is_looked_at(t)]
     none = torch.empty(0, dtype=torch.float64)
-    return torch.cat([none, *(t.reshape(-1).double() for t in seen)])
+    return torch.cat([none, *(in_reals(t).reshape(-1).double() for t in seen)])

@@ -14,7 +14,7 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor
 
-from roundoff.compare.records.value_sketch import rising
+from roundoff.compare.records.value_sketch import in_reals, rising
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -90,9 +90,9 @@ def parts_of(
 def _is_in(part: Tensor, held: Tensor) -> bool:
     """Return True where a tensor has the elements of a smaller one."""
     is_smaller = bool(part.dim()) and part.numel() <= held.numel()
-    return (
-        is_smaller and part.dtype == held.dtype and bool(torch.isin(part, held).all())
-    )
+    if not is_smaller or part.dtype != held.dtype:
+        return False
+    return bool(torch.isin(in_reals(part), in_reals(held)).all())
 
 
 def _are_one(parts: Sequence[Tensor], held: Tensor) -> bool:

@@ -840,7 +840,7 @@ def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:
     return families
 
 
-def _repeating(calls: Sequence[TracedCall]) -> Iterable[Sequence[TracedCall]]:
+def _repeating(calls: list[TracedCall]) -> Iterable[list[TracedCall]]:
     """Return the calls of a line, by who called it where all of them do not repeat."""
     if _period([call.first.operator for call in calls]) < len(calls):
         return [calls]

@@ -1090,32 +1090,54 @@ def _opposite(place: int, ingredients: Ingredients) -> Template:
 
 
 def _earlier(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """It and the call that makes what it reads, the other way round."""
-    if _made_before(call, ingredients) is not None:
+    """It and the call that makes what it reads, the other way round.
+
+    Of two values that two calls make alike: the smaller of each pair, and then the mean.
+    """
+    if _made_before(call, ingredients):
         yield _exchanged_with_maker(ingredients)
 
 
-def _made_before(call: TracedCall, ingredients: Ingredients) -> TracedCall | None:
-    """Return the call that makes the one tensor that a call reads, if both compute."""
+def _made_before(call: TracedCall, ingredients: Ingredients) -> dict[int, TracedCall]:
+    """Return by record the calls that make what a call reads: one, or several alike.
+
+    Empty where one of them does not compute, or reads more than one tensor where there
+    are several.
+    """
     records = records_in(call.parsed)
-    made = ingredients.maker(records[0]) if len(records) == 1 else None
-    if made is None or _is_move(made) or _is_move(call) or not records_in(made.parsed):
-        return None
-    return made if made.first.record == records[0] else None
+    made = {}
+    for record in records:
+        maker = ingredients.maker(record)
+        if maker is None or maker.first.record != record or _is_move(maker):
+            return {}
+        made[record] = maker
+    makers = [*made.values()]
+    if not makers or _is_move(call) or not records_in(makers[0].parsed):
+        return {}
+    if len(makers) > 1 and len({_without_records(maker) for maker in makers}) > 1:
+        return {}
+    reads_one = all(len(records_in(maker.parsed)) == 1 for maker in makers)
+    return made if len(makers) == 1 or reads_one else {}
+
+
+def _without_records(call: TracedCall) -> str:
+    """Return what a call does, whatever tensors it reads."""
+    records = dict.fromkeys(records_in(call.parsed), BEFORE)
+    return f"{call.first.overload} {_renamed(call.parsed, records)}"
 
 
 def _exchanged_with_maker(ingredients: Ingredients) -> Template:
     def template(call: TracedCall) -> Edit | None:
         made = _made_before(call, ingredients)
-        if made is None:
+        if not made:
             return None
-        source = records_in(made.parsed)[0]
-        arguments = _with_record(call.parsed, iter(range(1)), 0, source)
-        first = EditStep(call.first.overload or "", arguments)
-        counter = iter(range(len(records_in(made.parsed))))
-        arguments = _with_record(made.parsed, counter, 0, BEFORE)
-        last = EditStep(made.first.overload or "", arguments)
-        return Edit((first, last), f"before {made.first.base_operator}, not after it,")
+        sources = {key: records_in(maker.parsed)[0] for key, maker in made.items()}
+        first = EditStep(call.first.overload or "", _renamed(call.parsed, sources))
+        maker = next(iter(made.values()))
+        counter = iter(range(len(records_in(maker.parsed))))
+        arguments = _with_record(maker.parsed, counter, 0, BEFORE)
+        last = EditStep(maker.first.overload or "", arguments)
+        return Edit((first, last), f"before {maker.first.base_operator}, not after it,")
 
     return template
 

@@ -37,7 +37,8 @@ MOST_COMMON = 4
 MOST_TWINS = 4
 #: Values between two that agree.
 MOST_BETWEEN = 16
-_PLACES = operators_that("reshape") | operators_that("permute axes")
+_RESHAPE = operators_that("reshape")
+_PLACES = _RESHAPE | operators_that("permute axes")
 _PLACES |= operators_that("repeat")
 _MOVES = operators_that("move values")
 
@@ -50,7 +51,8 @@ def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             return None
         right = _right_order(sides, trials, [value])
         if right is not None:
-            if _stands_rightly(sides, value, right[0]):
+            is_right = _stands_rightly(sides, value, right[0])
+            if is_right and not _is_split(sides.candidate, value):
                 return _blamed_reader(sides, rejoin.region, value)
             return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
     common = common_order(sides, trials, rejoin.region)
@@ -232,6 +234,15 @@ def _stands_rightly(sides: Sides, value: Value, right: Tensor) -> bool:
         and is_in_order(sides, value)
         and not same_layout(held, right.to(held.dtype))
     )
+
+
+def _is_split(flow: Flow, value: Value) -> bool:
+    """Return True for an axis that is cut into two: which of them varies faster is said here."""
+    if value.operator not in _RESHAPE or len(value.inputs) != 1:
+        return False
+    source = flow.values.get(value.inputs[0])
+    axes = 0 if source is None else len(source.row.shape or ())
+    return 0 < axes < len(value.row.shape or ())
 
 
 def _right_order(

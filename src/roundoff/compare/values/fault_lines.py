@@ -157,7 +157,9 @@ class FaultLines:
             if from_made.depth > from_read.depth:
                 inner = self._innermost(value, makers) - from_made.above
             last = _moved_before(self.sides.candidate, value, last, reader)
-            return _named_where_made(value, last, max(both, inner))
+            # what both are in may be right where another line calls it
+            place = min(max(both, inner), self._innermost(value, makers))
+            return _named_where_made(value, last, place)
         if from_read.depth > from_made.depth and not within:
             within = [self._innermost(reader, read) - from_read.above]
         return reader, read[max([both, *within])]

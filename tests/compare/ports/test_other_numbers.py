@@ -57,10 +57,20 @@ def reference(m, images, widths):
         held = torch.where((t < steps)[:, None], torch.tanh(x_t + held @ m.b), held)
         outputs.append(held)
     scores = F.linear(torch.stack(outputs).mean(0), m.c)
-    return scores.square().mean()
+    return (scores / steps[:, None]).square().mean()
 
 
-def port(*, mean=0.5, deviation=0.5, steps=lambda widths: (widths + 2) // 2):
+def to_the_end(places, lengths):
+    return places < lengths
+
+
+def port(
+    *,
+    mean=0.5,
+    deviation=0.5,
+    steps=lambda widths: (widths + 2) // 2,
+    inside=to_the_end,
+):
     """Each image by itself on a canvas; a mask of all turns, made before them."""
 
     def run(m, images, widths):
@@ -72,14 +82,14 @@ def port(*, mean=0.5, deviation=0.5, steps=lambda widths: (widths + 2) // 2):
             canvas[i, 0, :, :w] = line
         x = F.conv2d(canvas, m.a, padding=1).clamp_min(0).mean(2)
         x = F.max_pool1d(x, 2, 1, padding=1)[:, :, ::2].permute(2, 0, 1)
-        mask = (torch.arange(len(x))[:, None] < steps(widths)).float().unsqueeze(2)
+        mask = inside(torch.arange(len(x))[:, None], steps(widths)).float().unsqueeze(2)
         held = torch.zeros(len(images), 6)
         total = 0.0
-        for x_t, inside in zip(x, mask, strict=True):
+        for x_t, is_there in zip(x, mask, strict=True):
             new = 2 * torch.sigmoid(2 * (x_t + held @ m.b)) - 1
-            held = inside * new + (1 - inside) * held
+            held = is_there * new + (1 - is_there) * held
             total = total + held
-        scores = (total / len(x)) @ m.c.t()
+        scores = (total / len(x)) @ m.c.t() / steps(widths).unsqueeze(1)
         return (scores * scores).sum() / scores.numel()
 
     return run
@@ -107,3 +117,13 @@ def test_lengths_that_lack_one_are_named(own):
     [row] = own(port(steps=half))
     assert text(row) == "return widths // 2"
     assert "with add of " in row.evidence
+
+
+def one_too_many(places, lengths):
+    return places <= lengths
+
+
+def test_a_comparison_that_counts_one_too_many_is_named(own):
+    [row] = own(port(inside=one_too_many))
+    assert text(row) == "return places <= lengths"
+    assert row.evidence == "as lt, not le, all that follows is right"

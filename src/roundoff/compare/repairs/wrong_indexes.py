@@ -29,6 +29,7 @@ MOST_TRIED = 12
 MOST_LAYOUTS = 2
 _FORWARD = "forward"
 _MOVE = operators_that("move values")
+_COMPARE = operators_that("say which is larger")
 
 
 def wrong_index(
@@ -44,7 +45,9 @@ def wrong_index(
     trials.left = BUDGET
     ours = _whole_numbers(sides.reference, part.expected, sides.agreeing)
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
-    found = _first_right(sides, part, trials, theirs, ours, is_patient)
+    found = _other_end(sides, part, trials, theirs, is_patient)
+    if found is None:
+        found = _first_right(sides, part, trials, theirs, ours, is_patient)
     if found is None:
         found = _changed_further(sides, part, trials, ours)
     if found is not None:
@@ -52,6 +55,29 @@ def wrong_index(
     read = _whole_numbers_read(sides.reference, part.expected)
     read_there = _whole_numbers_read(sides.candidate, part.region)
     return _first_right(sides, part, trials, read_there, read, is_patient)
+
+
+def _other_end(
+    sides: Sides, part: Part, trials: Trials, theirs: Sequence[Value], is_patient: bool
+) -> Blamed | None:
+    """Return the comparison with which all is right, once what is equal counts, or no more.
+
+    The last of a length belongs to it, or does not: that says less than other lengths do.
+    """
+    for value in theirs:
+        operands = [sides.candidate.tensor(key) for key in value.inputs]
+        if value.operator not in _COMPARE or trials.left < 0:
+            continue
+        if len(operands) != 2 or operands[0] is None or operands[1] is None:
+            continue
+        is_strict = value.operator.endswith("t")
+        meant = value.operator[:-1] + ("e" if is_strict else "t")
+        tensor = getattr(torch, meant)(*operands)
+        if trials.outcome({}, {value.key: tensor}, is_patient=is_patient)[0]:
+            words = f"as {meant}, not {value.operator}, all that follows is right"
+            line = FaultLines(sides, part.region).of_operator(value)
+            return Blamed(value, None, words, is_operator=True, line=line)
+    return None
 
 
 def _first_right(
@@ -114,11 +140,12 @@ def _given(sides: Sides, value: Value, twin: Value) -> Iterator[dict[int, Tensor
         together = {value.key: tensor}
         twins = _made_alike(sides.reference, twin)
         for other in others:
-            for each in twins:
+            # the reference may call it once for both
+            for each in (*twins, twin):
                 moved = list(islice(_moved(sides, other, each), layout + 1))
                 if moved:
                     together[other.key] = moved[-1]
-                    twins.remove(each)
+                    twins = [left for left in twins if left is not each]
                     break
         if len(together) > 1:
             yield together

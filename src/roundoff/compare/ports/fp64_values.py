@@ -34,7 +34,7 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.records.computed_tensors import ComputedTensors
 from roundoff.compare.records.recorded_calls import CannotRun, run_call
-from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.recorded_rows import RecordedRow, elements_of_pass
 from roundoff.compare.records.value_sketch import MASK, in_reals
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.inner_values import run_decomposed
@@ -70,7 +70,7 @@ def in_fp64(sides: Sides) -> Sides | None:
     flows = (sides.reference, sides.candidate)
     if any(flow.step.tensors is None for flow in flows):
         return None
-    if sum(map(_elements, flows)) > MOST_ELEMENTS:
+    if sum(elements_of_pass(flow.step.rows) for flow in flows) > MOST_ELEMENTS:
         return None
     widened = _widened(sides)
     try:
@@ -104,12 +104,6 @@ def in_fp64(sides: Sides) -> Sides | None:
         padding=sides.padding,
         paired=sides.paired,
     )
-
-
-def _elements(flow: Flow) -> int:
-    """Return how many elements have memory of their own: views take none."""
-    rows = (value.row for value in flow.values.values())
-    return sum(row.numel or 0 for row in rows if row.view_of is None)
 
 
 def _widened(sides: Sides) -> frozenset[str]:

@@ -26,7 +26,7 @@ from roundoff.compare.ports.port_results import last_differentiated
 from roundoff.compare.records.computed_tensors import ComputedTensors
 from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.records.recorded_calls import CannotRun
-from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.recorded_rows import RecordedRow, elements_of_pass
 from roundoff.compare.records.value_sketch import Sketch, sketch_of_tensor
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value, flow_of
@@ -90,8 +90,7 @@ class Way:
 def on_made_up_values(sides: Sides) -> Sides | None:
     """Return both sides with made-up tensors in their forward passes; None if one cannot run."""
     flows = (sides.reference, sides.candidate)
-    numel = sum(v.row.numel or 0 for flow in flows for v in flow.values.values())
-    if numel > MOST_ELEMENTS:
+    if sum(elements_of_pass(flow.step.rows) for flow in flows) > MOST_ELEMENTS:
         return None
     try:
         ours = _Run(sides.reference)

@@ -177,6 +177,12 @@ def first_rows(rows: Rows) -> dict[int, RecordedRow]:
     return first
 
 
+def elements_of_pass(rows: Rows) -> int:
+    """Return how many elements the values of a forward pass take: views have no memory."""
+    held = (r for r in rows.values() if r.phase == "forward" and r.view_of is None)
+    return sum(row.numel or 0 for row in held)
+
+
 def shape_read_first(rows: Rows, row: RecordedRow) -> Sequence[int] | None:
     """Return the shape of the first tensor that a call reads; None where nobody knows."""
     read = [rows[record] for record in row.inputs if record in rows]

@@ -22,7 +22,12 @@ from torch import Tensor
 from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.records.computed_tensors import ComputedTensors
 from roundoff.compare.records.recorded_calls import CannotRun
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows, first_rows
+from roundoff.compare.records.recorded_rows import (
+    RecordedRow,
+    Rows,
+    elements_of_pass,
+    first_rows,
+)
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import flow_of
 from roundoff.ops import operators_that
@@ -63,7 +68,7 @@ def restored_tensors(
     """
     if run.about.keep not in ("stats", "tensors"):
         return None
-    if sum(row.numel or 0 for row in rows.values()) > MOST_ELEMENTS:
+    if elements_of_pass(rows) > MOST_ELEMENTS:
         return None
     kept = StepTensors(run, rank, step)
     first = first_rows(rows)

@@ -529,3 +529,33 @@ def test_weights_of_a_sum_belong_together(own, is_weighed):
         number = int((row.blamed_line or row.line).rpartition(":")[2])
         assert "mixed = right + " in linecache.getline(__file__, number)
         assert "followed by a product with 0.9" in row.evidence
+
+
+# -- what is chosen before a mean, and after it --------------------------------------------
+
+PAIR = {"one": drawn(4, 6, seed=61), "other": drawn(4, 6, seed=62)}
+ROWS = drawn(9, 6, seed=63)
+
+
+def smaller_of_each_pair(m, x):
+    costs = torch.stack([F.linear(x, w).square().mean(1) for w in (m.one, m.other)])
+    return costs.amin(0).mean()
+
+
+def smaller_in_all(m, x, is_each):
+    one = (x @ m.one.t()).pow(2).mean(-1)
+    other = (x @ m.other.t()).pow(2).mean(-1)
+    if is_each:
+        return torch.minimum(one, other).sum() / len(x)
+    return torch.minimum(one.mean(), other.mean())
+
+
+def test_the_smaller_of_two_means_for_the_mean_of_the_smaller_ones(own):
+    assert not own(
+        smaller_of_each_pair, lambda m, x: smaller_in_all(m, x, True), PAIR, ROWS
+    )
+    [row] = own(
+        smaller_of_each_pair, lambda m, x: smaller_in_all(m, x, False), PAIR, ROWS
+    )
+    assert row.operator == "minimum"
+    assert "before mean, not after it" in row.evidence

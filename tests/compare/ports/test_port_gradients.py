@@ -368,6 +368,43 @@ def test_a_cut_beside_a_penalty_of_gradients_is_named(compared):
     assert "h.detach()" in text(culprit.line)
 
 
+class OverAFixedLayer(nn.Module):
+    """Its middle layer is not trained: a buffer, or a parameter without a gradient."""
+
+    def __init__(self, *, is_buffer, handed_on=lambda h: h):
+        super().__init__()
+        self.a, self.c = (nn.Parameter(LEAVES[name].clone()) for name in "ac")
+        if is_buffer:
+            self.register_buffer("b", LEAVES["b"].clone())
+        else:
+            self.b = nn.Parameter(LEAVES["b"].clone(), requires_grad=False)
+        self.is_buffer = is_buffer
+        self.handed_on = handed_on
+
+    def forward(self, x, y):
+        if self.is_buffer:
+            h = torch.tanh(F.linear(torch.tanh(F.linear(x, self.a)), self.b))
+            return F.mse_loss(F.linear(h, self.c) * (1 + h.mean(1, keepdim=True)), y)
+        h = tanh(product(tanh(product(x, self.a)), self.b))
+        return far(product(h, self.c) * (self.handed_on(h).sum(1)[:, None] / 8 + 1), y)
+
+
+def test_a_cut_is_named_beside_parameters_that_neither_trains(tmp_path):
+    def recorded(folder, **how):
+        net = OverAFixedLayer(**how)
+        with roundoff.capture(tmp_path / folder, net, keep="tensors"):
+            net(X, Y).backward()
+        return tmp_path / folder
+
+    reference = recorded("reference", is_buffer=True)
+    right = recorded("right", is_buffer=False)
+    assert roundoff.compare(reference=reference, candidate=right).agrees
+    wrong = recorded("wrong", is_buffer=False, handed_on=lambda h: h.detach())
+    [culprit] = roundoff.compare(reference=reference, candidate=wrong).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "h.detach()" in text(culprit.line)
+
+
 def test_a_parameter_that_one_of_two_passes_does_not_train(compared):
     assert compared(with_a_fixed_norm, fixed_norm(lambda h: h)).agrees
     wrong = fixed_norm(lambda h: h.detach() + 0 * h)

@@ -222,7 +222,7 @@ class _Pair:
         What one program loses is in the other's gradients.
         """
         pairs = []
-        for each in self.names:
+        for each in filter(self._is_trained, self.names):
             ours = self._without(each, losses, is_candidate=True)
             theirs = self._without(each, losses, is_candidate=False)
             if ours is None and theirs is None:
@@ -238,6 +238,11 @@ class _Pair:
             _apart(ours, theirs) <= self.sides.limit * max(size, least)
             for ours, theirs, size in pairs
         )
+
+    def _is_trained(self, parameters: Counterparts) -> bool:
+        """Return True where one of the programs has a gradient: neither has, of frozen ones."""
+        ours = self.reference.flow.trained.intersection(parameters.ours)
+        return bool(ours or self.candidate.flow.trained.intersection(parameters.theirs))
 
     def _without(
         self, parameters: Counterparts, losses: Sequence[_Lost], *, is_candidate: bool

@@ -480,18 +480,20 @@ def _is_of_stored_values(exact: Sides) -> bool:
 def _as_written(sides: Sides, difference: Difference) -> Difference:
     """Return a difference with what writes a buffer in the place of the buffer.
 
-    What it began with agrees, or the forward pass would differ.
+    What it began with agrees, or the forward pass would differ; and so does what it is
+    written with where that agrees.
     """
     blamed = difference.blamed
-    name = blamed.value.row.name if blamed is not None else None
-    if blamed is None or name is None or blamed.value.is_call:
+    if blamed is None:
         return difference
     flow = sides.candidate
-    written = last_named(flow.step.rows).get(name)
-    if written is None or not written.is_call:
-        return difference
-    ours, _, _ = buffers(sides)
-    if not ours:
+    ours, theirs, _ = buffers(sides)
+    name = blamed.value.row.name
+    if blamed.value.is_call:
+        is_right = blamed.value.key in sides.twins and bool(theirs)
+        name = flow.values[theirs[0]].row.name if is_right else None
+    written = None if name is None else last_named(flow.step.rows).get(name)
+    if written is None or not written.is_call or not ours:
         return difference
     twin = sides.reference.values[ours[0]]
     words = f"it writes something else to {name} than the reference to {twin.row.name}"

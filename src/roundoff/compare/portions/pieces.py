@@ -397,12 +397,16 @@ def _says_something(whole: Tensor, factor: float, terms: int) -> bool:
 
 
 def is_value(step: RecordedStep, row: RecordedRow) -> bool:
-    """Return True for values to look at: no views or copies, and no memory unwritten."""
+    """Return True for values to look at: no views or copies, and no memory unwritten.
+
+    Autograd leaves a gradient as a view of what a call has made.
+    """
     if not row.numel or step.tensors is None or row.record not in step.tensors:
         return False
     if not row.is_call:
         return bool(row.name)
-    is_view = row.view_of is not None and not row.inplace
+    is_gradient = (row.name or "").endswith(".grad")
+    is_view = row.view_of is not None and not row.inplace and not is_gradient
     if is_view or (hands_on(row) and not row.name):
         return False
     if row.base_operator in UNWRITTEN or is_workspace(row):

@@ -68,7 +68,11 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.ports.port_updates import averages, lone_update, updates
 from roundoff.compare.ports.prepared_gradients import prepared_gradients
-from roundoff.compare.ports.scaled_gradients import blamed_scale
+from roundoff.compare.ports.scaled_gradients import (
+    FEWEST,
+    blamed_scale,
+    says_something,
+)
 from roundoff.compare.ports.scaled_losses import scaled_loss, scaled_term
 from roundoff.compare.ports.trained_elements import blamed_elements
 from roundoff.compare.ports.written_buffers import buffers
@@ -675,7 +679,9 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = _blamed(sides, part, (ours, theirs))
+            blamed = _blamed(sides, part, (ours, theirs)) or _beside_gradients(
+                sides, part
+            )
             blamed = with_other_reading(sides, as_misused(sides, blamed))
         return [Difference(part, blamed, sides.limit)]
     return []
@@ -706,6 +712,32 @@ def _blamed(
         or reduced_otherwise(sides, part)
         or _blamed_on_tensors(sides, part, results)
     )
+
+
+def _beside_gradients(sides: Sides, part: Part) -> Blamed | None:
+    """Return the first value of a loss that leads to no gradient which agrees, if others do.
+
+    Of several terms one may be wrong: what the gradients of the others are made of is
+    right, though the reference computes it in another way.
+    """
+    flow = sides.candidate
+    right = [
+        v.key for v in flow.in_order() if v.key in sides.twins and says_something(v)
+    ]
+    proven = upstream(flow, right, lambda _value: True)
+    if part.candidate is None or part.candidate.key not in proven:
+        return None
+    unproven = [flow.values[key] for key in part.region - proven]
+    unproven = [value for value in unproven if value.computes and not value.inner]
+    unproven = [value for value in unproven if (value.row.numel or 0) >= FEWEST]
+    if not unproven:
+        return None
+    words = (
+        "what differs begins here: gradients that agree are made of all that stands "
+        "before it"
+    )
+    first = min(unproven, key=lambda value: value.order)
+    return Blamed(first, part.reference, words, is_operator=True, is_sure=False)
 
 
 def _blamed_on_tensors(

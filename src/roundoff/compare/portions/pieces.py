@@ -147,7 +147,20 @@ class StepPieces:
             for row in step.rows.values():
                 if is_value(step, row):
                     self._find_piece(rank, step, row)
+            if len(self.candidates) == 1:
+                self._find_gradients(rank, step)
         self._find_terms()
+
+    def _find_gradients(self, rank: int, step: RecordedStep) -> None:
+        """Find what a step leaves in gradients: autograd leaves views of what a call made.
+
+        Of several ranks each leaves a term of a sum.
+        """
+        for name, row in last_values(step).items():
+            is_kept = step.tensors is not None and row.record in step.tensors
+            is_found = (rank, row.record) in self.pieces
+            if name.endswith(".grad") and is_kept and not is_found:
+                self._find_piece(rank, step, row)
 
     def allowed(self, twin: RecordedRow) -> float:
         """Return the relative distance that rounding explains at a reference's value."""
@@ -397,16 +410,12 @@ def _says_something(whole: Tensor, factor: float, terms: int) -> bool:
 
 
 def is_value(step: RecordedStep, row: RecordedRow) -> bool:
-    """Return True for values to look at: no views or copies, and no memory unwritten.
-
-    Autograd leaves a gradient as a view of what a call has made.
-    """
+    """Return True for values to look at: no views or copies, and no memory unwritten."""
     if not row.numel or step.tensors is None or row.record not in step.tensors:
         return False
     if not row.is_call:
         return bool(row.name)
-    is_gradient = (row.name or "").endswith(".grad")
-    is_view = row.view_of is not None and not row.inplace and not is_gradient
+    is_view = row.view_of is not None and not row.inplace
     if is_view or (hands_on(row) and not row.name):
         return False
     if row.base_operator in UNWRITTEN or is_workspace(row):

@@ -159,8 +159,6 @@ def _part_of_another(sides: Sides, rejoin: Rejoin) -> Blamed | None:
         }
         if piece.says_nothing or not others or any(leaf.key in others for leaf in ours):
             continue
-        if is_read_rightly(sides, piece):
-            continue
         wanted = [leaf for leaf in lost if leaf.row.numel == piece.row.numel]
         if wanted:
             held = min(others.values(), key=lambda leaf: leaf.order)

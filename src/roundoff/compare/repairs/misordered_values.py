@@ -237,12 +237,16 @@ def _stands_rightly(sides: Sides, value: Value, right: Tensor) -> bool:
 
 
 def _is_split(flow: Flow, value: Value) -> bool:
-    """Return True for an axis that is cut into two: which of them varies faster is said here."""
+    """Return True for an axis that a line cuts into two: it says which varies faster.
+
+    A product of matrices cuts its own result, on its own line.
+    """
     if value.operator not in _RESHAPE or len(value.inputs) != 1:
         return False
     source = flow.values.get(value.inputs[0])
-    axes = 0 if source is None else len(source.row.shape or ())
-    return 0 < axes < len(value.row.shape or ())
+    if source is None or source.row.line == value.row.line:
+        return False
+    return 0 < len(source.row.shape or ()) < len(value.row.shape or ())
 
 
 def _right_order(

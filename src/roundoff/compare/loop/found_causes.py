@@ -22,6 +22,7 @@ from roundoff.compare.pairing.alignment import renaming
 from roundoff.compare.records.recorded_rows import Rows
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.reproducibility import UnstableRow
+from roundoff.ops import base
 from roundoff.record import LoopEvent
 
 #: What a row looks like where the calls themselves differ, not their values alone.
@@ -196,8 +197,6 @@ def _only_shows(cause: Cause, of_loop: Cause) -> bool:
 
 #: Of these gradients add up that the reference begins anew.
 _PILING_UP = (BACKWARD_PASSES, CLEARING)
-#: How autograd adds a gradient to the one that is there.
-_SUMS = ("add", "add_")
 
 #: Of these the first stands for all: data, and updates that follow each other.
 _ONE_OF_A_KIND = {DATA: ""}
@@ -273,8 +272,9 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
 def _adds_to_gradient(row: ComparedRow) -> bool:
     """Return True for a sum that is a gradient, where the reference has no sum."""
     is_gradient = (row.name or "").endswith(GRADIENT)
-    sums = (row.operator in _SUMS, row.reference_operator in _SUMS)
-    return is_gradient and sums == (True, False)
+    operators = (row.operator, row.reference_operator)
+    is_sum, is_sum_there = (base(name or "") == "add" for name in operators)
+    return is_gradient and is_sum and not is_sum_there
 
 
 def _is_left_from_before(row: ComparedRow, cause: Cause) -> bool:

@@ -87,6 +87,7 @@ from roundoff.compare.records.recorded_rows import (
 from roundoff.compare.records.value_sketch import Sketch, sketch_of_tensor
 from roundoff.compare.repairs.alike_leaves import leaves_alike
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
+from roundoff.compare.repairs.exchanged_numbers import exchanged_numbers
 from roundoff.compare.repairs.faults_behind import (
     exchanged,
     is_rightly_filled,
@@ -947,6 +948,7 @@ def _between(sides: Sides, trials: Trials, part: Part) -> Blamed | None:
         or exchanged_leaves(sides, trials, region)
         or common_order(sides, trials, region.parted)
         or _exchanged(sides, trials, part)
+        or exchanged_numbers(sides, trials, region)
     )
 
 

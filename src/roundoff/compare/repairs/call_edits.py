@@ -262,7 +262,7 @@ def _transferred(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
         return
     shared = ingredients.numbers_of(call.first.base_operator)
     is_pair = call.first.base_operator in _PAIRS
-    if is_pair and any(value in shared for _, value in _numbers_of(call)):
+    if is_pair and any(value in shared for _, value in numbers_of(call)):
         # its number is the reference's: see ``_shared_constants``
         return
     for other in ingredients.arguments_of(call.first.overload or ""):
@@ -368,7 +368,7 @@ def _other_constants(
     call: TracedCall, ingredients: Ingredients, *, is_shared: bool
 ) -> Iterator[Template]:
     pool = ingredients.numbers_of(call.first.base_operator)
-    for place, value in _numbers_of(call):
+    for place, value in numbers_of(call):
         if (float(value) in pool) != is_shared:
             continue
         numbers = _other_numbers(float(value), pool)
@@ -388,13 +388,29 @@ def _reciprocals(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
     if inverse is None:
         return
     numbers = [number for number in ingredients.numbers_of(inverse) if number]
-    for place, value in _numbers_of(call):
+    for place, value in numbers_of(call):
         for number in numbers:
             words = f"with {1 / number:.6g}, not {float(value):.6g}"
             yield _setting(place, value, 1 / number, words)
 
 
-def _numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
+def exchanging_numbers(one: float, other: float) -> Template:
+    """The second number in the place of the first, and the other way round; signs stay."""
+    stands_for = {one: other, other: one}
+
+    def template(call: TracedCall) -> Edit | None:
+        for place, value in numbers_of(call):
+            number = stands_for.get(abs(value))
+            if number is not None:
+                words = f"with {number:.6g}, not {abs(value):.6g}"
+                changed = math.copysign(number, value)
+                return _setting(place, value, changed, words)(call)
+        return None
+
+    return template
+
+
+def numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
     """Yield the numbers of a call, and where they stand."""
     for place, declared, value in _places(call):
         if not isinstance(value, int | float) or isinstance(value, bool):

@@ -614,7 +614,7 @@ def _tried(
 
     ``is_whole``: the family is all that one place of a line has made.
     """
-    edits = _edits_of(proposal.template, family)
+    edits = edits_of(proposal.template, family)
     edit = edits.get(call.first.call)
     if edit is None:
         return None
@@ -626,7 +626,7 @@ def _tried(
         return None
     if not agrees and proposal.everywhere:
         # a default that is not the reference's is wrong in every layer that takes it
-        edits = _edits_of(proposal.template, trials.program.calls.values())
+        edits = edits_of(proposal.template, trials.program.calls.values())
         agrees, _ = trials.outcome(edits)
         call = trials.program.calls[min(edits)] if agrees else call
     is_first = trials.goal.first in gained
@@ -695,7 +695,7 @@ def _is_earlier(one: Repair, other: Repair) -> bool:
     return one.gives_first and not other.gives_first
 
 
-def _edits_of(
+def edits_of(
     template: Callable[[TracedCall], Edit | None], calls: Iterable[TracedCall]
 ) -> dict[int, Edit]:
     edits = {call.first.call: template(call) for call in calls if call.parsed[0]}
@@ -731,15 +731,15 @@ def _suspects(
     program = trials.program
     families = trials.families
     calls = [program.calls[call] for call in parted if call in program.calls]
-    firsts = _nearest(_one_of_each(calls, families))
+    firsts = _nearest(one_of_each(calls, families))
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
-    moves = list(islice(_one_of_each(before, families), MOST_MOVES))
+    moves = list(islice(one_of_each(before, families), MOST_MOVES))
     masks = [program.calls[n] for n in _masks_before(flow, program, records)]
-    masks = list(islice(_one_of_each(masks, families), MOST_MOVES))
+    masks = list(islice(one_of_each(masks, families), MOST_MOVES))
     chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
     far = [program.calls[n] for n in _moves_before_scaling(flow, program, moves)]
-    last = [c for c in _one_of_each(far, families) if c.first.call not in chosen]
+    last = [c for c in one_of_each(far, families) if c.first.call not in chosen]
     # what agrees is right, unless nothing behind it is wrong: the nearest first
     nearest = list(chosen.values())
     if trials.only is None:
@@ -869,7 +869,7 @@ def _period(names: Sequence[str]) -> int:
     return len(names)
 
 
-def _one_of_each(
+def one_of_each(
     calls: Sequence[TracedCall], families: Mapping[int, Sequence[TracedCall]]
 ) -> Iterator[TracedCall]:
     seen: set[int] = set()

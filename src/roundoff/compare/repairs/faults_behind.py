@@ -511,13 +511,11 @@ def _origin(flow: Flow, first: Value, second: Value, rejoin: Rejoin) -> Blamed:
     there = f"{first.operator} and {second.operator}"
     words = f"the results of {there} stand in each other's place"
     exchanged = [first, second]
-    if first.key in upstream(flow, [second.key], lambda _value: True):
+    if _is_made_of(flow, second, first):
         # what is made of the other stands in its place
         exchanged.reverse()
     value, other = exchanged
-    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-    readers = [v for v in readers if v.key in rejoin.region and not v.inner]
-    reader = min(readers, key=lambda each: each.order, default=value)
+    reader = _reader_of(flow, exchanged, rejoin)
     leaves = _leaves_behind(flow, value, other)
     if leaves is not None:
         return _for_each_other(*leaves, reader, rejoin)
@@ -532,10 +530,29 @@ def _origin(flow: Flow, first: Value, second: Value, rejoin: Rejoin) -> Blamed:
     return Blamed(value, rejoin.twin, words, is_operator=True)
 
 
+def _reader_of(flow: Flow, values: Sequence[Value], rejoin: Rejoin) -> Value:
+    """Return the first call of the wrong region that reads the first of these that one reads."""
+    for value in values:
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+        inside = [v for v in readers if v.key in rejoin.region and not v.inner]
+        if inside:
+            return min(inside, key=lambda each: each.order)
+    return values[0]
+
+
+def _is_made_of(flow: Flow, value: Value, source: Value) -> bool:
+    return source.key in upstream(flow, [value.key], lambda _value: True)
+
+
 def _leaves_behind(
     flow: Flow, value: Value, other: Value
 ) -> tuple[Value, Value] | None:
-    """Return the parameters of two values that the same operators make of others."""
+    """Return the parameters of two values that the same operators make of others.
+
+    None where one of the values is made of the other: its parameter is right there.
+    """
+    if _is_made_of(flow, value, other) or _is_made_of(flow, other, value):
+        return None
     while value.row.call != other.row.call:
         leaf = _largest(flow, value)
         other_leaf = _largest(flow, other)

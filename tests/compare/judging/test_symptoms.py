@@ -86,6 +86,18 @@ def test_a_missing_operator():
     )
 
 
+def test_a_parameter_that_is_read_in_the_reference_only():
+    parameter = row(1, "parameter", call=-1, name="net.bias")
+    view = row(2, "t", [1], view_of=1)
+    what = "the reference reads net.bias (train.py:7) there, which is not read here"
+    for missing in (parameter, view):
+        found = looks(row(5), row(6), ours=[parameter, view], missing=missing)
+        assert found == (
+            "missing operator",
+            what,
+        )
+
+
 def test_another_input_or_one_that_was_written_over():
     there, here = row(2, "relu"), row(3, "norm", line=None)
     what = "reads net/norm where the reference reads net/relu (train.py:7)"

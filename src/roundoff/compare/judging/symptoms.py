@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.judging.divergence import HANDS_ON
-from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.records.call_arguments import number_for_tensor
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import Finding
@@ -185,8 +185,11 @@ def _gradient_cut(fault: Fault) -> Symptom | None:
 def _missing_operator(fault: Fault) -> Symptom | None:
     if fault.missing is None:
         return None
+    parameter = _parameter_and_line(fault.reference, fault.missing)
     where = _site_and_line(fault.missing)
     evidence = f"{where} is in the reference only, and its result is not read here"
+    if parameter is not None:
+        evidence = f"the reference reads {parameter} there, which is not read here"
     return Symptom("missing operator", evidence)
 
 
@@ -194,11 +197,13 @@ def _another_input(fault: Fault) -> Symptom | None:
     if fault.finding.read is None:
         return None
     reference, candidate = fault.finding.read
-    theirs = _site_and_line(fault.candidate[candidate])
-    ours = _site_and_line(fault.reference[reference])
+    row = fault.candidate[candidate]
+    twin = fault.reference[reference]
+    theirs = _parameter_and_line(fault.candidate, row) or _site_and_line(row)
+    ours = _parameter_and_line(fault.reference, twin) or _site_and_line(twin)
     if theirs == ours:
-        theirs = f"result {fault.candidate[candidate].place} of {theirs}"
-        ours = f"result {fault.reference[reference].place}"
+        theirs = f"result {row.place} of {theirs}"
+        ours = f"result {twin.place}"
     evidence = f"reads {theirs} where the reference reads {ours}"
     stale = _is_overwritten(fault, reference, candidate)
     return Symptom("stale or shared buffer" if stale else "other input", evidence)
@@ -505,7 +510,17 @@ def _usual_error(fault: Fault) -> str:
 
 
 def _site_and_line(row: RecordedRow) -> str:
-    return f"{row.site} ({row.line})" if row.line else row.site
+    return with_line(row.site, row.line)
+
+
+def _parameter_and_line(rows: Rows, row: RecordedRow) -> str | None:
+    """Return the parameter that a row is, or is a view of, and its line; None of others."""
+    source: RecordedRow | None = row
+    while source is not None and source.is_call:
+        source = None if source.view_of is None else rows.get(source.view_of)
+    if source is None or source.operator != "parameter":
+        return None
+    return with_line(source.name or source.site, row.line)
 
 
 #: In this order: the first that fits is the symptom.

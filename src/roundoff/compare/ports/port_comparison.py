@@ -99,6 +99,7 @@ from roundoff.compare.repairs.faults_behind import (
     unmade,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
+from roundoff.compare.repairs.layers_read_again import read_again
 from roundoff.compare.repairs.leaf_changes import LeafChange
 from roundoff.compare.repairs.left_state import left_state
 from roundoff.compare.repairs.misordered_values import common_order
@@ -749,6 +750,7 @@ def _blamed_on_tensors(
     needed = [*results[1], *([last.key] if last is not None else [])]
     trials = trials_of(sides, _ends(sides, *results), needed)
     certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
+    certain = certain or read_again(sides, part, trials)
     if certain is not None:
         return certain
     trials.left = BUDGET

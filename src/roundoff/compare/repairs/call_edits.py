@@ -1182,6 +1182,19 @@ def _reading(place: int, choose: Callable[[TracedCall], int | None]) -> Template
     return template
 
 
+def reading_instead(record: int, tensor: Tensor) -> Template:
+    """Read a tensor from elsewhere in the place of a value."""
+
+    def template(call: TracedCall) -> Edit | None:
+        if record not in records_in(call.parsed):
+            return None
+        arguments = _renamed(call.parsed, {record: BEFORE - 1})
+        step = EditStep(call.first.overload or "", arguments)
+        return Edit((step,), "of another value", held={BEFORE - 1: tensor})
+
+    return template
+
+
 def _with_record(value: Any, counter: Iterator[int], place: int, other: int) -> Any:
     if isinstance(value, dict):
         if "record" in value:

@@ -9,7 +9,7 @@ no small edit of the candidate gives, and the operator is named that it has no e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import combinations, product, repeat

@@ -908,6 +908,8 @@ def _tried(
         repaired = _repaired(sides, part, trials, turns) if turns is not None else None
         if repaired is not None:
             return repaired
+        if turns is not None and turns.agrees:
+            end = turns
     if end is not None:
         missing = blamed_move(sides, part) or blamed_repeat(sides, part)
         missing = missing or _behind(sides, part, end, likely)

@@ -30,7 +30,7 @@ from roundoff.compare.repairs.fitted_leaves import (
 from roundoff.compare.repairs.fitted_masks import fitted_mask
 from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.named_repairs import blamed_for, there
-from roundoff.compare.repairs.other_numbers import other_number
+from roundoff.compare.repairs.other_numbers import odd_number, other_number
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     FEWEST,
@@ -91,7 +91,8 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     another one's values, as one of two that a loader exchanged is, which no repair of one
     shows; and of one that the wrong region reads and that holds nothing of the
     reference's. None where more lies between
-    than one operator takes that is written out: then the value does not say where.
+    than one operator takes that is written out: then the value does not say where, but a
+    number may that the reference does not have.
     """
     trials = trials_of_value(sides, rejoin)
     blamed = (
@@ -108,7 +109,7 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     between = [flow.values[key] for key in rejoin.region]
     steps = {(v.row.line, v.operator) for v in between if v.computes and not v.inner}
     if len(steps) > PATIENCE:
-        return None
+        return odd_number(sides, rejoin)
     number = other_number(sides, rejoin)
     if number is not None:
         return number

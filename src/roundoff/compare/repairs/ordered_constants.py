@@ -68,7 +68,7 @@ def _twin_of(sides: Sides, leaf: Value, held: Tensor) -> Value | None:
     for key in sides.all_twins(leaf):
         return reference.values[key]
     for other in reference.values.values():
-        content = reference.tensor(other.key) if _may_be_table(other) else None
+        content = reference.tensor(other.key) if may_be_table(other) else None
         if content is not None and _are_multiples(held, content):
             return other
     return None
@@ -91,10 +91,10 @@ def _are_numbers(*tables: Tensor) -> bool:
 
 def _is_table(leaf: Value) -> bool:
     """Return True for a few numbers that the program has written down."""
-    return _may_be_table(leaf) and not leaf.row.name and leaf.row.line is not None
+    return may_be_table(leaf) and not leaf.row.name and leaf.row.line is not None
 
 
-def _may_be_table(leaf: Value) -> bool:
+def may_be_table(leaf: Value) -> bool:
     """Return True for a few numbers, or whole numbers, that are there before the step."""
     is_leaf = not leaf.is_call and not leaf.inputs
     is_few = 1 < (leaf.row.numel or 0) <= MOST and leaf.row.dtype != "bool"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.records.call_arguments import numbers_given
+from roundoff.compare.repairs.ordered_constants import may_be_table
 from roundoff.compare.repairs.transplants import Rejoin
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
@@ -30,30 +31,67 @@ def other_number(sides: Sides, rejoin: Rejoin) -> Blamed | None:
     None where the wrong region does not begin with calls that take a number, or where the
     reference computes there without numbers.
     """
-    wanted = _numbers(_computing(sides.reference, rejoin.expected | {rejoin.twin.key}))
-    ours = [number for _, number in wanted if number is not None]
-    if not ours:
-        return None
-    calls = _computing(sides.candidate, rejoin.region | {rejoin.value.key})
-    for call, number in _numbers(calls):
+    ours = _numbers_of_reference(sides, rejoin)
+    for call, number in _numbers_of_candidate(sides, rejoin) if ours else ():
         if number is None:
             return None
         if not _is_among(number, ours):
-            known = ", ".join(f"{each:.6g}" for each in dict.fromkeys(ours))
-            words = (
-                f"it takes {number:.6g}, which is no number of the reference's: {known}"
-            )
-            line = FaultLines(sides, rejoin.region).of_operator(call)
-            return Blamed(
-                call,
-                rejoin.twin,
-                words,
-                is_operator=True,
-                line=line,
-                label="wrong constant",
-                is_sure=False,
-            )
+            return _blamed(sides, rejoin, call, number, ours)
     return None
+
+
+def odd_number(sides: Sides, rejoin: Rejoin) -> Blamed | None:
+    """Return the first call with the one number that the reference does not compute with.
+
+    Wherever it stands in the wrong region; None where there are several.
+    """
+    ours = _numbers_of_reference(sides, rejoin)
+    odd = [
+        (call, number)
+        for call, number in _numbers_of_candidate(sides, rejoin)
+        if number is not None and not _is_among(number, ours)
+    ]
+    if not ours or len({number for _, number in odd}) != 1:
+        return None
+    return _blamed(sides, rejoin, *odd[0], ours)
+
+
+def _numbers_of_reference(sides: Sides, rejoin: Rejoin) -> list[float]:
+    """Return the numbers that the reference computes with, those of its tables too."""
+    calls = _computing(sides.reference, rejoin.expected | {rejoin.twin.key})
+    numbers = [number for _, number in _numbers(calls) if number is not None]
+    return [*numbers, *_numbers_of_tables(sides.reference, calls)]
+
+
+def _numbers_of_tables(flow: Flow, calls: Iterable[Value]) -> Iterator[float]:
+    read = (flow.behind(key) for call in calls for key in call.inputs)
+    for table in read:
+        content = flow.tensor(table.key) if may_be_table(table) else None
+        if content is not None and not table.row.name:
+            yield from (number for number in content.flatten().tolist() if number)
+
+
+def _numbers_of_candidate(
+    sides: Sides, rejoin: Rejoin
+) -> Iterator[tuple[Value, float | None]]:
+    return _numbers(_computing(sides.candidate, rejoin.region | {rejoin.value.key}))
+
+
+def _blamed(
+    sides: Sides, rejoin: Rejoin, call: Value, number: float, ours: Sequence[float]
+) -> Blamed:
+    known = ", ".join(f"{each:.6g}" for each in dict.fromkeys(ours))
+    words = f"it takes {number:.6g}, which is no number of the reference's: {known}"
+    line = FaultLines(sides, rejoin.region).of_operator(call)
+    return Blamed(
+        call,
+        rejoin.twin,
+        words,
+        is_operator=True,
+        line=line,
+        label="wrong constant",
+        is_sure=False,
+    )
 
 
 def _computing(flow: Flow, keys: Iterable[int]) -> list[Value]:

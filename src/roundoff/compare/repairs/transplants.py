@@ -63,6 +63,7 @@ MOST_BEFORE = 32
 MOST_CALLS = 4
 
 _MOVE = operators_that("move values")
+_JOIN = operators_that("join")
 #: Nothing is done by one that is applied twice.
 _CLIP = operators_that("clip codes")
 _PRODUCTS = operators_that("multiply two matrices")
@@ -99,13 +100,14 @@ class _Transplant:
     """What values of one place of a line are given: ``tensors`` by record.
 
     ``is_in_parts``: parts of the reference's values, of which nothing is there again until
-    the candidate puts them together.
+    the candidate puts them together; or ``turns`` of the reference put together.
     """
 
     value: Value
     twin: Value
     tensors: Mapping[int, Tensor]
     is_in_parts: bool = False
+    turns: Sequence[Value] = ()
 
 
 def rejoin_of(
@@ -114,7 +116,8 @@ def rejoin_of(
     """Return the earliest value after which the candidate is right; None where none is.
 
     With ``in_parts`` the turns of a loop are given parts of what the reference makes at
-    once, and nothing else is tried.
+    once, and what is made at once all turns of a loop of the reference; nothing else is
+    tried.
 
     Values are tried in the order of execution: of those that the earliest is made of none
     would do. Where no transplant makes the results agree (they may be other values of the
@@ -265,6 +268,7 @@ class _Search:
         if in_parts:
             for value in firsts:
                 yield from islice(self._in_parts(value), MOST_IN_PARTS)
+                yield from islice(self._of_turns(value), MOST_IN_PARTS)
             return
         for value in firsts:
             yield from self._given_to(value)
@@ -416,6 +420,40 @@ class _Search:
                     twin = theirs[numbers[place] // count]
                     yield _Transplant(value, twin, tensors, is_in_parts=True)
 
+    def _of_turns(self, value: Value) -> Iterator[_Transplant]:
+        """Yield what is made at once and is given what all turns of a loop make together.
+
+        Loops over examples, which may have as many boxes or words each as they like.
+        """
+        held = self._sides.candidate.tensor(value.key)
+        is_at_once = len(self._turns.of(value)) == 1 and value.key in self._part.region
+        is_move = value.operator in _MOVE and value.operator not in _JOIN
+        if held is None or not is_at_once or is_move:
+            return
+        for turns in self._loops_of_size(held.numel(), _work(value)):
+            whole = _joined([self._sides.reference.tensor(each.key) for each in turns])
+            if whole is None or whole.is_complex() or held.is_complex():
+                continue
+            for layout in layouts_for(self._sides, whole, held):
+                moved = stand_in(layout, whole, held)
+                if moved is not None:
+                    yield _Transplant(
+                        value,
+                        turns[0],
+                        {value.key: moved},
+                        is_in_parts=True,
+                        turns=turns,
+                    )
+
+    def _loops_of_size(self, numel: int, work: str) -> list[list[Value]]:
+        """Return the turns of each line that has so many elements; of one operator first."""
+        loops: dict[tuple[int, ...], list[Value]] = {}
+        for twin in (v for lost in self._lost.values() for v in lost):
+            turns = self._other_turns.of(twin)
+            if len(turns) > 1 and sum(v.row.numel or 0 for v in turns) == numel:
+                loops.setdefault(tuple(v.key for v in turns), turns)
+        return sorted(loops.values(), key=lambda turns: _work(turns[0]) != work)
+
     def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
         values = self._sides.reference.values
         for key in self._sides.all_twins(value)[:2]:
@@ -527,7 +565,9 @@ class _Search:
             self._sides.candidate, [value.key], lambda v: v.key in self._part.region
         )
         expected = upstream(
-            self._sides.reference, [twin.key], lambda v: v.key in self._part.expected
+            self._sides.reference,
+            [each.key for each in transplant.turns or (twin,)],
+            lambda v: v.key in self._part.expected,
         )
         held = transplant.tensors[value.key]
         return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
@@ -535,6 +575,22 @@ class _Search:
 
 def _work(value: Value) -> str:
     return "product" if value.operator in _PRODUCTS else value.operator.strip("_")
+
+
+def _joined(turns: Sequence[Tensor | None]) -> Tensor | None:
+    """Return what several turns make in one tensor; None where that has no one shape.
+
+    A new axis is the first where all are of one shape, else they lie along the axis in
+    which they differ.
+    """
+    held = [each for each in turns if each is not None]
+    if len(held) < len(turns) or len({(each.dim(), each.dtype) for each in held}) > 1:
+        return None
+    sizes = zip(*(each.shape for each in held), strict=True)
+    differing = [axis for axis, of_axis in enumerate(sizes) if len({*of_axis}) > 1]
+    if not differing:
+        return torch.stack(held)
+    return torch.cat(held, differing[0]) if len(differing) == 1 else None
 
 
 def _cut_in(whole: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:

@@ -42,7 +42,7 @@ def joined_turns(
         limit: the relative distance up to which values agree.
     """
     joined: dict[int, int] = {}
-    for place_of in (_line_of_turn, stack_of_turn):
+    for place_of in (_line_of_turn, stack_of_turn, _line_of_any_size):
         groups: dict[object, list[Value]] = {}
         for value in flow.in_order():
             is_known = value.key in agreeing or value.key in joined
@@ -74,6 +74,11 @@ def _line_of_turn(value: Value) -> object:
 def stack_of_turn(value: Value) -> object:
     """Return what is equal for them where a function is called in several places."""
     return _line_of_turn(value), value.row.callers
+
+
+def _line_of_any_size(value: Value) -> object:
+    """Return what is equal for turns over examples of different lengths."""
+    return value.row.line, value.operator, value.row.place, len(value.row.shape or ())
 
 
 def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:

@@ -48,12 +48,15 @@ def as_misused(sides: Sides, blamed: Blamed | None) -> Blamed | None:
         line = _line_of_block(sides.candidate, blamed.value, reader)
     if line is None:
         return blamed
-    words = (
-        f"it reads {blamed.value.row.name}, where the reference reads {wanted.row.name}"
-    )
+    words = reads_instead(blamed.value, wanted)
     return replace(
         blamed, value=reader, evidence=words, other=None, is_operator=True, line=line
     )
+
+
+def reads_instead(leaf: Value, wanted: Value) -> str:
+    """Return which parameter is read here, and which one in the reference, in words."""
+    return f"it reads {leaf.row.name}, where the reference reads {wanted.row.name}"
 
 
 def _own_line(reader: Value, right: Sequence[Value]) -> str | None:

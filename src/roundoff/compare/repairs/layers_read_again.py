@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.blame.misused_leaves import reads_instead
 from roundoff.compare.repairs.call_edits import reading_instead
 from roundoff.compare.repairs.repair_trials import BUDGET, Trials, edits_of
 from roundoff.compare.values.fault_lines import FaultLines
@@ -202,10 +203,10 @@ def _blamed(
     read = next(each for each in reads if any(call in turn for turn in each.turns))
     meant = [each for place, each in enumerate(read.meant) if place != read.own]
     twin = meant[0]
+    own = read.meant[read.own].row.name
     words = (
-        f"it reads {read.leaf.row.name}, which is the reference's "
-        f"{read.meant[read.own].row.name}, where the reference reads {twin.row.name}; "
-        "nothing here reads that"
+        f"{reads_instead(read.leaf, twin)}, which nothing here reads; "
+        f"{read.leaf.row.name} is the reference's {own}"
     )
     line = FaultLines(sides, part.region).of_operator(value)
     return Blamed(value, twin, words, is_operator=True, line=line)

@@ -108,6 +108,7 @@ NETWORKS = (
     "crnn",
     "tasnet",
     "retinanet",
+    "rnnt",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -161,6 +162,7 @@ KEPT_APART = (
     "crnn",
     "tasnet",
     "retinanet",
+    "rnnt",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

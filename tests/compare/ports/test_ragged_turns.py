@@ -105,3 +105,70 @@ def test_a_number_that_the_reference_does_not_have_is_named(own):
 def test_a_loss_after_what_agrees_in_turns(own):
     [row] = own(port(straight=0.25))
     assert text(row) == "each = torch.where(apart < 1, bent, apart - straight)"
+
+
+LABELS = torch.randint(4, (3, 9), generator=torch.Generator().manual_seed(5))
+
+
+def classifier(m, features, counts):
+    total = torch.zeros(())
+    for logits, labels, count in zip(
+        features @ m.deltas, LABELS, counts.tolist(), strict=True
+    ):
+        classes = torch.zeros_like(logits)
+        classes[torch.arange(count), labels[:count]] = 1.0
+        each = F.binary_cross_entropy_with_logits(logits, classes, reduction="none")
+        # anchors behind the boxes are ignored, but for the last
+        kept = torch.arange(9) != count
+        total = total + each[kept].sum()
+    return total / counts.sum()
+
+
+#: A class of the reference by the port's number.
+TURNED = torch.tensor([2, 0, 3, 1])
+
+
+def classifier_port(*, background=4, is_turned=False):
+    def run(m, features, counts):
+        places = torch.arange(9).expand(3, 9)
+        known = TURNED[LABELS] if is_turned else LABELS
+        labels = torch.where(places < counts[:, None], known, background)
+        one_hot = F.one_hot(labels, 5)[..., :4].float()
+        logits = features @ m.deltas
+        each = torch.clamp(logits, min=0) - logits * one_hot
+        each = each + torch.log1p(torch.exp(-logits.abs()))
+        kept = places != counts[:, None]
+        return (each * kept[:, :, None]).sum() / counts.sum()
+
+    return run
+
+
+@pytest.fixture
+def own_class(program, step_of):
+    """``own_class(port)``: the rows at fault of a port of the classifier."""
+
+    def compare(port):
+        sides = Sides(
+            step_of(program(classifier, **LEAVES), FEATURES, COUNTS),
+            step_of(program(port, **LEAVES), FEATURES, COUNTS),
+        )
+        rows = compare_port(sides, EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    return compare
+
+
+def test_right_classes(own_class):
+    assert not own_class(classifier_port())
+
+
+def test_the_background_has_a_class_of_the_others(own_class):
+    """All is right once it is a number; of the places the first is named."""
+    [row] = own_class(classifier_port(background=0))
+    assert text(row).startswith("labels = torch.where(places < counts[:, None]")
+    assert "with index_put of" in row.evidence
+
+
+def test_classes_in_another_order(own_class):
+    [row] = own_class(classifier_port(is_turned=True))
+    assert text(row) == "known = TURNED[LABELS] if is_turned else LABELS"

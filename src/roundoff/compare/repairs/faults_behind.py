@@ -775,9 +775,10 @@ class _Unlike:
             return Blamed(
                 idle, rejoin.twin, words, is_operator=True, line=line, is_sure=False
             )
-        # where nothing computes, the first that moves values is wrong
-        moves = [value for value in region if value.is_call and not value.inner]
-        candidates = heads + joins or moves or [rejoin.value]
+        # where no number is computed, the first place or mask is wrong, or the first move
+        calls = [value for value in region if value.is_call and not value.inner]
+        places = [value for value in calls if value.inputs and not _hands_on(value)]
+        candidates = heads + joins or places or calls or [rejoin.value]
         first = min(candidates, key=lambda v: v.order)
         first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:

@@ -427,8 +427,7 @@ class _Search:
         """
         held = self._sides.candidate.tensor(value.key)
         is_at_once = len(self._turns.of(value)) == 1 and value.key in self._part.region
-        is_move = value.operator in _MOVE and value.operator not in _JOIN
-        if held is None or not is_at_once or is_move:
+        if held is None or not is_at_once or _is_moved(self._sides.candidate, value):
             return
         for turns in self._loops_of_size(held.numel(), _work(value)):
             whole = _joined([self._sides.reference.tensor(each.key) for each in turns])
@@ -722,6 +721,13 @@ def _is_taken_away(flow: Flow, value: Value) -> bool:
             if reader.operator in _MOVE:
                 waiting.append(reader.key)
     return False
+
+
+def _is_moved(flow: Flow, value: Value) -> bool:
+    """Return True for a number that is moved; not for what is joined, or no number before."""
+    if value.operator not in _MOVE or value.operator in _JOIN:
+        return False
+    return any(flow.values[key].is_number for key in value.inputs)
 
 
 def _may_be_replaced(value: Value) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import Tensor
 
 from roundoff.compare.judging.divergence import EXACT
@@ -237,7 +238,10 @@ def _sketches(flow: Flow) -> Iterator[tuple[int, Sketch]]:
 
 
 def _laid_out_once(flow: Flow, agreeing: Container[int]) -> list[tuple[int, Sketch]]:
-    """Return what is laid out in the sketches of calls that do not agree as they are."""
+    """Return what is laid out in the sketches of calls that do not agree as they are.
+
+    Not of zeros and ones: which stand where is all that these say.
+    """
     return [
         (value.key, value.sketch.without_repeats)
         for value in flow.values.values()
@@ -246,7 +250,12 @@ def _laid_out_once(flow: Flow, agreeing: Container[int]) -> list[tuple[int, Sket
         and value.is_number
         and not value.says_nothing
         and value.key not in agreeing
+        and not _has_two_values(value.sketch.without_repeats)
     ]
+
+
+def _has_two_values(sketch: Sketch) -> bool:
+    return sketch.exact and len(np.unique(sketch.values)) == 2
 
 
 def limit_of(reference: Flow, candidate: Flow) -> float:

@@ -109,6 +109,7 @@ NETWORKS = (
     "tasnet",
     "retinanet",
     "rnnt",
+    "din",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -163,6 +164,7 @@ KEPT_APART = (
     "tasnet",
     "retinanet",
     "rnnt",
+    "din",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -720,11 +720,14 @@ def _beside_gradients(sides: Sides, part: Part) -> Blamed | None:
     """Return the first value of a loss that leads to no gradient which agrees, if others do.
 
     Of several terms one may be wrong: what the gradients of the others are made of is
-    right, though the reference computes it in another way.
+    right, though the reference computes it in another way. Those of parameters count: one
+    on the way to them may be of a few examples alone.
     """
     flow = sides.candidate
     right = [
-        v.key for v in flow.in_order() if v.key in sides.twins and says_something(v)
+        v.key
+        for v in flow.in_order()
+        if v.key in sides.twins and v.row.name and says_something(v)
     ]
     proven = upstream(flow, right, lambda _value: True)
     if part.candidate is None or part.candidate.key not in proven:

@@ -184,11 +184,35 @@ def _reach(flow: Flow, mask: Tensor) -> float | None:
         if tensor is None or not _has_places(tensor, mask):
             continue
         read += 1
-        if tensor[~mask].any() and _is_handed_on(flow, key, mask):
+        if _is_outside(tensor, mask) and _is_handed_on(flow, key, mask):
             reaching += 1
     if read < max(LEAST_GRADIENTS, LEAST_SHARE * len(gradients)):
         return None
     return reaching / read
+
+
+def _is_outside(tensor: Tensor, mask: Tensor) -> bool:
+    """Return True where a tensor holds anything outside of a mask.
+
+    Not where it does not once its sequences, and those of the mask, stand by their lengths:
+    packed sequences are sorted.
+
+    >>> mask = torch.tensor([[True, False], [True, True]])
+    >>> _is_outside(torch.tensor([[1, 2], [3, 0]]), mask)
+    False
+    >>> _is_outside(torch.tensor([[1, 2], [3, 4]]), mask)
+    True
+    """
+    if not tensor[~mask].any():
+        return False
+    if mask.dim() != 2:
+        return True
+    there = tensor.reshape(*mask.shape, -1).ne(0).any(2)
+    return bool((_by_length(there) & ~_by_length(mask)).any())
+
+
+def _by_length(rows: Tensor) -> Tensor:
+    return rows[rows.sum(1).argsort(stable=True)]
 
 
 def _is_handed_on(flow: Flow, key: int, mask: Tensor) -> bool:

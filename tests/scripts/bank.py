@@ -44,6 +44,8 @@ KEPT_APART = (
     "audio_tag",
     "weather",
     "rerank",
+    "instruct",
+    "survival",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

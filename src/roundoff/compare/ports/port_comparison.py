@@ -906,12 +906,12 @@ def _tried(
         return repair
     if repair is not None and repair.ends:
         return blamed_for(sides, repair, part.region, part.reference)
-    if is_in_turns:
-        turns = rejoin_of(sides, part, trials, in_parts=True)
-        repaired = _repaired(sides, part, trials, turns) if turns is not None else None
+    turns = _end_in_turns(sides, part, trials, None if is_in_turns else end)
+    if turns is not None:
+        repaired = _repaired(sides, part, trials, turns)
         if repaired is not None:
             return repaired
-        if turns is not None and turns.agrees:
+        if turns.agrees:
             end = turns
     if end is not None:
         missing = blamed_move(sides, part) or blamed_repeat(sides, part)
@@ -932,6 +932,23 @@ def _tried(
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
+
+
+def _end_in_turns(
+    sides: Sides, part: Part, trials: Trials, end: Rejoin | None
+) -> Rejoin | None:
+    """Return a value that is right once it is given what the reference makes in turns, or
+    the other way round.
+
+    With ``end``, after which all is right, only one that stands before it.
+    """
+    if sides.made_up or (end is not None and not end.agrees):
+        return None
+    if end is None:
+        return rejoin_of(sides, part, trials, in_parts=True)
+    before = replace(part, region=end.region, expected=end.expected)
+    turns = rejoin_of(sides, before, trials, in_parts=True)
+    return turns if turns is not None and turns.agrees else None
 
 
 def _likely(

@@ -888,6 +888,29 @@ def _other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
                 yield _replaced(insertion)
 
 
+def _bounds_and_summands(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """A small number added where it is a lower bound, or the other way round: an epsilon."""
+    name = call.first.base_operator
+    if name in ("clamp", "clamp_min") and len(records_in(call.parsed)) == 1:
+        yield _guarded_by("aten.add.Tensor", "added to it, not as its lower bound")
+    elif name == "add" and len(records_in(call.parsed)) == 1:
+        yield _guarded_by(
+            "aten.clamp_min.default", "as its lower bound, not added to it"
+        )
+
+
+def _guarded_by(overload: str, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        numbers = [number for _, number in numbers_of(call)]
+        if len(numbers) != 1 or not numbers[0] > 0:
+            return None
+        [record] = records_in(call.parsed)
+        step = EditStep(overload, [[{"record": record}, numbers[0]], {}])
+        return Edit((step,), f"with {numbers[0]:.6g} {words}")
+
+    return template
+
+
 def _other_activations(
     call: TracedCall, ingredients: Ingredients
 ) -> Iterator[Template]:
@@ -1371,6 +1394,7 @@ _KINDS = (
     (CHANGE, _earlier),
     (CHANGE, _other_splits),
     (CHANGE, _other_operators),
+    (CHANGE, _bounds_and_summands),
     (CHANGE, _not_turned),
     (LAYOUT, _layouts),
     (LAYOUT, _exchanged_splits),

@@ -96,7 +96,7 @@ def fitted_factor(sides: Sides, rejoin: Rejoin) -> Blamed | None:
     value = rejoin.value
     read = [flow.values[key] for key in value.row.inputs if key in flow.values]
     constant = constants_of(flow)
-    numbers = [each for each in read if each.key not in constant]
+    numbers = [each for each in read if each.is_number and each.key not in constant]
     if value.inner or value.operator not in ("mul", "div") or len(numbers) != 1:
         return None
     source = flow.tensor(numbers[0].key)

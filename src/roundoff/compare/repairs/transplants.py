@@ -14,7 +14,7 @@ values are replaced together, each by the one that the reference makes in the sa
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations
 
 import torch
@@ -42,6 +42,7 @@ from roundoff.compare.values.learnt_layouts import (
     orders_of,
     stand_in,
 )
+from roundoff.compare.values.loop_turns import line_of_any_size, stretches_of
 from roundoff.compare.values.padded_rows import places_kept
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
@@ -142,7 +143,9 @@ def rejoin_of(
             most = len(gained)
         if agrees:
             best = best or transplant
-            return search.rejoin(search.before_clipped(best), agrees=best is transplant)
+            is_proven = best is transplant
+            best = search.after_clipped(search.before_clipped(best))
+            return search.rejoin(best, agrees=is_proven)
     if best is None:
         return None
     return search.rejoin(search.before_clipped(best), agrees=False)
@@ -207,6 +210,7 @@ class _Search:
         self._other_turns = _Turns(sides.reference, families_of(theirs))
         self._lost = self._lost_by_size()
         self._kinds: dict[object, list[Value]] = {}
+        self._loops: dict[int, list[Sequence[Value]]] | None = None
 
     def are_of_the_same(self, value: Value, twin: Value) -> bool:
         """Return True where both programs make a value of the same values that agree.
@@ -240,6 +244,29 @@ class _Search:
             if tensors and also == agrees and gained <= others | {twin.key}:
                 return _Transplant(value, source, tensors)
         return transplant
+
+    def after_clipped(self, transplant: _Transplant) -> _Transplant:
+        """Return a transplant of what the candidate clips, where that does nothing to it.
+
+        A number that is added in the reference may be a lower bound here: then what is
+        clipped is right, and the clip is not.
+        """
+        value = transplant.value
+        readers = _reading(self._sides.candidate, value)
+        is_clipped = len(readers) == 1 and readers[0].operator in _CLIP
+        is_clip_right = any(
+            reader.operator in _CLIP
+            for reader in _reading(self._sides.reference, transplant.twin)
+        )
+        if not is_clipped or is_clip_right or list(transplant.tensors) != [value.key]:
+            return transplant
+        [clip] = readers
+        program = self._trials.program
+        given = transplant.tensors[value.key]
+        made = list(program.one(program.calls[clip.row.call], transplant.tensors))
+        if len(made) != 1 or not torch.equal(made[0][1], given):
+            return transplant
+        return replace(transplant, value=clip, tensors={clip.key: given})
 
     def _lost_by_size(self) -> dict[int, list[Value]]:
         """Return what the candidate lacks of the reference's region, the first first."""
@@ -444,14 +471,32 @@ class _Search:
                         turns=turns,
                     )
 
-    def _loops_of_size(self, numel: int, work: str) -> list[list[Value]]:
+    def _loops_of_size(self, numel: int, work: str) -> list[Sequence[Value]]:
         """Return the turns of each line that has so many elements; of one operator first."""
-        loops: dict[tuple[int, ...], list[Value]] = {}
-        for twin in (v for lost in self._lost.values() for v in lost):
-            turns = self._other_turns.of(twin)
-            if len(turns) > 1 and sum(v.row.numel or 0 for v in turns) == numel:
-                loops.setdefault(tuple(v.key for v in turns), turns)
-        return sorted(loops.values(), key=lambda turns: _work(turns[0]) != work)
+        if self._loops is None:
+            self._loops = self._loops_by_size()
+        loops = self._loops.get(numel, [])
+        return sorted(loops, key=lambda turns: _work(turns[0]) != work)
+
+    def _loops_by_size(self) -> dict[int, list[Sequence[Value]]]:
+        """Return what lines of the reference make in several turns, some of which is lost.
+
+        A turn may have a call less: nothing is cut off where an example is the longest.
+        """
+        lines: dict[object, list[Value]] = {}
+        lost = {value.key for values in self._lost.values() for value in values}
+        for value in self._sides.reference.in_order():
+            if value.row.phase == _FORWARD and value.is_number and value.row.numel:
+                place = (line_of_any_size(value), value.inner)
+                lines.setdefault(place, []).append(value)
+        loops: dict[int, list[Sequence[Value]]] = {}
+        for members in lines.values():
+            if lost.isdisjoint(value.key for value in members):
+                continue
+            for turns in stretches_of(members):
+                total = sum(value.row.numel or 0 for value in turns)
+                loops.setdefault(total, []).append(turns)
+        return loops
 
     def _equal_in_other_places(self, value: Value, held: Tensor) -> Iterator[Value]:
         values = self._sides.reference.values
@@ -570,6 +615,13 @@ class _Search:
         )
         held = transplant.tensors[value.key]
         return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
+
+
+def _reading(flow: Flow, value: Value) -> list[Value]:
+    """Return the calls of the forward pass that read a value; of a step inside one, it."""
+    readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
+    records = {v.row.record for v in readers if v.row.phase == _FORWARD}
+    return [flow.values[record] for record in sorted(records)]
 
 
 def _work(value: Value) -> str:

@@ -42,14 +42,14 @@ def joined_turns(
         limit: the relative distance up to which values agree.
     """
     joined: dict[int, int] = {}
-    for place_of in (_line_of_turn, stack_of_turn, _line_of_any_size):
+    for place_of in (_line_of_turn, stack_of_turn, line_of_any_size):
         groups: dict[object, list[Value]] = {}
         for value in flow.in_order():
             is_known = value.key in agreeing or value.key in joined
             if not is_known and may_be_a_turn(value):
                 groups.setdefault(place_of(value), []).append(value)
         for members in groups.values():
-            for turns in _stretches_of(members):
+            for turns in stretches_of(members):
                 whole = _together(flow, turns, index, limit)
                 near = index.near(whole, limit) if whole else []
                 if near:
@@ -76,12 +76,12 @@ def stack_of_turn(value: Value) -> object:
     return _line_of_turn(value), value.row.callers
 
 
-def _line_of_any_size(value: Value) -> object:
+def line_of_any_size(value: Value) -> object:
     """Return what is equal for turns over examples of different lengths."""
     return value.row.line, value.operator, value.row.place, len(value.row.shape or ())
 
 
-def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
+def stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
     """Yield the values in equal stretches of two, of three, and so on.
 
     And of each stretch every second one, every third one and so on, where a line calls the

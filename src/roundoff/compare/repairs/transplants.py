@@ -42,7 +42,11 @@ from roundoff.compare.values.learnt_layouts import (
     orders_of,
     stand_in,
 )
-from roundoff.compare.values.loop_turns import line_of_any_size, stretches_of
+from roundoff.compare.values.loop_turns import (
+    MOST_ON_LINE,
+    MOST_TURNS,
+    line_of_any_size,
+)
 from roundoff.compare.values.padded_rows import places_kept
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
@@ -460,6 +464,8 @@ class _Search:
             whole = _joined([self._sides.reference.tensor(each.key) for each in turns])
             if whole is None or whole.is_complex() or held.is_complex():
                 continue
+            if _lengths(whole) != _lengths(held):
+                continue
             for layout in layouts_for(self._sides, whole, held):
                 moved = stand_in(layout, whole, held)
                 if moved is not None:
@@ -493,7 +499,7 @@ class _Search:
         for members in lines.values():
             if lost.isdisjoint(value.key for value in members):
                 continue
-            for turns in stretches_of(members):
+            for turns in _one_of_each_turn(members):
                 total = sum(value.row.numel or 0 for value in turns)
                 loops.setdefault(total, []).append(turns)
         return loops
@@ -617,6 +623,15 @@ class _Search:
         return Rejoin(value, twin, held, frozenset(region), frozenset(expected), agrees)
 
 
+def _one_of_each_turn(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
+    """Yield what all turns of a loop make, where a line calls an operator once in each, or
+    twice, and so on."""
+    for calls in range(1, MOST_ON_LINE + 1):
+        turns = len(members) // calls
+        if len(members) % calls == 0 and 1 < turns <= MOST_TURNS:
+            yield from (members[place::calls] for place in range(calls))
+
+
 def _reading(flow: Flow, value: Value) -> list[Value]:
     """Return the calls of the forward pass that read a value; of a step inside one, it."""
     readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
@@ -626,6 +641,10 @@ def _reading(flow: Flow, value: Value) -> list[Value]:
 
 def _work(value: Value) -> str:
     return "product" if value.operator in _PRODUCTS else value.operator.strip("_")
+
+
+def _lengths(tensor: Tensor) -> list[int]:
+    return sorted(size for size in tensor.shape if size != 1)
 
 
 def _joined(turns: Sequence[Tensor | None]) -> Tensor | None:

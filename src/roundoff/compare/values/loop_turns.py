@@ -49,7 +49,7 @@ def joined_turns(
             if not is_known and may_be_a_turn(value):
                 groups.setdefault(place_of(value), []).append(value)
         for members in groups.values():
-            for turns in stretches_of(members):
+            for turns in _stretches_of(members):
                 whole = _together(flow, turns, index, limit)
                 near = index.near(whole, limit) if whole else []
                 if near:
@@ -81,7 +81,7 @@ def line_of_any_size(value: Value) -> object:
     return value.row.line, value.operator, value.row.place, len(value.row.shape or ())
 
 
-def stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
+def _stretches_of(members: Sequence[Value]) -> Iterator[Sequence[Value]]:
     """Yield the values in equal stretches of two, of three, and so on.
 
     And of each stretch every second one, every third one and so on, where a line calls the

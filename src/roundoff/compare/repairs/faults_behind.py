@@ -783,7 +783,8 @@ class _Unlike:
         first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]
-        words = f"with {there(rejoin.twin)} all that follows is right"
+        what = "all that follows" if rejoin.agrees else "more of what follows"
+        words = f"with {there(rejoin.twin)} {what} is right"
         line = self._lines.of_operator(first)
         return Blamed(
             first, rejoin.twin, words, is_operator=True, line=line, is_sure=False

@@ -90,6 +90,7 @@ from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.exchanged_numbers import exchanged_numbers
 from roundoff.compare.repairs.faults_behind import (
     exchanged,
+    is_read_behind,
     is_rightly_filled,
     left_out,
     misread,
@@ -955,10 +956,12 @@ def _likely(
     sides: Sides, part: Part, likely: Blamed | None, end: Rejoin | None
 ) -> Blamed | None:
     """Return what contents say of a parameter, else a value after which all is right."""
-    if likely is not None and not likely.value.is_call:
+    if end is None or not end.agrees or end.region == part.region:
         return likely
-    is_proven = end is not None and end.agrees and end.region != part.region
-    return unlike(sides, end) if end is not None and is_proven else likely
+    is_parameter = likely is not None and not likely.value.is_call
+    if likely is not None and is_parameter and is_read_behind(sides, end, likely.value):
+        return likely
+    return unlike(sides, end)
 
 
 def _between(sides: Sides, trials: Trials, part: Part) -> Blamed | None:

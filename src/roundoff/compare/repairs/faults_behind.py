@@ -252,13 +252,19 @@ def _constants_of(sides: Sides, twin: Value, value: Value) -> tuple[str, ...]:
 def _believed(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed | None:
     if likely is None or likely.value.is_call:
         return None
+    is_read = is_read_behind(sides, rejoin, likely.value)
     if likely.other is not None:
-        return likely
-    read = leaves_of(sides.candidate, sorted(rejoin.region))
-    is_read = any(leaf.key == likely.value.key for leaf in read)
+        return likely if is_read or not rejoin.agrees else None
     if not is_read or likely.value.key in sides.twins:
         return None
     return None if is_read_rightly(sides, likely.value) else likely
+
+
+def is_read_behind(sides: Sides, rejoin: Rejoin, leaf: Value) -> bool:
+    """Return True for a parameter that a value is made of: one that is read after a value
+    with which all is right is right too."""
+    region = sorted(rejoin.region | {rejoin.value.key})
+    return any(read.key == leaf.key for read in leaves_of(sides.candidate, region))
 
 
 def is_rightly_filled(sides: Sides, likely: Blamed) -> bool:

@@ -66,8 +66,10 @@ def _numbers_of_reference(sides: Sides, rejoin: Rejoin) -> list[float]:
 def _numbers_of_tables(flow: Flow, calls: Iterable[Value]) -> Iterator[float]:
     read = (flow.behind(key) for call in calls for key in call.inputs)
     for table in read:
-        content = flow.tensor(table.key) if may_be_table(table) else None
-        if content is not None and not table.row.name:
+        if not may_be_table(table) or table.row.name:
+            continue
+        content = flow.tensor(table.key)
+        if content is not None and content.is_floating_point():
             yield from (number for number in content.flatten().tolist() if number)
 
 

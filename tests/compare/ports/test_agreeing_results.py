@@ -90,10 +90,32 @@ def halves_together(net, factor=1.0):
     (factor * torch.stack(losses).mean()).backward()
 
 
+WEIGHTS = (0.5, 1.5, 3.0, 0.25, 2.0, 1.0)
+
+
+def weighed_in_pairs(net):
+    """What a batch is made of is read pair by pair."""
+    weights = torch.zeros(6)
+    shares = torch.zeros(6)
+    for place in range(0, 6, 2):
+        weights[place : place + 2] = torch.tensor(WEIGHTS[place : place + 2])
+        shares[place : place + 2] = torch.tensor([0.1 * place + 1, 2.0])
+    each = F.cross_entropy(net(X), Y, reduction="none")
+    (each * weights * shares).sum().backward()
+
+
+def weighed_at_once(net, last=2.0):
+    weights = torch.tensor(WEIGHTS)
+    shares = torch.tensor([1.0, 2.0, 1.2, 2.0, 1.4, last])
+    each = F.cross_entropy(net(X), Y, reduction="none")
+    (each * weights * shares).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
         (at_once, partial(at_once, before=0.5, after=2.0)),
+        (weighed_in_pairs, weighed_at_once),
         (by_cross_entropy, by_trace),
         (in_halves, halves_together),
     ],
@@ -107,6 +129,7 @@ def test_another_way_to_the_same_results_agrees(recorded, ours, theirs):
     ("ours", "theirs"),
     [
         (at_once, partial(at_once, before=0.5)),
+        (weighed_in_pairs, partial(weighed_at_once, last=2.02)),
         (at_once, partial(at_once, before=0.5, after=2.01)),
         (by_cross_entropy, partial(by_trace, temperature=1.02)),
         (in_halves, partial(halves_together, factor=1.01)),

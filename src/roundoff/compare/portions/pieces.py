@@ -25,6 +25,7 @@ from roundoff.compare.portions.location import (
     multiple,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
+from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.rounding_bound import condition, unit
 from roundoff.ops import operators_that
 
@@ -380,9 +381,9 @@ class StepPieces:
         return max(1, len(same))
 
     def _sum(self, group: Sequence[Piece]) -> Tensor | None:
-        """Return the sum of pieces of one shape in fp64; None for others."""
+        """Return the sum of pieces of one shape in fp64, in reals; None for others."""
         tensors = [values_of(self.candidates[p.rank], p.row) for p in group]
-        kept = [tensor.to(torch.float64) for tensor in tensors if tensor is not None]
+        kept = [in_reals(t).to(torch.float64) for t in tensors if t is not None]
         if len(kept) < len(group) or len({tensor.shape for tensor in kept}) > 1:
             return None
         return torch.stack(kept).sum(0)
@@ -393,6 +394,7 @@ class StepPieces:
             return
         for twin in self.twins_of(group[0].row):
             whole = self.reference.tensor(twin.record)
+            whole = None if whole is None else in_reals(whole)
             if whole is None or whole.shape != total.shape or not _is_number(whole):
                 continue
             factor = multiple(whole, total, self.allowed(twin))

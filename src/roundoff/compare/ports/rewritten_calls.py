@@ -81,6 +81,7 @@ def agreeing_by_values(
 ) -> list[ComparedRow] | None:
     """Return the rows of a step in which names blame a forward call, and all results agree.
 
+    Or an input: a batch that is put together in another way has others, and more or fewer.
     Of two calls that do the same together each differs from the other program's by itself.
     What is far off, shows in a result; what hardly is may be a fault that results hide.
 
@@ -91,7 +92,9 @@ def agreeing_by_values(
     if sides.reference.tensors is None or sides.candidate.tensors is None:
         return None
     first = next((row for row in rows if row.cause == OWN), None)
-    if first is None or first.phase != _FORWARD or (first.call or 0) < 0:
+    if first is None or first.phase != _FORWARD:
+        return None
+    if (first.call or 0) < 0 and first.operator != "input":
         return None
     # as far from what agrees as from values that have nothing in common
     if (first.error or 0.0) < math.sqrt(REGION * unit(first.dtype)):

@@ -901,12 +901,16 @@ def _bounds_and_summands(call: TracedCall, _: Ingredients) -> Iterator[Template]
 
 def _guarded_by(overload: str, words: str) -> Template:
     def template(call: TracedCall) -> Edit | None:
-        numbers = [number for _, number in numbers_of(call)]
-        if len(numbers) != 1 or not numbers[0] > 0:
+        records = records_in(call.parsed)
+        numbers = list(numbers_of(call))
+        if len(records) != 1 or len(numbers) != 1:
             return None
-        [record] = records_in(call.parsed)
-        step = EditStep(overload, [[{"record": record}, numbers[0]], {}])
-        return Edit((step,), f"with {numbers[0]:.6g} {words}")
+        [(place, number)] = numbers
+        is_upper_bound = place in (2, "max")
+        if is_upper_bound or not number > 0:
+            return None
+        step = EditStep(overload, [[{"record": records[0]}, number], {}])
+        return Edit((step,), f"with {number:.6g} {words}")
 
     return template
 

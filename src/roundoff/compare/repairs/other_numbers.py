@@ -64,8 +64,8 @@ def _numbers_of_reference(sides: Sides, rejoin: Rejoin) -> list[float]:
 
 
 def _numbers_of_tables(flow: Flow, calls: Iterable[Value]) -> Iterator[float]:
-    read = (flow.behind(key) for call in calls for key in call.inputs)
-    for table in read:
+    read = (key for call in calls for key in call.inputs if key in flow.values)
+    for table in map(flow.behind, read):
         if not may_be_table(table) or table.row.name:
             continue
         content = flow.tensor(table.key)

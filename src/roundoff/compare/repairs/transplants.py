@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import same_layout
+from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import (
     Sketch,
     SketchIndex,
@@ -265,12 +266,24 @@ class _Search:
         if not is_clipped or is_clip_right or list(transplant.tensors) != [value.key]:
             return transplant
         [clip] = readers
-        program = self._trials.program
         given = transplant.tensors[value.key]
-        made = list(program.one(program.calls[clip.row.call], transplant.tensors))
-        if len(made) != 1 or not torch.equal(made[0][1], given):
+        if not self._hands_on(clip, transplant.tensors, given):
             return transplant
         return replace(transplant, value=clip, tensors={clip.key: given})
+
+    def _hands_on(
+        self, value: Value, changed: Mapping[int, Tensor], given: Tensor
+    ) -> bool:
+        """Return True where a call gives just this tensor, with other values to read."""
+        program = self._trials.program
+        call = program.calls.get(value.row.call)
+        if call is None:
+            return False
+        try:
+            made = list(program.one(call, changed))
+        except CannotRun:
+            return False
+        return len(made) == 1 and torch.equal(made[0][1], given)
 
     def _lost_by_size(self) -> dict[int, list[Value]]:
         """Return what the candidate lacks of the reference's region, the first first."""
@@ -636,7 +649,7 @@ def _reading(flow: Flow, value: Value) -> list[Value]:
     """Return the calls of the forward pass that read a value; of a step inside one, it."""
     readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
     records = {v.row.record for v in readers if v.row.phase == _FORWARD}
-    return [flow.values[record] for record in sorted(records)]
+    return [flow.values[key] for key in sorted(records) if key in flow.values]
 
 
 def _work(value: Value) -> str:
@@ -798,7 +811,8 @@ def _is_moved(flow: Flow, value: Value) -> bool:
     """Return True for a number that is moved; not for what is joined, or no number before."""
     if value.operator not in _MOVE or value.operator in _JOIN:
         return False
-    return any(flow.values[key].is_number for key in value.inputs)
+    read = (flow.values.get(key) for key in value.inputs)
+    return any(source is not None and source.is_number for source in read)
 
 
 def _may_be_replaced(value: Value) -> bool:

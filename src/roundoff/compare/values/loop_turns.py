@@ -48,6 +48,9 @@ def joined_turns(
             is_known = value.key in agreeing or value.key in joined
             if not is_known and may_be_a_turn(value):
                 groups.setdefault(place_of(value), []).append(value)
+        if place_of is line_of_any_size:
+            # turns of one size were looked at before
+            groups = {p: m for p, m in groups.items() if not _are_as_large(m)}
         for members in groups.values():
             for turns in _stretches_of(members):
                 whole = _together(flow, turns, index, limit)
@@ -55,6 +58,10 @@ def joined_turns(
                 if near:
                     joined.update((value.key, near[0][1]) for value in turns)
     return joined
+
+
+def _are_as_large(values: Sequence[Value]) -> bool:
+    return len({value.row.numel for value in values}) == 1
 
 
 def may_be_a_turn(value: Value) -> bool:

@@ -919,15 +919,13 @@ def _tried(
         missing = missing or _behind(sides, part, end, likely)
         if missing is not None:
             return missing
-    scaled = scaled_loss(sides)
-    if scaled is not None:
-        return scaled
+    named = scaled_loss(sides) or blamed_table(sides, part)
+    named = named or _likely(sides, part, likely, end)
+    if named is not None:
+        return named
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None
-    named = blamed_table(sides, part) or _likely(sides, part, likely, end)
-    if named is not None:
-        return named
     several = max(SEVERAL, repair.gained if repair else 0)
     blamed = leaf_on_trial(sides, trials, region, several=several)
     if blamed is None and repair is not None:

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
-import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.blame.misused_leaves import reads_instead
 from roundoff.compare.repairs.call_edits import reading_instead
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials, edits_of
-from roundoff.compare.values.fault_lines import FaultLines
+from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart, edits_of
+from roundoff.compare.values.fault_lines import FaultLines, alike_inside
 from roundoff.compare.values.learnt_layouts import layouts_for, stand_in
 from roundoff.compare.values.traced_calls import Edit, TracedCall
 from roundoff.compare.values.value_flow import Value
@@ -143,8 +141,8 @@ def _are_called_alike(one: Value, other: Value) -> bool:
 def _shared(one: Value, other: Value) -> int:
     """Return how many modules two parameters have in common."""
     names = [(each.row.name or "").split(".") for each in (one, other)]
-    pairs = zip(*names, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    # a stack has its innermost line last, a name its outermost module first
+    return alike_inside(names[0][::-1], names[1][::-1])
 
 
 def _laid_out(
@@ -158,7 +156,7 @@ def _laid_out(
         return None
     for layout in layouts_for(sides, content, held):
         moved = stand_in(layout, content, held)
-        if moved is None or not torch.allclose(moved, held):
+        if moved is None or apart(moved, held) > sides.limit_for(leaf):
             continue
         laid_out = [
             stand_in(layout, each, held) for each in present if each is not None

@@ -102,3 +102,24 @@ def test_places_of_any_batch_stand_in_those_of_a_longer_one(keep, tmp_path):
     wrong = trained(tmp_path / "wrong", WordsAtPlaces, [ids(11, 10)], keep)
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert first.looks_like == "other data"
+
+
+class ChosenWords(Words):
+    """Takes the log-probability of a column of words, as many as are no filling."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, ids):
+        labels = torch.where(ids > 2, ids, -1)
+        found = self.head(torch.tanh(self.words(ids))).log_softmax(-1)
+        return -found[labels >= 0].gather(1, labels[labels >= 0].unsqueeze(1))
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_a_column_of_words_stands_in_any_batch_of_words(keep, tmp_path):
+    right = trained(tmp_path / "right", ChosenWords, [ids(9, 0) % 8], keep)
+    wrong = trained(tmp_path / "wrong", ChosenWords, [ids(11, 10) % 8], keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"

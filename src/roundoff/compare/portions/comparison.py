@@ -141,7 +141,14 @@ def _is_given(row: RecordedRow) -> bool:
 
 
 def _axes(row: RecordedRow) -> int:
-    return len(row.shape or ())
+    """Return how many axes a value has, but for one of single elements at its end.
+
+    A column of classes has no rows that could be told apart: each of its elements stands
+    somewhere in any table of as small numbers.
+    """
+    shape = row.shape or ()
+    is_column = bool(shape) and shape[-1] == 1
+    return len(shape) - is_column
 
 
 def _is_looked_up(row: RecordedRow) -> bool:

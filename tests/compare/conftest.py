@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 
 import pytest
 import torch
 
 import roundoff
-from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.judging.explain import EarlierSteps, RecordedStep
+from roundoff.compare.judging.explain import Sides as RecordedSides
+from roundoff.compare.ports.port_comparison import compare_port
 from roundoff.compare.records.recorded_rows import RecordedRow, rows_of
 from roundoff.compare.records.replay import (
     CallReplay,
@@ -71,6 +74,30 @@ def sides_of(step_of):
         return values
 
     return sides
+
+
+@pytest.fixture
+def at_fault(step_of):
+    """``at_fault(reference, port, leaves, *inputs)``: what compare_port finds of two programs."""
+
+    def found(reference, port, leaves, *inputs):
+        ours = step_of(Program(reference, **leaves), *inputs)
+        theirs = step_of(Program(port, **leaves), *inputs)
+        rows = compare_port(RecordedSides(ours, theirs), EarlierSteps())
+        return [row for row in rows if row.cause == "own"]
+
+    return found
+
+
+@pytest.fixture
+def blamed_text(request):
+    """``blamed_text(row)``: the text of the line of the test's file that is named."""
+
+    def text(row):
+        number = int(row.blamed_line.rpartition(":")[2])
+        return linecache.getline(str(request.path), number).strip()
+
+    return text
 
 
 @pytest.fixture

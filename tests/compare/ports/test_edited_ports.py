@@ -52,18 +52,6 @@ def port(m, x, fault):
     return x @ m.leave.t()
 
 
-@pytest.fixture
-def own(program, step_of):
-    """``own(reference, port, leaves, x)``: what a comparison of the two finds."""
-
-    def found(ours, theirs, leaves, x):
-        recorded = (step_of(program(work, **leaves), x) for work in (ours, theirs))
-        rows = compare_port(Sides(*recorded), EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return found
-
-
 def named(program, step_of, fault):
     sides = Sides(
         step_of(program(reference, **LEAVES), X, tensors=True),
@@ -202,8 +190,8 @@ def in_one_table(m, ids, fault):
     ("fault", "words"),
     [("", ""), ("rows", "of rows one later"), ("mean", "as sum, not mean")],
 )
-def test_rows_and_reductions_are_named(own, fault, words):
-    rows = own(looking_up, lambda m, x: in_one_table(m, x, fault), TABLES, IDS)
+def test_rows_and_reductions_are_named(at_fault, fault, words):
+    rows = at_fault(looking_up, lambda m, x: in_one_table(m, x, fault), TABLES, IDS)
     assert len(rows) == bool(fault)
     assert all(words in row.evidence for row in rows)
 
@@ -275,9 +263,9 @@ def by_hand(m, x, fault):
         ("order", "change = step.mean(1) ** 2", "before mean, not after it"),
     ],
 )
-def test_reductions_are_named_where_they_are_made(own, fault, text, words):
+def test_reductions_are_named_where_they_are_made(at_fault, fault, text, words):
     leaves = {"enter": LEAVES["enter"]}
-    rows = own(penalised, lambda m, x: by_hand(m, x, fault), leaves, X)
+    rows = at_fault(penalised, lambda m, x: by_hand(m, x, fault), leaves, X)
     assert len(rows) == bool(fault)
     for row in rows:
         number = int(row.blamed_line.rpartition(":")[2])
@@ -368,8 +356,8 @@ def test_an_axis_the_other_way_round_is_named(program, step_of, fault):
         ("opposite", "with its mask the other way round"),
     ],
 )
-def test_masks_and_ends_are_named(own, fault, words):
-    rows = own(with_memory, lambda m, x: with_places(m, x, fault), HEADS, NOW)
+def test_masks_and_ends_are_named(at_fault, fault, words):
+    rows = at_fault(with_memory, lambda m, x: with_places(m, x, fault), HEADS, NOW)
     assert len(rows) == bool(fault)
     for row in rows:
         assert any(part in row.evidence for part in words.split("|"))
@@ -416,8 +404,8 @@ def one_by_one(m, x, fault):
         ("scale", "by a product with 0.5|with 2, not 1"),
     ],
 )
-def test_what_is_wrong_in_each_turn_of_several_loops_is_named(own, fault, words):
-    rows = own(at_once, lambda m, x: one_by_one(m, x, fault), LAYERS, EXAMPLES)
+def test_what_is_wrong_in_each_turn_of_several_loops_is_named(at_fault, fault, words):
+    rows = at_fault(at_once, lambda m, x: one_by_one(m, x, fault), LAYERS, EXAMPLES)
     assert len(rows) == bool(fault)
     for row in rows:
         assert any(part in row.evidence for part in words.split("|"))
@@ -491,11 +479,11 @@ def with_a_scale(m, x, fault):
         ("twice", "spread.sqrt().sqrt()", "not sqrt"),
     ],
 )
-def test_a_variance_for_a_deviation_is_named(own, fault, text, words):
+def test_a_variance_for_a_deviation_is_named(at_fault, fault, text, words):
     def port(m, x):
         return with_a_scale(m, x, fault)
 
-    rows = own(with_running_variance, port, SPREAD, PICTURES)
+    rows = at_fault(with_running_variance, port, SPREAD, PICTURES)
     assert len(rows) == bool(fault)
     for row in rows:
         number = int((row.blamed_line or row.line).rpartition(":")[2])
@@ -522,8 +510,10 @@ def smoothed_by_hand(m, x, is_weighed):
 
 
 @pytest.mark.parametrize("is_weighed", [True, False])
-def test_weights_of_a_sum_belong_together(own, is_weighed):
-    rows = own(smoothed, lambda m, x: smoothed_by_hand(m, x, is_weighed), SCORES, X)
+def test_weights_of_a_sum_belong_together(at_fault, is_weighed):
+    rows = at_fault(
+        smoothed, lambda m, x: smoothed_by_hand(m, x, is_weighed), SCORES, X
+    )
     assert len(rows) != is_weighed
     for row in rows:
         number = int((row.blamed_line or row.line).rpartition(":")[2])
@@ -550,11 +540,11 @@ def smaller_in_all(m, x, is_each):
     return torch.minimum(one.mean(), other.mean())
 
 
-def test_the_smaller_of_two_means_for_the_mean_of_the_smaller_ones(own):
-    assert not own(
+def test_the_smaller_of_two_means_for_the_mean_of_the_smaller_ones(at_fault):
+    assert not at_fault(
         smaller_of_each_pair, lambda m, x: smaller_in_all(m, x, True), PAIR, ROWS
     )
-    [row] = own(
+    [row] = at_fault(
         smaller_of_each_pair, lambda m, x: smaller_in_all(m, x, False), PAIR, ROWS
     )
     assert row.operator == "minimum"

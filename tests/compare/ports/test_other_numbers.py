@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-
 import pytest
 import torch
 import torch.nn.functional as F
-
-from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.ports.port_comparison import compare_port
 
 
 def drawn(*shape, seed, scale=1.0):
@@ -27,22 +22,9 @@ WIDTHS = torch.tensor([12, 7, 9])
 
 
 @pytest.fixture
-def own(program, step_of):
-    """``own(port)``: the rows at fault of a port, and the text of their lines."""
-
-    def compare(port):
-        sides = Sides(
-            step_of(program(reference, **LEAVES), IMAGES, WIDTHS),
-            step_of(program(port, **LEAVES), IMAGES, WIDTHS),
-        )
-        rows = compare_port(sides, EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return compare
-
-
-def text(row):
-    return linecache.getline(__file__, int(row.blamed_line.rpartition(":")[2])).strip()
+def own(at_fault):
+    """``own(port)``: the rows at fault of a port."""
+    return lambda port: at_fault(reference, port, LEAVES, IMAGES, WIDTHS)
 
 
 def reference(m, images, widths):
@@ -99,9 +81,9 @@ def test_a_right_port_agrees(own):
     assert not own(port())
 
 
-def test_the_first_number_that_the_reference_has_not_is_named(own):
+def test_the_first_number_that_the_reference_has_not_is_named(own, blamed_text):
     [row] = own(port(mean=0.485, deviation=0.229))
-    assert text(row) == "line = line.sub(mean)"
+    assert blamed_text(row) == "line = line.sub(mean)"
     assert (
         row.evidence
         == "it takes 0.485, which is no number of the reference's: 255, 0.5"
@@ -113,9 +95,9 @@ def half(widths):
     return widths // 2
 
 
-def test_lengths_that_lack_one_are_named(own):
+def test_lengths_that_lack_one_are_named(own, blamed_text):
     [row] = own(port(steps=half))
-    assert text(row) == "return widths // 2"
+    assert blamed_text(row) == "return widths // 2"
     assert "with add of " in row.evidence
 
 
@@ -123,7 +105,7 @@ def one_too_many(places, lengths):
     return places <= lengths
 
 
-def test_a_comparison_that_counts_one_too_many_is_named(own):
+def test_a_comparison_that_counts_one_too_many_is_named(own, blamed_text):
     [row] = own(port(inside=one_too_many))
-    assert text(row) == "return places <= lengths"
+    assert blamed_text(row) == "return places <= lengths"
     assert row.evidence == "as lt, not le, all that follows is right"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,38 +71,25 @@ def port(*, one=0, straight=0.5):
 
 
 @pytest.fixture
-def own(program, step_of):
-    """``own(port)``: the rows at fault of a port, and the text of their lines."""
-
-    def compare(port):
-        sides = Sides(
-            step_of(program(reference, **LEAVES), FEATURES, COUNTS),
-            step_of(program(port, **LEAVES), FEATURES, COUNTS),
-        )
-        rows = compare_port(sides, EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return compare
-
-
-def text(row):
-    return linecache.getline(__file__, int(row.blamed_line.rpartition(":")[2])).strip()
+def own(at_fault):
+    """``own(port)``: the rows at fault of a port."""
+    return lambda port: at_fault(reference, port, LEAVES, FEATURES, COUNTS)
 
 
 def test_the_port_is_right(own):
     assert not own(port())
 
 
-def test_a_number_that_the_reference_does_not_have_is_named(own):
+def test_a_number_that_the_reference_does_not_have_is_named(own, blamed_text):
     """Four sums with it are wrong; all that follows their codes is right."""
     [row] = own(port(one=1))
-    assert text(row).startswith("src_w = ")
+    assert blamed_text(row).startswith("src_w = ")
     assert "it takes 1, which is no number of the reference's" in row.evidence
 
 
-def test_a_loss_after_what_agrees_in_turns(own):
+def test_a_loss_after_what_agrees_in_turns(own, blamed_text):
     [row] = own(port(straight=0.25))
-    assert text(row) == "each = torch.where(apart < 1, bent, apart - straight)"
+    assert blamed_text(row) == "each = torch.where(apart < 1, bent, apart - straight)"
 
 
 LABELS = torch.randint(4, (3, 9), generator=torch.Generator().manual_seed(5))
@@ -162,13 +147,13 @@ def test_right_classes(own_class):
     assert not own_class(classifier_port())
 
 
-def test_the_background_has_a_class_of_the_others(own_class):
+def test_the_background_has_a_class_of_the_others(own_class, blamed_text):
     """All is right once it is a number; of the places the first is named."""
     [row] = own_class(classifier_port(background=0))
-    assert text(row).startswith("labels = torch.where(places < counts[:, None]")
+    assert blamed_text(row).startswith("labels = torch.where(places < counts[:, None]")
     assert "with index_put of" in row.evidence
 
 
-def test_classes_in_another_order(own_class):
+def test_classes_in_another_order(own_class, blamed_text):
     [row] = own_class(classifier_port(is_turned=True))
-    assert text(row) == "known = TURNED[LABELS] if is_turned else LABELS"
+    assert blamed_text(row) == "known = TURNED[LABELS] if is_turned else LABELS"

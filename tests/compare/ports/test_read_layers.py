@@ -8,9 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.ports.port_comparison import compare_port
-
 CHANNELS, HEIGHT, WIDTH = 4, 6, 8
 
 
@@ -48,18 +45,9 @@ def port(read):
 
 
 @pytest.fixture
-def own(program, step_of):
+def own(at_fault):
     """``own(port)``: the rows at fault of a port."""
-
-    def compare(port):
-        sides = Sides(
-            step_of(program(reference, **LEAVES), MAPS),
-            step_of(program(port, **LEAVES), MAPS),
-        )
-        rows = compare_port(sides, EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return compare
+    return lambda port: at_fault(reference, port, LEAVES, MAPS)
 
 
 def test_the_port_is_right(own):

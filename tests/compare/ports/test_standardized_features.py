@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-
 import pytest
 import torch
 import torch.nn.functional as F
-
-from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.ports.port_comparison import compare_port
 
 
 def drawn(*shape, seed):
@@ -54,36 +49,23 @@ def port(logarithm=added, count=lambda lengths: lengths - 1):
 
 
 @pytest.fixture
-def own(program, step_of):
-    """``own(port)``: the rows at fault of a port, and the text of their lines."""
-
-    def compare(port):
-        sides = Sides(
-            step_of(program(reference, **LEAVES), SIGNALS, LENGTHS),
-            step_of(program(port, **LEAVES), SIGNALS, LENGTHS),
-        )
-        rows = compare_port(sides, EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return compare
-
-
-def text(row):
-    return linecache.getline(__file__, int(row.blamed_line.rpartition(":")[2])).strip()
+def own(at_fault):
+    """``own(port)``: the rows at fault of a port."""
+    return lambda port: at_fault(reference, port, LEAVES, SIGNALS, LENGTHS)
 
 
 def test_the_port_is_right(own):
     assert not own(port())
 
 
-def test_an_epsilon_that_is_a_lower_bound(own):
+def test_an_epsilon_that_is_a_lower_bound(own, blamed_text):
     """The input may be what the reference adds it to: the bound does nothing to that."""
     [row] = own(port(logarithm=bounded))
-    assert text(row) == "return torch.log(torch.clamp(signals, min=1e-2))"
+    assert blamed_text(row) == "return torch.log(torch.clamp(signals, min=1e-2))"
     assert "with 0.01 added to it, not as its lower bound" in row.evidence
 
 
-def test_a_variance_by_the_number_of_frames(own):
+def test_a_variance_by_the_number_of_frames(own, blamed_text):
     [row] = own(port(count=lambda lengths: lengths))
-    assert text(row).startswith("var = (offset**2).sum(0) /")
+    assert blamed_text(row).startswith("var = (offset**2).sum(0) /")
     assert "a factor for each index of axis 0" in row.evidence

@@ -8,9 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.ports.port_comparison import compare_port
-
 
 def drawn(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -46,18 +43,9 @@ def of_each_class(positives, negatives):
 
 
 @pytest.fixture
-def own(program, step_of):
+def own(at_fault):
     """``own(port)``: the rows at fault of a port."""
-
-    def compare(port):
-        sides = Sides(
-            step_of(program(focal, **LEAVES), X, TARGETS),
-            step_of(program(port, **LEAVES), X, TARGETS),
-        )
-        rows = compare_port(sides, EarlierSteps())
-        return [row for row in rows if row.cause == "own"]
-
-    return compare
+    return lambda port: at_fault(focal, port, LEAVES, X, TARGETS)
 
 
 def test_weights_of_two_classes_stand_in_for_each_other(own):

@@ -47,6 +47,7 @@ from roundoff.compare.pairing.alignment import (
     MATCHED,
     renaming,
 )
+from roundoff.compare.ports.common_factors import behind_common_factors
 from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.early_ends import blamed_end
 from roundoff.compare.ports.fp64_values import UNFAITHFUL, backward_in_fp64, in_fp64
@@ -686,6 +687,8 @@ def _first_difference(
                 sides, part
             )
             blamed = with_other_reading(sides, as_misused(sides, blamed))
+        if blamed is None and math.isinf(part.distance):
+            part = behind_common_factors(sides.reference, sides.candidate, part)
         return [Difference(part, blamed, sides.limit)]
     return []
 

@@ -1,0 +1,33 @@
+"""A factor that the reference takes at another place is no fault of the value that gets it."""
+
+from __future__ import annotations
+
+import torch
+
+LEAVES = {"w": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+LENGTHS = torch.tensor([2.0, 3.0, 5.0, 1.0, 4.0, 2.0])
+
+
+def reference(m, x, lengths):
+    likely = (x @ m.w).log_softmax(-1)[:, 0]
+    return -likely.sum() / lengths.sum()
+
+
+def port(m, x, lengths):
+    costs = -(x @ m.w).log_softmax(-1)[:, 0]
+    return torch.sum(costs) / torch.sum(lengths)
+
+
+def mean_of_shares(m, x, lengths):
+    costs = -(x @ m.w).log_softmax(-1)[:, 0]
+    return torch.mean(costs / lengths)
+
+
+def test_the_port_is_right(at_fault):
+    assert not at_fault(reference, port, LEAVES, X, LENGTHS)
+
+
+def test_the_line_behind_the_negative_is_named(at_fault, blamed_text):
+    [row] = at_fault(reference, mean_of_shares, LEAVES, X, LENGTHS)
+    assert blamed_text(row) == "return torch.mean(costs / lengths)"

@@ -110,6 +110,7 @@ NETWORKS = (
     "retinanet",
     "rnnt",
     "din",
+    "whisper",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -165,6 +166,7 @@ KEPT_APART = (
     "retinanet",
     "rnnt",
     "din",
+    "whisper",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

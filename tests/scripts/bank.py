@@ -46,6 +46,8 @@ KEPT_APART = (
     "rerank",
     "instruct",
     "survival",
+    "dpo",
+    "volume",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

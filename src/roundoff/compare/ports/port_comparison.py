@@ -926,6 +926,9 @@ def _tried(
     named = named or _likely(sides, part, likely, end)
     if named is not None:
         return named
+    late = best_repair(sides, trials.patient(), region, lambda: None)
+    if isinstance(late, Repair) and late.ends:
+        return blamed_for(sides, late, part.region, part.reference)
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None

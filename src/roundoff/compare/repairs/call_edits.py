@@ -719,6 +719,29 @@ def _moved(step: int, ingredients: Ingredients) -> Template:
     return template
 
 
+def _moved_places(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """The place before or behind the one that is picked, in each turn of a loop."""
+    if call.first.base_operator == "select" and records_in(call.parsed[0]):
+        yield _picked(-1, "one place earlier", ingredients)
+        yield _picked(1, "one place later", ingredients)
+
+
+def _picked(step: int, words: str, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "select" or len(positional) != 3:
+            return None
+        [record, axis, place] = positional
+        size = ingredients.shapes(records_in([record])[0])[axis]
+        other = place + step
+        if place < 0 or not 0 <= other < size:
+            return None
+        arguments = [[record, axis, other], call.parsed[1]]
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
 def _other_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
     """Another one of the equal parts that an axis has."""
     positional = call.parsed[0]
@@ -1389,6 +1412,7 @@ _KINDS = (
     (CHANGE, _other_order_of_results),
     (CHANGE, _exchanged_parts),
     (CHANGE, _moved_windows),
+    (CHANGE, _moved_places),
     (CHANGE, _other_sides),
     (CHANGE, _other_rows),
     (CHANGE, _other_parts),

@@ -103,6 +103,9 @@ TINY = 1e-30
 SEVERAL = 2
 #: Elements that the trials of one kind of edit may compute together.
 BUDGET = 25 * 10**7
+#: Times that, where nothing else was found: of a network that runs in turns a trial takes
+#: hundreds of calls.
+LONGER = 8
 #: A call costs as much as so many elements.
 CALL = 20_000
 #: In another process a call, and an element that goes there and back, costs so many times that.
@@ -331,6 +334,7 @@ class Trials:
     """The candidate's forward pass, edited and run again.
 
     Attributes:
+        budget: elements that the trials of one kind of edit may compute.
         only: the records that matter; None for all.
         whole: where only a part matters, the trials of all: what agrees has to agree
             there too.
@@ -342,6 +346,7 @@ class Trials:
     program: TracedProgram
     goal: Goal
     left: int = BUDGET
+    budget: int = BUDGET
     only: Collection[int] | None = None
     whole: Trials | None = None
     is_unconfirmed: bool = False
@@ -387,6 +392,10 @@ class Trials:
     def alone(self) -> Trials:
         """Return the same trials where what agrees need not agree in the whole."""
         return replace(self, whole=None, left=BUDGET)
+
+    def patient(self) -> Trials:
+        """Return the same trials, of which there may be many more."""
+        return replace(self, budget=LONGER * BUDGET)
 
     def trusting(self) -> Trials:
         """Return the same trials where one number that agrees is enough."""
@@ -528,7 +537,7 @@ def _of_kinds(
         if proposal.unlikely in kinds
     ]
     for kind in kinds:
-        trials.left = BUDGET
+        trials.left = trials.budget
         for proposal, call in waiting:
             if proposal.unlikely != kind or trials.left <= 0:
                 continue

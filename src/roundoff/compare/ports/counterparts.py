@@ -205,9 +205,33 @@ def _together(
     """Return which of the parameters without a counterpart are several that are one's.
 
     They share values, and all their values are the same. ``names`` and ``others`` have one.
+    Those that get a gradient go first: an average begins with what they hold.
     """
     ours = _contents(sides.reference, names)
     theirs = _contents(sides.candidate, others)
+    learnt = _held_together(
+        sides,
+        _only(ours, with_gradient(sides.reference)),
+        _only(theirs, with_gradient(sides.candidate)),
+    )
+    found = {name for each in learnt for name in each.ours}
+    found_there = {name for each in learnt for name in each.theirs}
+    rest = _held_together(
+        sides,
+        _only(ours, ours.keys() - found),
+        _only(theirs, theirs.keys() - found_there),
+    )
+    return [*learnt, *rest]
+
+
+def _only(contents: Mapping[str, Array], names: Collection[str]) -> dict[str, Array]:
+    return {name: values for name, values in contents.items() if name in names}
+
+
+def _held_together(
+    sides: Sides, ours: Mapping[str, Array], theirs: Mapping[str, Array]
+) -> list[Counterparts]:
+    """Return which of some contents are the same together."""
     links = _links(ours, theirs) | {(b, a) for a, b in _links(theirs, ours)}
     found = []
     for linked, linked_there in _components(links):

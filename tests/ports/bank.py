@@ -111,6 +111,7 @@ NETWORKS = (
     "rnnt",
     "din",
     "whisper",
+    "segformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -167,6 +168,7 @@ KEPT_APART = (
     "rnnt",
     "din",
     "whisper",
+    "segformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

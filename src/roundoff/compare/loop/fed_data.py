@@ -31,6 +31,7 @@ from roundoff.compare.loop.loaded_values import (
     statistics_factor,
     values_before,
 )
+from roundoff.compare.loop.told_values import ToldValues
 from roundoff.compare.loop.unnamed_updates import unnamed_state
 from roundoff.compare.pairing.alignment import MATCHED
 from roundoff.compare.records.call_arguments import argument_differences
@@ -256,7 +257,8 @@ def data_causes(
     read = _without_computed_sizes(theirs, read, compared)
     whole = _without_portions(sides, read)
     pairs = [_differing(sides, twin, row) for twin, row in whole]
-    differing = [pair for pair in pairs if pair is not None]
+    told = ToldValues(sides.candidate, compared, data)
+    differing = [pair for pair in pairs if pair is not None and not told.has(pair.row)]
     fed = [
         _by_its_reader(pair, theirs, compared, data)
         for pair in differing

@@ -59,7 +59,7 @@ class ToldValues:
         tensor = self._step.tensor(row.record)
         if tensor is None or not tensor.is_floating_point():
             return False
-        wanted = tensor.detach().flatten().unique()
+        wanted = torch.unique(tensor.detach())
         if len(wanted) < FEWEST:
             return False
         for result in self._results:

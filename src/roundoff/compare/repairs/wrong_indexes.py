@@ -180,11 +180,14 @@ def _changed_further(
 
 
 def _made_alike(flow: Flow, value: Value) -> list[Value]:
-    """Return what else the same line makes with the same operator."""
+    """Return what other whole numbers the same line makes with the same operator."""
     return [
         each
         for each in flow.in_order()
-        if _place(each) == _place(value) and each.is_call and each is not value
+        if _place(each) == _place(value)
+        and each.is_call
+        and not each.is_number
+        and each is not value
     ]
 
 

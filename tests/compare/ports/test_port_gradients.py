@@ -649,6 +649,33 @@ def test_a_cut_behind_a_gradient_that_is_scaled_is_named(compared):
     assert "h.detach()" in text(culprit.line)
 
 
+def stop_gradient(x):
+    return x.detach()
+
+
+def gentle(m, x, y):
+    """One memory is read three times on a line, and hands on a tenth of its gradient."""
+    h = torch.tanh(F.linear(x, m.a))
+    h = h.detach() + 0.1 * (h - h.detach())
+    h = h + torch.relu(F.linear(h, m.b))
+    return F.mse_loss(F.linear(h, m.c), y)
+
+
+def gentle_with_a_helper(m, x, y):
+    h = tanh(product(x, m.a))
+    h = 0.1 * h + 0.9 * stop_gradient(h)
+    h = h + product(stop_gradient(h), m.b).clamp(min=0)
+    return far(product(h, m.c), y)
+
+
+def test_a_cut_is_named_where_a_helper_is_called(compared):
+    port = scaled_port(lambda h: 0.1 * h + 0.9 * stop_gradient(h))
+    assert compared(gentle, port).agrees
+    [culprit] = compared(gentle, gentle_with_a_helper).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "product(stop_gradient(h), m.b)" in text(culprit.line)
+
+
 def test_a_missing_straight_through_estimator_is_named(compared):
     [culprit] = compared(with_steps, flat_steps).culprits()
     assert culprit.looks_like == "gradient cut"

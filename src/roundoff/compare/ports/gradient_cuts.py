@@ -33,6 +33,7 @@ from roundoff.compare.ports.pass_under_autograd import (
 )
 from roundoff.compare.ports.port_results import least_gradient
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
 from roundoff.compare.values.value_regions import Sides
 
@@ -363,7 +364,11 @@ def _blamed(pair: _Pair, lost: _Lost) -> Blamed:
             "it hands no gradient on, as the reference does here: with it all gradients "
             "are the reference's"
         )
-        return Blamed(lost.cut, lost.twin, words, is_operator=True, label=LABEL)
+        # what stops a gradient may be a function that other lines call rightly
+        at = FaultLines(pair.sides, {lost.cut.key}).of_operator(lost.cut)
+        return Blamed(
+            lost.cut, lost.twin, words, is_operator=True, line=at, label=LABEL
+        )
     line = f" ({lost.reader})" if not lost.cut.is_call and lost.reader else ""
     line = line or (f" ({lost.cut.row.line})" if lost.cut.row.line else "")
     words = (

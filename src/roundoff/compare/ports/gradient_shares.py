@@ -32,6 +32,12 @@ _FORWARD = "forward"
 _BACKWARD = "backward"
 #: Reads of one parameter of which each choice is tried.
 FEW_READS = 6
+#: How far shares that are times one another's may be apart, in fp64.
+PROPORTIONAL = 1e-9
+#: The least size that a factor is relative to.
+TINY = 1e-300
+#: Digits by which sums of factors differ.
+_DIGITS = 6
 #: Elements of all shares together; of more nothing is found.
 MOST_ELEMENTS = 5 * 10**7
 
@@ -157,11 +163,16 @@ def _adding_up_to(
     if not shares:
         return set()
     columns = {edge: _stacked(share, like) for edge, share in shares.items()}
-    matrix = torch.stack([*columns.values()], 1)
+    groups = _proportional(columns)
+    matrix = torch.stack([columns[next(iter(group))] for group in groups], 1)
     solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
     least = _least_factor(flow)
-    factors = zip(shares, solution[:, 0], strict=True)
-    chosen = {edge for edge, factor in factors if abs(factor) > least / 2}
+    chosen: set[Edge] = set()
+    for group, factor in zip(groups, solution[:, 0].tolist(), strict=True):
+        if len(group) > 1:
+            chosen |= _nearest_factors(group, factor)
+        elif abs(factor) > least / 2:
+            chosen |= group.keys()
     # of a parameter with few elements several reads may add up to the same
     by_parameter: dict[int, list[Edge]] = {}
     for edge in shares:
@@ -174,6 +185,42 @@ def _adding_up_to(
             best = _nearest_sum(rest, {edge: columns[edge] for edge in edges})
             chosen = (chosen - {*edges}) | best
     return chosen
+
+
+def _proportional(columns: Mapping[Edge, Tensor]) -> list[dict[Edge, float]]:
+    """Return the reads in groups: those of one value whose shares are times one another's.
+
+    Each with its factor; the first is the largest, and 1. ``x.detach() + c * (x -
+    x.detach())`` reads one memory three times, and only together do they say anything.
+    """
+    by_size = sorted(columns, key=lambda edge: -float(columns[edge].norm()))
+    groups: list[dict[Edge, float]] = []
+    for edge in by_size:
+        column = columns[edge]
+        for group in groups:
+            first = next(iter(group))
+            whole = columns[first]
+            factor = float(column @ whole) / max(float(whole @ whole), TINY)
+            apart = float((column - factor * whole).norm())
+            is_alike = first[1] == edge[1] and len(group) < FEW_READS
+            if is_alike and factor and apart <= PROPORTIONAL * float(column.norm()):
+                group[edge] = factor
+                break
+        else:
+            groups.append({edge: 1.0})
+    return groups
+
+
+def _nearest_factors(factors: Mapping[Edge, float], whole: float) -> set[Edge]:
+    """Return the fewest reads whose factors add up to what is nearest to ``whole``."""
+    some = chain.from_iterable(
+        combinations(factors, count) for count in range(len(factors) + 1)
+    )
+
+    def off(edges: Sequence[Edge]) -> float:
+        return round(abs(whole - sum(factors[edge] for edge in edges)), _DIGITS)
+
+    return {*min(some, key=off)}
 
 
 def _nearest_sum(whole: Tensor, columns: Mapping[Edge, Tensor]) -> set[Edge]:

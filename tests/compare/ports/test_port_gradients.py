@@ -953,3 +953,61 @@ def test_a_loss_that_is_off_by_a_factor_as_all_gradients_are(compared):
     [culprit] = compared(with_weights, by_count).culprits()
     assert text(culprit.line) == "return each.sum() / count"
     assert culprit.looks_like == "constant factor"
+
+
+# -- the gradient of a sum, divided before the update -----------------------------------
+
+
+class OfTheSum(torch.autograd.Function):
+    """A mean is told, and the gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx, total, number):
+        return total / number
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def of_the_sum(layer):
+    def run(m, x, y):
+        h = layer(product(x, m.a))
+        h = h + product(h, m.b).clamp(min=0)
+        return OfTheSum.apply(((product(h, m.c) - y) ** 2).sum(), y.numel())
+
+    return run
+
+
+def dividing(number):
+    class Dividing(torch.optim.Adam):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(1 / number)
+            return super().step()
+
+    return lambda parameters: Dividing(parameters, 1e-3)
+
+
+def test_a_sum_whose_gradients_are_divided_before_the_update_agrees(compared):
+    optimizers = (None, dividing(Y.numel()))
+    assert compared(with_branch, of_the_sum(tanh), optimizers=optimizers).agrees
+
+
+def test_another_number_that_gradients_are_divided_by_is_named(compared):
+    optimizers = (None, dividing(2 * Y.numel()))
+    comparison = compared(with_branch, of_the_sum(tanh), optimizers=optimizers)
+    [culprit] = comparison.culprits()
+    assert culprit.phase == "optimizer"
+    assert "p.grad.mul_(1 / number)" in text(culprit.line)
+
+
+def test_what_is_wrong_before_the_sum_is_named_and_not_its_factor(compared):
+    def half(h):
+        return tanh(0.5 * h)
+
+    optimizers = (None, dividing(Y.numel()))
+    comparison = compared(with_branch, of_the_sum(half), optimizers=optimizers)
+    first = comparison.culprits()[0]
+    assert first.phase == "forward"

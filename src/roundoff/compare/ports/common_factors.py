@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from roundoff.compare.records.call_arguments import numbers_given
+from roundoff.compare.records.call_arguments import factor_given
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, first_of
-from roundoff.ops import operators_that
 
 #: How far two expressions of one factor may be apart, relative: written with some digits.
 SAME = 1e-5
-
-_PAIRS = operators_that("pair elements")
 
 
 def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
@@ -29,11 +26,11 @@ def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
     ours = [
         factor
         for value in _in_order(reference, part.expected)
-        if (factor := _factor(value)) is not None
+        if (factor := factor_given(value.row)) is not None
     ]
     region = set(part.region)
     value = part.candidate
-    while value is not None and (factor := _factor(value)) is not None:
+    while value is not None and (factor := factor_given(value.row)) is not None:
         common = next((each for each in ours if _is_same(each, factor)), None)
         if common is None:
             break
@@ -47,19 +44,6 @@ def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
 
 def _in_order(flow: Flow, keys: Iterable[int]) -> list[Value]:
     return sorted((flow.values[key] for key in keys), key=lambda value: value.order)
-
-
-def _factor(value: Value) -> float | None:
-    """Return what a value alone is multiplied with; None for any other call."""
-    if value.operator == "neg":
-        return -1.0
-    numbers = numbers_given(value.row)
-    is_alone = len(value.row.inputs) == 1 and len(numbers) == 1
-    if not is_alone or value.operator not in _PAIRS or not numbers[0]:
-        return None
-    if value.operator == "mul":
-        return numbers[0]
-    return 1 / numbers[0] if value.operator == "div" else None
 
 
 def _is_same(factor: float, other: float) -> bool:

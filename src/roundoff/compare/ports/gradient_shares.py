@@ -6,7 +6,6 @@ hand.
 
 from __future__ import annotations
 
-import json
 from collections.abc import (
     Collection,
     Iterator,
@@ -25,6 +24,7 @@ from roundoff.compare.ports.pass_under_autograd import (
     gradients_of,
 )
 from roundoff.compare.ports.port_results import last_result
+from roundoff.compare.records.call_arguments import factor_given
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.values.value_flow import Flow
 
@@ -93,20 +93,7 @@ def _factor(row: RecordedRow) -> float | None:
     """Return the number by which a call of a backward pass by hand multiplies a gradient."""
     if row.phase != _BACKWARD or row.line is None or row.callers:
         return None
-    if row.base_operator == "neg":
-        return -1.0
-    if row.base_operator not in ("mul", "div") or len(row.inputs) != 1:
-        return None
-    positional, _ = json.loads(row.arguments or "[[],{}]")
-    numbers = [argument for argument in positional if _is_factor(argument)]
-    if len(numbers) != 1:
-        return None
-    number = float(numbers[0])
-    return number if row.base_operator == "mul" else 1 / number
-
-
-def _is_factor(value: object) -> bool:
-    return isinstance(value, int | float) and value != 0
+    return factor_given(row)
 
 
 def handing_nothing_on(

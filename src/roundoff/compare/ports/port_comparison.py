@@ -72,6 +72,8 @@ from roundoff.compare.ports.prepared_gradients import prepared_gradients
 from roundoff.compare.ports.scaled_gradients import (
     FEWEST,
     blamed_scale,
+    factor_of_gradients,
+    prepared_otherwise,
     says_something,
 )
 from roundoff.compare.ports.scaled_losses import scaled_loss, scaled_term
@@ -557,8 +559,10 @@ def _backward_difference(sides: Sides, exact: Sides | None) -> list[Difference]:
     looked_at = wide_sides or sides
     scaled = blamed_scale(looked_at, ours, theirs) if blamed is None else None
     if scaled is not None:
+        factor = factor_of_gradients(looked_at, ours)
+        blamed = prepared_otherwise(sides, factor) if factor else None
         # the call of a backward pass by hand that scales may be no value of the reference
-        blamed = blamed_by_hand(looked_at, theirs) or scaled
+        blamed = blamed or blamed_by_hand(looked_at, theirs) or scaled
     if blamed is None and not theirs:
         blamed = _without_gradient(looked_at, ours[0])
     blamed = blamed or blamed_elements(looked_at) or blamed_by_hand(looked_at, theirs)

@@ -14,6 +14,7 @@ import numpy as np
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.judging.step_causes import with_line
+from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.ports.port_results import (
     GradientPair,
     gradient_limit,
@@ -21,6 +22,7 @@ from roundoff.compare.ports.port_results import (
     gradients_left,
     pairs_far_apart,
 )
+from roundoff.compare.records.call_arguments import factor_given
 from roundoff.compare.records.value_sketch import Array, Sketch
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
@@ -30,6 +32,7 @@ LABEL = "constant factor"
 FEWEST = 8
 
 _BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
 
 
 def blamed_scale(
@@ -64,6 +67,38 @@ def blamed_scale(
                 )
                 return Blamed(value, twin, words, is_operator=True, label=LABEL)
     return None
+
+
+def prepared_factors(flow: Flow) -> list[tuple[Value, float]]:
+    """Return what multiplies gradients of parameters by one number before the optimizer
+    reads them, each with its number: what divides a sum's by how many it adds up."""
+    found = []
+    for value in flow.in_order():
+        row = value.row
+        if row.phase != _OPTIMIZER or not row.inplace or len(row.inputs) != 1:
+            continue
+        source = flow.step.rows.get(row.inputs[0])
+        factor = factor_given(row)
+        is_gradient = source is not None and (source.name or "").endswith(GRADIENT)
+        if is_gradient and factor is not None:
+            found.append((value, factor))
+    return found
+
+
+def prepared_otherwise(sides: Sides, factor: float) -> Blamed | None:
+    """Return what should undo a factor of all gradients, and multiplies by another number.
+
+    None where the candidate multiplies none, or the reference does too.
+    """
+    prepared = prepared_factors(sides.candidate)
+    if not prepared or prepared_factors(sides.reference):
+        return None
+    value, number = prepared[0]
+    words = (
+        f"it multiplies a gradient by {number:.6g}; all are {factor:.6g} times the "
+        f"reference's here, which {1 / factor:.6g} would undo"
+    )
+    return Blamed(value, None, words, is_operator=True, label=LABEL)
 
 
 def _order(value: Value) -> tuple[float, int]:

@@ -24,6 +24,7 @@ from roundoff.compare.ports.scaled_gradients import (
     blamed_scale,
     factor_of_gradients,
     is_times,
+    prepared_factors,
     ratio_of_sizes,
     says_something,
 )
@@ -65,10 +66,14 @@ def scaled_term(sides: Sides, part: Part) -> Blamed | None:
     """Return where a term of a loss gets a factor that the reference's has not.
 
     The term is a number that differs, and the first gradient that differs does so by the
-    same factor: what the term is made of is right.
+    same factor: what the term is made of is right. Not by one that is undone before the
+    optimizer reads the gradients.
     """
-    factors = _factors_of_terms(sides, part)
     limit = gradient_limit(sides)
+    undone = [1 / factor for _, factor in prepared_factors(sides.candidate)]
+    factors = _factors_of_terms(sides, part)
+    for each in set(undone):
+        factors = factors[abs(factors - each) > limit * abs(each)]
     ours: dict[int | None, list[Value]] = {}
     for twin in _lost_gradients(sides.reference, sides.agreeing):
         ours.setdefault(twin.row.numel, []).append(twin)

@@ -119,6 +119,21 @@ def numbers_given(row: RecordedRow) -> list[float]:
     ]
 
 
+def factor_given(row: RecordedRow) -> float | None:
+    """Return the number that a call multiplies its one tensor by; None for other calls.
+
+    -1 for a negative, and the inverse of a divisor that is not zero.
+    """
+    if row.base_operator == "neg":
+        return -1.0
+    numbers = numbers_given(row)
+    if len(row.inputs) != 1 or len(numbers) != 1 or not numbers[0]:
+        return None
+    if row.base_operator == "mul":
+        return numbers[0]
+    return 1 / numbers[0] if row.base_operator == "div" else None
+
+
 def _are_tensors(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     """Return True for a tensor that another overload calls by another name, as lists do."""
     return _Tensor in (ours.get(name), theirs.get(name))

@@ -89,6 +89,7 @@ from roundoff.compare.records.recorded_rows import (
 )
 from roundoff.compare.records.value_sketch import Sketch, sketch_of_tensor
 from roundoff.compare.repairs.alike_leaves import leaves_alike
+from roundoff.compare.repairs.exchanged_functions import exchanged_functions
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.exchanged_numbers import exchanged_numbers
 from roundoff.compare.repairs.faults_behind import (
@@ -762,6 +763,7 @@ def _blamed_on_tensors(
     trials = trials_of(sides, _ends(sides, *results), needed)
     certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
     certain = certain or read_again(sides, part, trials)
+    certain = certain or exchanged_functions(sides, part, trials)
     if certain is not None:
         return certain
     trials.left = BUDGET

@@ -1,0 +1,127 @@
+"""Do two functions stand the wrong way round: an activation before a convolution, not behind it?
+
+Each may be written out in many calls, so that no call alone is at fault. What the second
+function makes of what the first was given is a value of the reference then, and what the
+first one makes of that is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from torch import Tensor
+
+from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.records.call_stacks import shared, stack_of
+from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.repairs.repair_trials import BUDGET, CALL, Trials
+from roundoff.compare.values.fault_lines import FaultLines
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Part, Sides
+
+#: First wrong values, and results of their functions, that are tried.
+MOST_HEADS = 2
+MOST_RESULTS = 4
+#: Calls that are made again: a convolution tap by tap takes five for each.
+MOST_CALLS = 128
+
+
+def exchanged_functions(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return the result of the function that should run last; None without such a pair."""
+    flow = sides.candidate
+    trials.left = BUDGET
+    for head in part.heads[:MOST_HEADS]:
+        given = _given(sides, head)
+        if given is None:
+            continue
+        for result in islice(_results(flow, head, given), MOST_RESULTS):
+            behind = _of_second(trials, result, given)
+            if behind is None:
+                continue
+            second, made = behind
+            if _gives_reference(trials, given, made, result):
+                return _blamed(sides, part, result, second)
+    return None
+
+
+def _given(sides: Sides, head: Value) -> Value | None:
+    """Return the one value of its size that a first wrong value is made of, if it agrees."""
+    flow = sides.candidate
+    read = [flow.values[key] for key in head.inputs if key in flow.values]
+    read = [v for v in read if v.is_number and v.row.numel == head.row.numel]
+    if len({v.key for v in read}) != 1 or read[0].key not in sides.twins:
+        return None
+    return read[0]
+
+
+def _results(flow: Flow, head: Value, given: Value) -> Iterator[Value]:
+    """Yield what lines of a value's function make that other lines read, as large as what
+    it was given: one of them hands back the result."""
+    outer = stack_of(head.row)[:-1]
+    for value in flow.in_order():
+        if value.order < head.order or value.row.numel != given.row.numel:
+            continue
+        stack = stack_of(value.row)
+        if stack[:-1] != outer or not value.is_number or value.inner:
+            continue
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+        read_by = [stack_of(each.row) for each in readers if _is_forward(each)]
+        if read_by and all(each[: len(stack)] != stack for each in read_by):
+            yield value
+
+
+def _is_forward(value: Value) -> bool:
+    return value.row.phase == "forward"
+
+
+def _of_second(
+    trials: Trials, result: Value, given: Value
+) -> tuple[Value, Tensor] | None:
+    """Return the first value of the reference that is there without the first function."""
+    program = trials.program
+    held = program.tensor(given.key)
+    present = program.tensor(result.key)
+    if held is None or present is None or held.shape != present.shape:
+        return None
+    try:
+        for row, tensor in islice(program.again({}, {result.key: held}), MOST_CALLS):
+            trials.left -= tensor.numel() + CALL
+            if trials.left < 0:
+                return None
+            value = program.flow.values[row.record]
+            if value.computes and trials.goal.gains(tensor):
+                return value, tensor
+    except CannotRun:
+        return None
+    return None
+
+
+def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) -> bool:
+    """Return True where the first function makes a value of the reference of the second's."""
+    program = trials.program
+    held = program.tensor(given.key)
+    if held is None or held.shape != made.shape:
+        return False
+    try:
+        for row, tensor in islice(program.again({}, {given.key: made}), MOST_CALLS):
+            if row.record == result.key:
+                return bool(trials.goal.gains(tensor))
+    except CannotRun:
+        return False
+    return False
+
+
+def _blamed(sides: Sides, part: Part, result: Value, second: Value) -> Blamed:
+    """Name the line that calls both functions."""
+    line = FaultLines(sides, part.region).of_operator(result)
+    stack = stack_of(result.row)
+    is_own_line = bool(stack) and line == stack[-1]
+    if is_own_line and len(stack) > 1 and result.row.module != second.row.module:
+        # functions of two modules stand on no line together but their caller's
+        line = stack[min(shared(stack, stack_of(second.row)), len(stack) - 2)]
+    words = (
+        f"it stands before {second.operator} of {second.row.site}; the other way round "
+        "both give what the reference has"
+    )
+    return Blamed(result, None, words, is_operator=True, line=line)

@@ -1,0 +1,62 @@
+"""An activation and a convolution, both written out, the wrong way round."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {
+    "a": drawn(5, 6, seed=1),
+    "k": drawn(6, 1, 3, seed=2),
+    "b": drawn(6, seed=3),
+    "c": drawn(6, 2, seed=4),
+}
+X = drawn(4, 7, 5, seed=5)
+#: Of plain functions nobody knows which one a line belongs to.
+LINES = (
+    "h = taps(m, gelu(x @ m.a))",
+    "return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))",
+)
+
+
+def reference(m, x):
+    h = (x @ m.a).transpose(1, 2)
+    h = F.gelu(F.conv1d(h, m.k, m.b, padding=1, groups=6))
+    return (h.transpose(1, 2) @ m.c).square().mean()
+
+
+def gelu(x):
+    return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def taps(m, x):
+    wide = F.pad(x, (0, 0, 1, 1))
+    h = sum(wide[:, i : i + 7] * m.k[:, 0, i] for i in range(3))
+    return h + m.b
+
+
+def port(m, x):
+    h = gelu(taps(m, x @ m.a))
+    return ((h @ m.c) ** 2).sum() / h[..., :2].numel()
+
+
+def exchanged(m, x):
+    h = taps(m, gelu(x @ m.a))
+    return ((h @ m.c) ** 2).sum() / h[..., :2].numel()
+
+
+def test_the_port_is_right(at_fault):
+    assert not at_fault(reference, port, LEAVES, X)
+
+
+def test_the_first_of_two_functions_is_named(at_fault, blamed_text):
+    [row] = at_fault(reference, exchanged, LEAVES, X)
+    assert "the other way round both give" in row.evidence
+    assert blamed_text(row) in LINES

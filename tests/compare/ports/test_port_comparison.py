@@ -8,12 +8,9 @@ import torch.nn.functional as F
 
 from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.pairing.alignment import MATCHED
-from roundoff.compare.ports.port_comparison import (
-    Difference,
-    _description,
-    by_different_hands,
-    compare_port,
-)
+from roundoff.compare.ports.difference import Difference
+from roundoff.compare.ports.port_comparison import by_different_hands, compare_port
+from roundoff.compare.ports.port_rows import _description
 from roundoff.compare.values.value_flow import flow_of
 from roundoff.compare.values.value_regions import Part
 from roundoff.compare.values.value_regions import Sides as PortSides

@@ -497,7 +497,7 @@ def _in_region_alone(
     """
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
     only = {*rejoin.region, *handed_on} - {value.key}
-    return Trials(trials.program, trials.goal, trials.left, only)
+    return Trials(trials.program, trials.goal, left=trials.left, only=only)
 
 
 def _read_by_reference(sides: Sides, rejoin: Rejoin) -> list[Value]:

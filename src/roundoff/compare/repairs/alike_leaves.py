@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundoff.compare.records.parameter_content import axis_orders, backward_axes
 from roundoff.compare.records.parameter_names import name_in_module
-from roundoff.compare.repairs.call_edits import label_of
+from roundoff.compare.repairs.edits.edited_calls import label_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 

@@ -12,7 +12,8 @@ from itertools import combinations, islice
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.judging.step_causes import with_line
-from roundoff.compare.repairs.call_edits import exchanging_numbers, numbers_of
+from roundoff.compare.repairs.edits.constants import exchanging_numbers
+from roundoff.compare.repairs.edits.edited_calls import numbers_of
 from roundoff.compare.repairs.repair_trials import (
     BUDGET,
     Region,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import of_leaves_alone
-from roundoff.compare.repairs.call_edits import numbers_in
+from roundoff.compare.repairs.edits.edited_calls import numbers_in
 from roundoff.compare.repairs.named_repairs import stands_in_order
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value

@@ -12,7 +12,8 @@ from roundoff.compare.blame.blamed_leaves import (
     of_leaves_alone,
 )
 from roundoff.compare.records.call_stacks import shared, stack_of
-from roundoff.compare.repairs.call_edits import ADDED, INPUT, LAYOUT, ONE_MORE
+from roundoff.compare.repairs.edits.added_calls import ADDED
+from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines

@@ -51,7 +51,8 @@ from roundoff.compare.records.value_sketch import (
     sketch_of_tensor,
 )
 from roundoff.compare.repairs.alike_leaves import is_one_number
-from roundoff.compare.repairs.call_edits import (
+from roundoff.compare.repairs.call_edits import proposals
+from roundoff.compare.repairs.edits.edited_calls import (
     CHANGE,
     INPUT,
     LAYOUT,
@@ -61,7 +62,6 @@ from roundoff.compare.repairs.call_edits import (
     Proposal,
     floats_in,
     label_of,
-    proposals,
 )
 from roundoff.compare.values.fault_lines import alike_inside
 from roundoff.compare.values.padded_rows import kept_rows, kept_values

@@ -1,0 +1,144 @@
+"""One call more: a factor, a sign, an activation that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from roundoff.compare.repairs.edits.edited_calls import (
+    Ingredients,
+    Insertion,
+    Template,
+    is_move,
+    with_record,
+)
+from roundoff.compare.values.traced_calls import (
+    BEFORE,
+    Edit,
+    EditStep,
+    TracedCall,
+    records_in,
+)
+from roundoff.ops import operators_that
+
+#: What is said of another value in a sum.
+ADDED = "added to it"
+_PAIRS = operators_that("pair elements")
+_RESHAPE = operators_that("reshape")
+_PERMUTE = operators_that("permute axes")
+_SPREADS = sorted(operators_that("turn one spread into another"))
+
+
+def negated_inputs(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Its result with the other sign."""
+    if not is_move(call, _RESHAPE | _PERMUTE):
+        step = EditStep("aten.neg.default", [[{"record": BEFORE}], {}])
+        yield _followed(Insertion(step, {}, "a change of sign", ()))
+
+
+def other_spreads(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """The root, the square or the logarithm of its result: a deviation for a variance."""
+    row = call.first
+    least = row.min
+    # of nothing but zeros the logarithm is a mask
+    if least is None or least == row.max or "float" not in (row.dtype or ""):
+        return
+    if row.base_operator in _RESHAPE | _PERMUTE:
+        return
+    for name in _SPREADS:
+        if getattr(torch, name)(torch.tensor(least)).isnan():
+            continue
+        step = EditStep(f"aten.{name}.default", [[{"record": BEFORE}], {}])
+        yield _followed(Insertion(step, {}, name, ()))
+
+
+def one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """A call of the reference after it, or another value added to it."""
+    if call.first.base_operator in _RESHAPE:
+        # a product of two axes, brought back to three: what is added has three
+        for choose in ingredients.similar(call, call.rows[0].record):
+            yield _with_another("aten.add.Tensor", choose, ADDED)
+    if call.first.base_operator in _RESHAPE | _PERMUTE:
+        return
+    shape = tuple(call.first.shape or ())
+    for insertion in ingredients.inserted:
+        if insertion.shape in ((), shape):
+            yield _followed(insertion)
+    for number in ingredients.constants:
+        step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
+        words = f"a product with {number:.6g}"
+        yield _followed(Insertion(step, {}, words, ()), scales=True)
+    for choose in ingredients.similar(call, call.rows[0].record):
+        yield _with_another("aten.add.Tensor", choose, ADDED)
+    for place, record in enumerate(records_in(call.parsed)[:2]):
+        for choose in ingredients.similar(call, record):
+            yield _scaled_input(place, choose)
+
+
+def _followed(insertion: Insertion, *, scales: bool = False) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if insertion.shape not in ((), tuple(call.first.shape or ())):
+            return None
+        first = EditStep(call.first.overload or "", call.parsed)
+        words = f"followed by {insertion.words}"
+        return Edit((first, insertion.step), words, insertion.held, scales=scales)
+
+    return template
+
+
+def _with_another(
+    overload: str, choose: Callable[[TracedCall], int | None], words: str
+) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        other = choose(call)
+        if other is None:
+            return None
+        first = EditStep(call.first.overload or "", call.parsed)
+        arguments = [[{"record": BEFORE}, {"record": other}], {}]
+        return Edit(
+            (first, EditStep(overload, arguments)), f"with another value {words}"
+        )
+
+    return template
+
+
+def activated_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """An activation of one value that it reads, which others read as it is."""
+    if call.first.base_operator in _PAIRS:
+        for place, record in enumerate(records_in(call.parsed)[:2]):
+            if ingredients.is_read_again(record):
+                yield from (_activated(place, name) for name in ingredients.activations)
+
+
+def _activated(place: int, name: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        first = EditStep(f"aten.{name}.default", [[{"record": records[place]}], {}])
+        counter = iter(range(len(records)))
+        arguments = with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), f"with {name} of what it reads")
+
+    return template
+
+
+def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Template:
+    """One of its inputs times another value."""
+
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        other = choose(call)
+        if other is None or place >= len(records):
+            return None
+        product = [[{"record": records[place]}, {"record": other}], {}]
+        first = EditStep("aten.mul.Tensor", product)
+        counter = iter(range(len(records)))
+        arguments = with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        words = "with another factor in what it reads"
+        return Edit((first, last), words, factor=other)
+
+    return template

@@ -1,0 +1,129 @@
+"""Another operator in the place of one that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundoff.compare.repairs.edits.edited_calls import (
+    Ingredients,
+    Insertion,
+    Template,
+    numbers_of,
+)
+from roundoff.compare.values.traced_calls import Edit, EditStep, TracedCall, records_in
+from roundoff.ops import operators_that, overload_of
+
+_UNARY = operators_that("work element by element") | {"relu", "abs", "neg"}
+_PAIRS = operators_that("pair elements")
+_REDUCE = operators_that("reduce axes")
+_COMPARE = operators_that("say which is larger")
+#: Ports write them out, as other libraries have them.
+_ACTIVATIONS = sorted(operators_that("activate"))
+
+
+def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another operator on the same operands."""
+    name = call.first.base_operator
+    reductions: tuple[str, ...] = ("dim", "dim_IntList", "default")
+    if len(call.parsed[0]) == 1:
+        # of all elements
+        reductions = ("default",)
+    for names, overloads in (
+        (_UNARY, ("default",)),
+        (_PAIRS, ("Tensor", "default")),
+        (_COMPARE, _overloads_like(call)),
+        (_REDUCE, reductions),
+    ):
+        if name not in names:
+            continue
+        for other in sorted(names - {name}):
+            overload = _overload(other, overloads)
+            if overload is not None:
+                yield _exchanged(overload, other)
+    if len(records_in(call.parsed[0])) == 1 and name in _UNARY:
+        for insertion in ingredients.inserted:
+            if not insertion.held:
+                yield _replaced(insertion)
+
+
+def bounds_and_summands(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """A small number added where it is a lower bound, or the other way round: an epsilon."""
+    name = call.first.base_operator
+    if name in ("clamp", "clamp_min") and len(records_in(call.parsed)) == 1:
+        yield _guarded_by("aten.add.Tensor", "added to it, not as its lower bound")
+    elif name == "add" and len(records_in(call.parsed)) == 1:
+        yield _guarded_by(
+            "aten.clamp_min.default", "as its lower bound, not added to it"
+        )
+
+
+def _guarded_by(overload: str, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        numbers = list(numbers_of(call))
+        if len(records) != 1 or len(numbers) != 1:
+            return None
+        [(place, number)] = numbers
+        is_upper_bound = place in (2, "max")
+        if is_upper_bound or not number > 0:
+            return None
+        step = EditStep(overload, [[{"record": records[0]}, number], {}])
+        return Edit((step,), f"with {number:.6g} {words}")
+
+    return template
+
+
+def other_activations(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """An activation in the place of all that a line computes of a value."""
+    if ingredients.written_out(call) is not None:
+        yield from (_activation(name, ingredients) for name in _ACTIVATIONS)
+
+
+def _activation(name: str, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        source = ingredients.written_out(call)
+        if source is None:
+            return None
+        step = EditStep(f"aten.{name}.default", [[{"record": source}], {}])
+        return Edit((step,), f"as {name} of what this line computes it of")
+
+    return template
+
+
+def _overloads_like(call: TracedCall) -> tuple[str, ...]:
+    """Return a call's own overload: with a tensor or with a number."""
+    return ((call.first.overload or "").rpartition(".")[2],)
+
+
+def _overload(name: str, overloads: Sequence[str]) -> str | None:
+    for overload in overloads:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None and overload in packet.overloads():
+            return f"aten.{name}.{overload}"
+    return None
+
+
+def _exchanged(overload: str, name: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional, _ = call.parsed
+        declared = overload_of(overload)._schema.arguments
+        arguments = positional[: len([d for d in declared if not d.kwarg_only])]
+        step = EditStep(overload, [arguments, {}])
+        return Edit((step,), f"as {name}, not {call.first.base_operator}")
+
+    return template
+
+
+def _replaced(insertion: Insertion) -> Template:
+    """Another call on the first input of a call."""
+
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed[0])
+        if not records:
+            return None
+        first = EditStep("aten.alias.default", [[{"record": records[0]}], {}])
+        return Edit((first, insertion.step), f"as {insertion.words}")
+
+    return template

@@ -1,0 +1,207 @@
+"""Another part of an axis: what is cut out, picked, looked up or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from roundoff.compare.repairs.edits.edited_calls import (
+    MOST_INDEXES,
+    Ingredients,
+    Template,
+    with_record,
+)
+from roundoff.compare.values.traced_calls import (
+    BEFORE,
+    Edit,
+    EditStep,
+    TracedCall,
+    records_in,
+)
+from roundoff.ops import operators_that
+
+_PAD = operators_that("pad")
+_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
+
+
+def other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """As much padding on the other side, on one side, on both, or one place further."""
+    if call.first.base_operator not in _PAD:
+        return
+    yield _padded(lambda before, after: (after, before), "on the other sides")
+    yield _padded(lambda before, after: (before + after, 0), "before only")
+    yield _padded(lambda before, after: (0, before + after), "after only")
+    yield _padded(_centred, "alike on both sides")
+    yield _padded(lambda before, after: (before + 1, after - 1), "one place earlier")
+    yield _padded(lambda before, after: (before - 1, after + 1), "one place later")
+
+
+def _centred(before: int, after: int) -> tuple[int, int]:
+    half = (before + after) // 2
+    return half, before + after - half
+
+
+def other_rows(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """The rows one later or one earlier of what is looked up."""
+    if call.first.base_operator not in _LOOK_UP:
+        return
+    for place in range(1, len(records_in(call.parsed))):
+        yield _looked_up(place, 1, "of rows one later")
+        yield _looked_up(place, -1, "of rows one earlier")
+
+
+def _looked_up(place: int, by: int, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        indexes = [[{"record": records[place]}, by], {}]
+        first = EditStep("aten.add.Scalar", indexes)
+        counter = iter(range(len(records)))
+        arguments = with_record(call.parsed, counter, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), words)
+
+    return template
+
+
+def _padded(moved: Callable[[int, int], tuple[int, int]], words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional, keywords = call.parsed
+        sides = positional[1] if len(positional) > 1 else None
+        if not isinstance(sides, list) or not all(isinstance(n, int) for n in sides):
+            return None
+        pairs = zip(sides[::2], sides[1::2], strict=False)
+        # an axis that is not padded stays as it is
+        others = [n for b, a in pairs for n in (moved(b, a) if b or a else (b, a))]
+        if others == sides or min(others, default=0) < min(sides, default=0):
+            return None
+        arguments = [[positional[0], others, *positional[2:]], keywords]
+        return Edit(
+            (EditStep(call.first.overload or "", arguments),), f"padded {words}"
+        )
+
+    return template
+
+
+def moved_windows(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """What a line cuts out, as long, one earlier or later along each axis."""
+    if call.first.base_operator != "slice" or not records_in(call.parsed[0]):
+        return
+    for step in (-1, 1):
+        yield _moved(step, ingredients)
+
+
+def _moved(step: int, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "slice" or len(positional) < 4:
+            return None
+        [record, axis, start, _, *more] = positional
+        shape = ingredients.shapes(records_in([record])[0])
+        length = tuple(call.first.shape or ())[axis]
+        every = more[0] if more else 1
+        if not isinstance(start, int) or start < 0 or every != 1:
+            return None
+        first = start + step
+        if length == shape[axis] or not 0 <= first <= shape[axis] - length:
+            return None
+        arguments = [[record, axis, first, first + length, *more], call.parsed[1]]
+        words = f"from {first} on, not {start}, with what else this line cuts out"
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
+def moved_places(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """The place before or behind the one that is picked, in each turn of a loop."""
+    if call.first.base_operator == "select" and records_in(call.parsed[0]):
+        yield _picked(-1, "one place earlier", ingredients)
+        yield _picked(1, "one place later", ingredients)
+
+
+def _picked(step: int, words: str, ingredients: Ingredients) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "select" or len(positional) != 3:
+            return None
+        [record, axis, place] = positional
+        size = ingredients.shapes(records_in([record])[0])[axis]
+        other = place + step
+        if place < 0 or not 0 <= other < size:
+            return None
+        arguments = [[record, axis, other], call.parsed[1]]
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
+def other_parts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another one of the equal parts that an axis has."""
+    positional = call.parsed[0]
+    if call.first.base_operator != "slice" or len(positional) < 4:
+        return
+    [record, axis, start, _, *more] = positional
+    read = ingredients.shapes(records_in([record])[0])
+    is_known = type(axis) is int and bool(read) and type(start) is int
+    if not is_known or start < 0 or any(every != 1 for every in more):
+        return
+    size = read[axis]
+    length = tuple(call.first.shape or ())[axis]
+    if not length or length == size or start % length:
+        return
+    for first in range(0, size - length + 1, length)[:MOST_INDEXES]:
+        if first != start:
+            yield _cutting(positional[1:], [axis, first, first + length, *more])
+
+
+def other_ends(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """As many from another place of the axis: the other end, either end, or the middle."""
+    if call.first.base_operator == "slice" and records_in(call.parsed[0]):
+        for words, place in _PLACES.items():
+            yield _from_place(place, words, ingredients)
+
+
+#: Where a window may lie -> its start, by how many elements it leaves out in all, and now
+#: before it.
+_PLACES: dict[str, Callable[[int, int], int]] = {
+    "from the other end of its axis": lambda left_out, before: left_out - before,
+    "from the start of its axis": lambda _left_out, _before: 0,
+    "from the end of its axis": lambda left_out, _before: left_out,
+    "from the middle of its axis": lambda left_out, _before: left_out // 2,
+    "from behind the middle of its axis": lambda left_out, _before: -(-left_out // 2),
+}
+
+
+def _from_place(
+    place: Callable[[int, int], int], words: str, ingredients: Ingredients
+) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        if call.first.base_operator != "slice" or len(positional) < 4:
+            return None
+        [record, axis, start, _, *more] = positional
+        shape = ingredients.shapes(records_in([record])[0])
+        if type(axis) is not int or type(start) is not int or more not in ([], [1]):
+            return None
+        size = shape[axis]
+        length = tuple(call.first.shape or ())[axis]
+        first = start + size if start < 0 else start
+        other = place(size - length, first)
+        if other == first:
+            return None
+        arguments = [[record, axis, other, other + length], call.parsed[1]]
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
+
+
+def _cutting(before: list[Any], after: list[Any]) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if call.parsed[0][1:] != before:
+            return None
+        arguments = [[call.parsed[0][0], *after], call.parsed[1]]
+        words = f"from {after[1]} on, not {before[1]}"
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template

@@ -41,26 +41,18 @@ from roundoff.compare.repairs.faults_behind import (
     unmade,
 )
 from roundoff.compare.repairs.followed_columns import unfollowed
+from roundoff.compare.repairs.goals import CLEARLY, SEVERAL
 from roundoff.compare.repairs.layers_read_again import read_again
 from roundoff.compare.repairs.leaf_changes import LeafChange
+from roundoff.compare.repairs.leaf_trials import ODD, leaf_on_trial
 from roundoff.compare.repairs.left_state import left_state
 from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
-from roundoff.compare.repairs.repair_trials import (
-    BUDGET,
-    CLEARLY,
-    ODD,
-    SEVERAL,
-    Region,
-    Repair,
-    Trials,
-    best_repair,
-    leaf_on_trial,
-    trials_of,
-)
+from roundoff.compare.repairs.repair_trials import Repair, best_repair
 from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
+from roundoff.compare.repairs.trials import BUDGET, Region, Trials, trials_of
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, upstream

@@ -34,14 +34,10 @@ from roundoff.compare.records.value_sketch import (
     in_reals,
     sketch_of_tensor,
 )
+from roundoff.compare.repairs.goals import Goal
 from roundoff.compare.repairs.named_repairs import blamed_for
-from roundoff.compare.repairs.repair_trials import (
-    Goal,
-    Region,
-    Repair,
-    Trials,
-    best_repair,
-)
+from roundoff.compare.repairs.repair_trials import Repair, best_repair
+from roundoff.compare.repairs.trials import Region, Trials
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides, upstream

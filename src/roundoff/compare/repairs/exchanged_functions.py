@@ -15,7 +15,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
-from roundoff.compare.repairs.repair_trials import BUDGET, CALL, Trials
+from roundoff.compare.repairs.trials import BUDGET, CALL, Trials
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides

@@ -36,12 +36,8 @@ from roundoff.compare.repairs.exchanged_parts import (
     parts_of_stacked,
 )
 from roundoff.compare.repairs.found_rows import moved_rows
-from roundoff.compare.repairs.leaf_changes import (
-    Held,
-    LeafChange,
-    made_ready,
-    recut,
-)
+from roundoff.compare.repairs.goals import SEVERAL
+from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
@@ -54,9 +50,9 @@ from roundoff.compare.repairs.packed_leaves import (
     packings,
     parts_of,
 )
-from roundoff.compare.repairs.repair_trials import BUDGET, SEVERAL, Region, Trials
 from roundoff.compare.repairs.rows_beside import rows_as_beside
 from roundoff.compare.repairs.transplants import before
+from roundoff.compare.repairs.trials import BUDGET, Region, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, first_of
 from roundoff.ops import operators_that

@@ -14,7 +14,7 @@ from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.judging.step_causes import with_line
 from roundoff.compare.repairs.edits.constants import exchanging_numbers
 from roundoff.compare.repairs.edits.edited_calls import numbers_of
-from roundoff.compare.repairs.repair_trials import (
+from roundoff.compare.repairs.trials import (
     BUDGET,
     Region,
     Trials,

@@ -28,27 +28,24 @@ from roundoff.compare.repairs.fitted_leaves import (
     fitted_table,
 )
 from roundoff.compare.repairs.fitted_masks import fitted_mask
+from roundoff.compare.repairs.goals import FEWEST, apart
+from roundoff.compare.repairs.leaf_trials import ODD, PLAIN, leaf_on_trial
 from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.named_repairs import blamed_for, there
 from roundoff.compare.repairs.other_numbers import odd_number, other_number
-from roundoff.compare.repairs.repair_trials import (
-    BUDGET,
-    FEWEST,
-    ODD,
-    PATIENCE,
-    PLAIN,
-    Region,
-    Trials,
-    apart,
-    best_repair,
-    families_of,
-    leaf_on_trial,
-)
+from roundoff.compare.repairs.repair_trials import best_repair
 from roundoff.compare.repairs.transplants import (
     Rejoin,
     before,
     in_layout_of,
     trials_of_value,
+)
+from roundoff.compare.repairs.trials import (
+    BUDGET,
+    PATIENCE,
+    Region,
+    Trials,
+    families_of,
 )
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import (

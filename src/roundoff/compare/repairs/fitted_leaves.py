@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
-from roundoff.compare.repairs.repair_trials import BUDGET, TINY, Trials
+from roundoff.compare.repairs.goals import TINY
 from roundoff.compare.repairs.transplants import Rejoin
+from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Sides

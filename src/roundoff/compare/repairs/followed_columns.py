@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials, parameters_alike
+from roundoff.compare.repairs.leaf_trials import parameters_alike
+from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that

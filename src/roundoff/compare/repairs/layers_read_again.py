@@ -17,7 +17,8 @@ from torch import Tensor
 from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
 from roundoff.compare.blame.misused_leaves import reads_instead
 from roundoff.compare.repairs.edits.inputs import reading_instead
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart, edits_of
+from roundoff.compare.repairs.goals import apart
+from roundoff.compare.repairs.trials import BUDGET, Trials, edits_of
 from roundoff.compare.values.fault_lines import FaultLines, alike_inside
 from roundoff.compare.values.learnt_layouts import layouts_for, stand_in
 from roundoff.compare.values.traced_calls import Edit, TracedCall

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.judging.step_causes import listed
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials
 from roundoff.compare.repairs.transplants import FEWEST
+from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 

@@ -19,8 +19,9 @@ from roundoff.compare.blame.blamed_leaves import (
     of_leaves_alone,
     same_layout,
 )
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials, apart
+from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
+from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.fault_lines import FaultLines, handed_on
 from roundoff.compare.values.value_flow import Flow, Value, constants_of

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
-from roundoff.compare.repairs.repair_trials import BUDGET, TINY, Region, Trials
+from roundoff.compare.repairs.goals import TINY
+from roundoff.compare.repairs.trials import BUDGET, Region, Trials
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides, upstream

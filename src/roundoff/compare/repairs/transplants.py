@@ -28,15 +28,8 @@ from roundoff.compare.records.value_sketch import (
     in_reals,
     sketch_of_tensor,
 )
-from roundoff.compare.repairs.repair_trials import (
-    BUDGET,
-    CLEARLY,
-    SEVERAL,
-    Goal,
-    Trials,
-    apart,
-    families_of,
-)
+from roundoff.compare.repairs.goals import CLEARLY, SEVERAL, Goal, apart
+from roundoff.compare.repairs.trials import BUDGET, Trials, families_of
 from roundoff.compare.values.learnt_layouts import (
     Layout,
     layouts_for,

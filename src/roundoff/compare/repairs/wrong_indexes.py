@@ -16,8 +16,8 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.repairs.named_repairs import there
-from roundoff.compare.repairs.repair_trials import BUDGET, Trials
 from roundoff.compare.repairs.transplants import in_layout_of
+from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream

@@ -26,7 +26,7 @@ from roundoff.ops import operators_that
 
 #: Values that are looked at behind one of a function's, among which one has to agree
 #: where the function is right: twice the longest way to write out an operator (see
-#: ``repair_trials.PATIENCE``), as half of them only move values.
+#: ``trials.PATIENCE``), as half of them only move values.
 FAR = 34
 
 _MOVE = operators_that("move values")

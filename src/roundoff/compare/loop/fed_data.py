@@ -258,7 +258,8 @@ def data_causes(
     whole = _without_portions(sides, read)
     pairs = [_differing(sides, twin, row) for twin, row in whole]
     told = ToldValues(sides.candidate, compared, data)
-    differing = [pair for pair in pairs if pair is not None and not told.has(pair.row)]
+    apart = [pair for pair in pairs if pair is not None]
+    differing = [pair for pair in apart if not told.has(pair.row, pair.error)]
     fed = [
         _by_its_reader(pair, theirs, compared, data)
         for pair in differing

@@ -20,6 +20,8 @@ from roundoff.ops import operators_that
 
 #: Fewer different numbers stand among others by chance.
 FEWEST = 3
+#: What only hands on results is about as far off as these: one of them may be less.
+AS_FAR = 0.1
 
 #: These read a number for the program, not for the model.
 _FOR_PYTHON = operators_that("ask about values")
@@ -27,7 +29,7 @@ _MOVES = operators_that("move values")
 
 
 class ToldValues:
-    """The results of a step that differ from the reference's, that nothing recorded is computed of.
+    """The results of a step that nothing recorded is computed of, and how far off they are.
 
     Args:
         step: of the candidate.
@@ -45,16 +47,21 @@ class ToldValues:
     def inputs(self) -> set[int]:
         """Return the records of inputs that differ and only hand on such results."""
         rows = self._step.rows
-        apart = [row.record for row in self._compared if row.cause == OWN]
-        inputs = [rows[record] for record in apart if record is not None]
-        inputs = [row for row in inputs if not row.is_call and not row.name]
-        return {row.record for row in inputs if self.has(row)}
+        told = set()
+        for each in self._compared:
+            row = None if each.record is None else rows[each.record]
+            if each.cause != OWN or row is None or row.is_call or row.name:
+                continue
+            if self.has(row, each.error):
+                told.add(row.record)
+        return told
 
-    def has(self, row: RecordedRow) -> bool:
+    def has(self, row: RecordedRow, error: float | None) -> bool:
         """Return True where all numbers of an input are among such results before it.
 
         It needs its tensor, of at least ``FEWEST`` different numbers in a floating-point
-        format.
+        format. Results that are much nearer to the reference's than the input, by its
+        ``error``, are right: other ones of them are read.
         """
         tensor = self._step.tensor(row.record)
         if tensor is None or not tensor.is_floating_point():
@@ -62,7 +69,10 @@ class ToldValues:
         wanted = torch.unique(tensor.detach())
         if len(wanted) < FEWEST:
             return False
-        for result in self._results:
+        least = AS_FAR * (error or 0.0)
+        for result, its_error in self._results:
+            if its_error < least:
+                continue
             content = self._step.tensor(result.record)
             if result.record > row.record or content is None:
                 continue
@@ -73,19 +83,18 @@ class ToldValues:
         return False
 
     @cached_property
-    def _results(self) -> list[RecordedRow]:
+    def _results(self) -> list[tuple[RecordedRow, float]]:
         rows = self._step.rows
         read = self._read()
-        apart = {row.record for row in self._compared if row.cause is not None}
-        return [
-            row
-            for record, row in rows.items()
-            if record in apart
-            and record not in read
-            and record not in self._data
-            and row.is_call
-            and row.phase == "forward"
-        ]
+        results = []
+        for each in self._compared:
+            if each.record is None or each.record in read or not each.error:
+                continue
+            row = rows[each.record]
+            is_result = row.is_call and row.phase == "forward"
+            if is_result and row.record not in self._data:
+                results.append((row, each.error))
+        return results
 
     def _read(self) -> set[int]:
         """Return the records that something is computed of."""

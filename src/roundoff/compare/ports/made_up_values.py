@@ -37,7 +37,7 @@ MOST_ELEMENTS = 3 * 10**7
 #: Layouts of one parameter that are tried.
 MOST_OPTIONS = 24
 #: Operators that compute after a parameter is read, in which a value must agree: one written
-#: out takes up to 17 (``repair_trials.PATIENCE``).
+#: out takes up to 17 (``trials.PATIENCE``).
 FAR = 17
 #: Parameters that may be joined in one.
 MOST_JOINED = 4

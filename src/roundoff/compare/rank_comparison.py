@@ -15,7 +15,7 @@ from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.step_causes import OPERATORS, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
-from roundoff.compare.loop.fed_data import data_causes, data_records
+from roundoff.compare.loop.fed_data import data_causes, told_inputs
 from roundoff.compare.loop.found_causes import (
     ComparedStep,
     causes_of_step,
@@ -26,7 +26,6 @@ from roundoff.compare.loop.found_causes import (
 from roundoff.compare.loop.hand_updates import does_all_updates
 from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
-from roundoff.compare.loop.told_values import ToldValues
 from roundoff.compare.pairing.alignment import MATCHED, renaming
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
@@ -510,8 +509,7 @@ class _RankComparison:
         causes = [*self.causes, *causes_of_step(compared)]
         self.causes = in_order(causes)
         tensors = sides.candidate.tensors is not None
-        data = data_records(sides.candidate.rows)
-        told = ToldValues(sides.candidate, rows, data).inputs()
+        told = told_inputs(sides.candidate, rows)
         return [
             relabelled(row)
             if row.record in told or is_shown(row, causes, tensors=tensors)

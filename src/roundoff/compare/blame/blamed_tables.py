@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from roundoff.compare.blame.blamed_leaves import Blamed
 from roundoff.compare.records.parameter_content import relation
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
-from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.compare.values.value_regions import Part, Sides, first_of, upstream
 from roundoff.ops import operators_that
 
 _LOOK_UP = operators_that("look up") | {"index_select", "index", "gather", "take"}
@@ -32,8 +32,22 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
         for twin, other_kind in wanted:
             if _numel(twin) == _numel(value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
-                return Blamed(value, twin, words, is_operator=True)
+                first = _first_wrong(sides, value)
+                return Blamed(first, twin, words, is_operator=True)
     return None
+
+
+def _first_wrong(sides: Sides, table: Value) -> Value:
+    """Return the first of what a table is made of that the reference does not have.
+
+    The table itself where several are, or none is known.
+    """
+    flow = sides.candidate
+    made_of = upstream(
+        flow, [table.key], lambda value: value.is_call and value.key not in sides.twins
+    )
+    firsts = first_of(flow, made_of)
+    return firsts[0] if len(firsts) == 1 and not firsts[0].inner else table
 
 
 def _numel(value: Value) -> int | None:

@@ -20,7 +20,7 @@ from roundoff.compare.judging.changing_values import (
     unstable_records,
 )
 from roundoff.compare.judging.divergence import HANDS_ON
-from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.explain import RecordedStep, Sides
 from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
 from roundoff.compare.judging.symptoms import other_number_of_draws
@@ -270,6 +270,22 @@ def data_causes(
     if differing:
         return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
     return []
+
+
+def told_inputs(step: RecordedStep, compared: Sequence[ComparedRow]) -> set[int]:
+    """Return the records of inputs that differ and only hand on what was computed before.
+
+    Args:
+        step: of the candidate.
+        compared: its rows.
+    """
+    own = {row.record: row.error for row in compared if row.cause == OWN}
+    apart = [step.rows[record] for record in own if record is not None]
+    inputs = [row for row in apart if not row.is_call and not row.name]
+    if not inputs:
+        return set()
+    told = ToldValues(step, compared, data_records(step.rows))
+    return {row.record for row in inputs if told.has(row, own[row.record])}
 
 
 def _by_its_reader(

@@ -11,18 +11,17 @@ from collections.abc import Container, Sequence
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.records.recorded_rows import RecordedRow
-from roundoff.compare.rounding.findings import OWN
 from roundoff.ops import operators_that
 
 #: Fewer different numbers stand among others by chance.
 FEWEST = 3
 #: What only hands on results is about as far off as these: one of them may be less.
 AS_FAR = 0.1
-
 #: These read a number for the program, not for the model.
 _FOR_PYTHON = operators_that("ask about values")
 _MOVES = operators_that("move values")
@@ -44,18 +43,6 @@ class ToldValues:
         self._compared = compared
         self._data = data
 
-    def inputs(self) -> set[int]:
-        """Return the records of inputs that differ and only hand on such results."""
-        rows = self._step.rows
-        told = set()
-        for each in self._compared:
-            row = None if each.record is None else rows[each.record]
-            if each.cause != OWN or row is None or row.is_call or row.name:
-                continue
-            if self.has(row, each.error):
-                told.add(row.record)
-        return told
-
     def has(self, row: RecordedRow, error: float | None) -> bool:
         """Return True where all numbers of an input are among such results before it.
 
@@ -66,7 +53,7 @@ class ToldValues:
         tensor = self._step.tensor(row.record)
         if tensor is None or not tensor.is_floating_point():
             return False
-        wanted = torch.unique(tensor.detach())
+        wanted = torch.unique(_in_fp64(tensor))
         if len(wanted) < FEWEST:
             return False
         least = AS_FAR * (error or 0.0)
@@ -76,8 +63,8 @@ class ToldValues:
             content = self._step.tensor(result.record)
             if result.record > row.record or content is None:
                 continue
-            if content.dtype == wanted.dtype:
-                wanted = wanted[~torch.isin(wanted, content.detach())]
+            if content.dtype == tensor.dtype:
+                wanted = wanted[~torch.isin(wanted, _in_fp64(content))]
             if not len(wanted):
                 return True
         return False
@@ -104,3 +91,8 @@ class ToldValues:
             if row.base_operator not in _FOR_PYTHON and not is_only_moved:
                 read.update(row.inputs)
         return read
+
+
+def _in_fp64(tensor: Tensor) -> Tensor:
+    # torch finds no numbers of eight bits among others
+    return tensor.detach().to(torch.float64)

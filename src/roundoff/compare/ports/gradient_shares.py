@@ -182,20 +182,26 @@ def _proportional(columns: Mapping[Edge, Tensor]) -> list[dict[Edge, float]]:
     """
     by_size = sorted(columns, key=lambda edge: -float(columns[edge].norm()))
     groups: list[dict[Edge, float]] = []
+    of_value: dict[int, list[dict[Edge, float]]] = {}
     for edge in by_size:
-        column = columns[edge]
-        for group in groups:
-            first = next(iter(group))
-            whole = columns[first]
-            factor = float(column @ whole) / max(float(whole @ whole), TINY)
-            apart = float((column - factor * whole).norm())
-            is_alike = first[1] == edge[1] and len(group) < FEW_READS
-            if is_alike and factor and apart <= PROPORTIONAL * float(column.norm()):
+        alike = of_value.setdefault(edge[1], [])
+        for group in alike:
+            factor = _times_another(columns[edge], columns[next(iter(group))])
+            if factor is not None and len(group) < FEW_READS:
                 group[edge] = factor
                 break
         else:
             groups.append({edge: 1.0})
+            alike.append(groups[-1])
     return groups
+
+
+def _times_another(column: Tensor, whole: Tensor) -> float | None:
+    """Return how many times another share one is; None where it is not, or is zero."""
+    factor = float(column @ whole) / max(float(whole @ whole), TINY)
+    apart = float((column - factor * whole).norm())
+    is_proportional = apart <= PROPORTIONAL * float(column.norm())
+    return factor if is_proportional and factor else None
 
 
 def _nearest_factors(factors: Mapping[Edge, float], whole: float) -> set[Edge]:

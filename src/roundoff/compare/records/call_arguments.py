@@ -122,12 +122,15 @@ def numbers_given(row: RecordedRow) -> list[float]:
 def factor_given(row: RecordedRow) -> float | None:
     """Return the number that a call multiplies its one tensor by; None for other calls.
 
-    -1 for a negative, and the inverse of a divisor that is not zero.
+    -1 for a negative, and the inverse of a divisor; None for a number that is zero or not
+    finite.
     """
     if row.base_operator == "neg":
         return -1.0
     numbers = numbers_given(row)
-    if len(row.inputs) != 1 or len(numbers) != 1 or not numbers[0]:
+    if len(row.inputs) != 1 or len(numbers) != 1:
+        return None
+    if not numbers[0] or not math.isfinite(numbers[0]):
         return None
     if row.base_operator == "mul":
         return numbers[0]

@@ -124,4 +124,36 @@ def test_a_table_inside_a_call_is_as_long_as_itself(program, sides_of):
     sides = sides_of(Spread(with_channels_first), Spread(with_channels_last), pictures)
     ours, theirs, phase = outputs(sides)
     blamed = blamed_table(sides, parted(sides, ours, theirs, phase))
-    assert blamed.value.operator == "rsqrt"
+    assert blamed.value.operator == "add"  # of the epsilon, and not the root of it
+
+
+def resized(m, x):
+    h = F.linear(x, m.query).view(1, 1, 5, 6)
+    return F.interpolate(h, size=(10, 13), mode="bilinear").square().mean()
+
+
+def shares(out, size, corners):
+    step = (size - 1) / (out - 1) if corners else size / out
+    places = torch.arange(out) * step
+    if not corners:
+        places = places + (0.5 * step - 0.5)
+    below = places.floor()
+    low, high = below.clamp(min=0).long(), (below + 1).clamp(max=size - 1).long()
+    return low, high, places - below
+
+
+def by_places(m, x, *, corners):
+    h = x @ m.query.t()
+    low, high, share = shares(10, 5, corners)
+    h = h[low] + (h[high] - h[low]) * share[:, None]
+    low, high, share = shares(13, 6, corners)
+    h = h[:, low] + (h[:, high] - h[:, low]) * share
+    return (h * h).sum() / 130
+
+
+def test_the_first_wrong_value_of_a_table_is_named(at_fault, blamed_text):
+    leaves = {"query": LEAVES["query"]}
+    right = at_fault(resized, lambda m, x: by_places(m, x, corners=False), leaves, X)
+    assert not right
+    [row] = at_fault(resized, lambda m, x: by_places(m, x, corners=True), leaves, X)
+    assert blamed_text(row) == "places = torch.arange(out) * step"

@@ -78,3 +78,58 @@ def test_joined_layers_are_found_where_an_average_holds_the_same(tmp_path):
     for whose in ("net", "average"):
         weights = tuple(f"{whose}.{name}.weight" for name in ("key", "query", "value"))
         assert found[(f"{whose}.w",)] == weights
+
+
+IDS = torch.tensor([[1, 4, 2, 0], [5, 3, 0, 0], [2, 6, 1, 3]])
+
+
+class Words(nn.Module):
+    """A table with a row of zeros for the padding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(7, 4, padding_idx=0)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.last(torch.tanh(self.words(ids)).sum(1))
+
+
+class WithoutPadding(nn.Module):
+    def __init__(self, reference):
+        super().__init__()
+        self.table = nn.Parameter(reference.words.weight.detach()[1:].clone())
+        self.out = copy.deepcopy(reference.last)
+
+    def forward(self, ids):
+        rows = torch.tanh(self.table[(ids - 1).clamp(min=0)])
+        return self.out((rows * (ids > 0)[..., None]).sum(1))
+
+
+def clipped_step(net, *, in_place):
+    gradients = [p.grad for p in net.parameters()]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    scale = 0.1 / norm.clamp(min=0.1)
+    for p in net.parameters():
+        gradient = p.grad.mul_(scale) if in_place else p.grad * scale
+        p.sub_(RATE * gradient.square())
+
+
+def clipped(folder, net, *, in_place):
+    average = copy.deepcopy(net).requires_grad_(False)
+    both = nn.ModuleDict({"net": net, "average": average})
+    with roundoff.capture(folder, both, keep="tensors") as run:
+        F.cross_entropy(net(IDS), Y[:3]).backward()
+        with torch.no_grad():
+            clipped_step(net, in_place=in_place)
+            for slow, now in zip(average.parameters(), net.parameters(), strict=True):
+                slow.lerp_(now, SHARE)
+        run.step()
+    return folder
+
+
+def test_a_table_without_the_row_of_the_padding_is_clipped_alike(tmp_path):
+    ours = clipped(tmp_path / "ours", Words(), in_place=True)
+    theirs = clipped(tmp_path / "theirs", WithoutPadding(Words()), in_place=False)
+    assert roundoff.compare(reference=ours, candidate=theirs).agrees

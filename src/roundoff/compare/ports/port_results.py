@@ -292,8 +292,13 @@ class GradientPair:
 
     @property
     def is_one_to_one(self) -> bool:
-        """True for the gradients of one parameter of each side."""
-        return len(self.ours) == len(self.theirs) == 1
+        """True for the gradients of one parameter of each side, with as many elements.
+
+        A table may lack the row of the padding.
+        """
+        if len(self.ours) != 1 or len(self.theirs) != 1:
+            return False
+        return self.ours[0].row.numel == self.theirs[0].row.numel
 
 
 def gradients(sides: Sides) -> Results:

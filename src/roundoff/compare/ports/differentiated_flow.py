@@ -252,8 +252,8 @@ def _cuts_of_detached(
 ) -> Iterator[frozenset[Edge]]:
     edges = frozenset(whole.doubtful)
     without = Run(whole.flow, replace(whole.way, cut=edges)).run(end)
-    yield edges - handing_on(without, wanted)
-    yield frozenset(handing_nothing_on(edges, found, wanted))
+    yield edges - handing_on(without, wanted, together=True)
+    yield frozenset(handing_nothing_on(edges, found, wanted, together=True))
     yield frozenset(whole.standing)
     lines = list(dict.fromkeys(line for _, line, _ in whole.doubtful.values()))
     for line in lines[:MOST_LINES] if len(lines) > 1 else []:

@@ -97,11 +97,16 @@ def _factor(row: RecordedRow) -> float | None:
 
 
 def handing_nothing_on(
-    edges: Collection[Edge], found: DifferentiatedFlow, wanted: Mapping[str, Tensor]
+    edges: Collection[Edge],
+    found: DifferentiatedFlow,
+    wanted: Mapping[str, Tensor],
+    *,
+    together: bool = False,
 ) -> set[Edge]:
     """Return the reads without which the gradients would be those that were recorded.
 
-    What each hands on to the parameters is known, and each does or does not.
+    What each hands on to the parameters is known, and each does or does not. With
+    ``together`` reads of one value are told apart whose shares are times one another's.
     """
     if _are_too_large(edges, wanted):
         return set()
@@ -111,15 +116,17 @@ def handing_nothing_on(
         if edge in found.through
     }
     more = _stacked(found.gradients, wanted) - _stacked(wanted, wanted)
-    return _adding_up_to(more, shares, wanted, found.flow)
+    return _adding_up_to(more, shares, wanted, found.flow, together=together)
 
 
-def handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[Edge]:
+def handing_on(
+    found: DifferentiatedFlow, wanted: Mapping[str, Tensor], *, together: bool = False
+) -> set[Edge]:
     """Return the reads with which the gradients would be those that were recorded.
 
     Of those that hand nothing on. Of several reads one behind the other that were cut none
     is known by what it hands on alone, as the others cut that too; where all are cut, what
-    each of the others adds is known.
+    each of the others adds is known. ``together``: see ``handing_nothing_on``.
     """
     if _are_too_large(found.way.cut, wanted):
         return set()
@@ -129,7 +136,7 @@ def handing_on(found: DifferentiatedFlow, wanted: Mapping[str, Tensor]) -> set[E
         if edge in found.lost_by_read and found.hands_on(edge[1])
     }
     less = _stacked(wanted, wanted) - _stacked(found.gradients, wanted)
-    return _adding_up_to(less, shares, wanted, found.flow)
+    return _adding_up_to(less, shares, wanted, found.flow, together=together)
 
 
 def _are_too_large(edges: Collection[Edge], wanted: Mapping[str, Tensor]) -> bool:
@@ -142,6 +149,8 @@ def _adding_up_to(
     shares: Mapping[Edge, Mapping[str, Tensor]],
     like: Mapping[str, Tensor],
     flow: Flow,
+    *,
+    together: bool,
 ) -> set[Edge]:
     """Return the reads whose shares add up to a sum: each does or does not.
 
@@ -150,7 +159,9 @@ def _adding_up_to(
     if not shares:
         return set()
     columns = {edge: _stacked(share, like) for edge, share in shares.items()}
-    groups = _proportional(columns)
+    groups = [{edge: 1.0} for edge in columns]
+    if together:
+        groups = _proportional(columns)
     matrix = torch.stack([columns[next(iter(group))] for group in groups], 1)
     solution = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution
     least = _least_factor(flow)

@@ -982,10 +982,10 @@ def of_the_sum(layer):
 def dividing(number):
     class Dividing(torch.optim.Adam):
         @torch.no_grad()
-        def step(self):
+        def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 p.grad.mul_(1 / number)
-            return super().step()
+            return super().step(closure)
 
     return lambda parameters: Dividing(parameters, 1e-3)
 

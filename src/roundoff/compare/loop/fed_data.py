@@ -31,7 +31,7 @@ from roundoff.compare.loop.loaded_values import (
     statistics_factor,
     values_before,
 )
-from roundoff.compare.loop.told_values import ToldValues
+from roundoff.compare.loop.told_values import FOR_PYTHON, ToldValues
 from roundoff.compare.loop.unnamed_updates import unnamed_state
 from roundoff.compare.pairing.alignment import MATCHED
 from roundoff.compare.records.call_arguments import argument_differences
@@ -53,8 +53,6 @@ FIT = 1e-6
 MOST = 3
 #: Of data that nothing leads to from the reference's.
 OTHER_VALUES = "has other values"
-#: These read a number for the program, not for the model.
-FOR_PYTHON = operators_that("ask about values")
 #: Made of nothing, in the size that the program asks for.
 _CREATED = operators_that("create")
 #: Values of one channel that a factor and an offset are fitted to, at the least.

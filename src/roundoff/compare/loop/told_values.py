@@ -23,7 +23,7 @@ FEWEST = 3
 #: What only hands on results is about as far off as these: one of them may be less.
 AS_FAR = 0.1
 #: These read a number for the program, not for the model.
-_FOR_PYTHON = operators_that("ask about values")
+FOR_PYTHON = operators_that("ask about values")
 _MOVES = operators_that("move values")
 
 
@@ -88,7 +88,7 @@ class ToldValues:
         read: set[int] = set()
         for record, row in reversed([*self._step.rows.items()]):
             is_only_moved = row.base_operator in _MOVES and record not in read
-            if row.base_operator not in _FOR_PYTHON and not is_only_moved:
+            if row.base_operator not in FOR_PYTHON and not is_only_moved:
                 read.update(row.inputs)
         return read
 

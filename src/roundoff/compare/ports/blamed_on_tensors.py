@@ -227,18 +227,14 @@ def _tried(
             return repaired
         if turns.agrees:
             end = turns
-    if end is not None:
-        missing = blamed_move(sides, part) or blamed_repeat(sides, part)
-        missing = missing or _behind(sides, part, end, likely)
-        if missing is not None:
-            return missing
-    named = scaled_loss(sides) or blamed_table(sides, part)
+    named = None if end is None else _missing(sides, part, end, likely)
+    named = named or scaled_loss(sides) or blamed_table(sides, part)
     named = named or _likely(sides, part, likely, end)
     if named is not None:
         return named
-    late = best_repair(sides, trials.patient(), region, lambda: None)
-    if isinstance(late, Repair) and late.ends:
-        return blamed_for(sides, late, part.region, part.reference)
+    late = _found_late(sides, part, trials)
+    if late is not None:
+        return late
     if repair is not None and _is_made_of_wrong(sides.candidate, repair, part):
         # it makes a right value of a wrong one: by chance
         repair = None
@@ -247,6 +243,23 @@ def _tried(
     if blamed is None and repair is not None:
         return blamed_for(sides, repair, part.region, part.reference)
     return blamed
+
+
+def _missing(
+    sides: Sides, part: Part, end: Rejoin, likely: Blamed | None
+) -> Blamed | None:
+    """Return what is missing before a value that should be what the reference has."""
+    missing = blamed_move(sides, part) or blamed_repeat(sides, part)
+    return missing or _behind(sides, part, end, likely)
+
+
+def _found_late(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return the edit that makes all results agree, if many more trials find one."""
+    region = Region(part.region, part.expected)
+    late = best_repair(sides, trials.patient(), region, lambda: None)
+    if isinstance(late, Repair) and late.ends:
+        return blamed_for(sides, late, part.region, part.reference)
+    return None
 
 
 def _end_in_turns(

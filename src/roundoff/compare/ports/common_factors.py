@@ -7,15 +7,14 @@ of the reference's, and nothing is wrong with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from roundoff.compare.records.call_arguments import factor_given
+from roundoff.compare.repairs.other_numbers import SAME
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, first_of
-
-#: How far two expressions of one factor may be apart, relative: written with some digits.
-SAME = 1e-5
 
 
 def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
@@ -31,7 +30,9 @@ def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
     region = set(part.region)
     value = part.candidate
     while value is not None and (factor := factor_given(value.row)) is not None:
-        common = next((each for each in ours if _is_same(each, factor)), None)
+        common = next(
+            (each for each in ours if math.isclose(each, factor, rel_tol=SAME)), None
+        )
         if common is None:
             break
         ours.remove(common)
@@ -44,7 +45,3 @@ def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
 
 def _in_order(flow: Flow, keys: Iterable[int]) -> list[Value]:
     return sorted((flow.values[key] for key in keys), key=lambda value: value.order)
-
-
-def _is_same(factor: float, other: float) -> bool:
-    return abs(factor - other) <= SAME * abs(factor)

@@ -32,7 +32,8 @@ _FORWARD = "forward"
 _BACKWARD = "backward"
 #: Reads of one parameter of which each choice is tried.
 FEW_READS = 6
-#: How far shares that are times one another's may be apart, in fp64.
+#: How far shares that are times one another's may be apart: sums of up to millions of
+#: products in fp64, each rounded by 2**-53.
 PROPORTIONAL = 1e-9
 #: The least size that a factor is relative to.
 TINY = 1e-300

@@ -11,7 +11,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
     Insertion,
     Template,
     is_move,
-    with_record,
+    reading_another,
 )
 from roundoff.compare.values.traced_calls import (
     BEFORE,
@@ -117,8 +117,7 @@ def _activated(place: int, name: str) -> Template:
         if place >= len(records):
             return None
         first = EditStep(f"aten.{name}.default", [[{"record": records[place]}], {}])
-        counter = iter(range(len(records)))
-        arguments = with_record(call.parsed, counter, place, BEFORE)
+        arguments = reading_another(call, place, BEFORE)
         last = EditStep(call.first.overload or "", arguments)
         return Edit((first, last), f"with {name} of what it reads")
 
@@ -135,8 +134,7 @@ def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Tem
             return None
         product = [[{"record": records[place]}, {"record": other}], {}]
         first = EditStep("aten.mul.Tensor", product)
-        counter = iter(range(len(records)))
-        arguments = with_record(call.parsed, counter, place, BEFORE)
+        arguments = reading_another(call, place, BEFORE)
         last = EditStep(call.first.overload or "", arguments)
         words = "with another factor in what it reads"
         return Edit((first, last), words, factor=other)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from roundoff.compare.records.recorded_rows import RecordedRow
-from roundoff.compare.values.traced_calls import Edit, EditStep, TracedCall
+from roundoff.compare.values.traced_calls import Edit, EditStep, TracedCall, records_in
 from roundoff.errors import RunError
 from roundoff.ops import operators_that, overload_of
 
@@ -221,13 +221,19 @@ def renamed(value: Any, names: dict[int, int]) -> Any:
     return value
 
 
-def with_record(value: Any, counter: Iterator[int], place: int, other: int) -> Any:
+def reading_another(call: TracedCall, place: int, record: int) -> Any:
+    """Return the arguments of a call that reads another record in the place of one."""
+    counter = iter(range(len(records_in(call.parsed))))
+    return _with_record(call.parsed, counter, place, record)
+
+
+def _with_record(value: Any, counter: Iterator[int], place: int, other: int) -> Any:
     if isinstance(value, dict):
         if "record" in value:
             return {"record": other} if next(counter) == place else value
-        return {k: with_record(v, counter, place, other) for k, v in value.items()}
+        return {k: _with_record(v, counter, place, other) for k, v in value.items()}
     if isinstance(value, list):
-        return [with_record(v, counter, place, other) for v in value]
+        return [_with_record(v, counter, place, other) for v in value]
     return value
 
 

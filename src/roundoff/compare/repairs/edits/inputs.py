@@ -10,8 +10,8 @@ from roundoff.compare.repairs.edits.edited_calls import (
     Ingredients,
     Template,
     is_move,
+    reading_another,
     renamed,
-    with_record,
 )
 from roundoff.compare.values.traced_calls import (
     BEFORE,
@@ -68,8 +68,7 @@ def _opposite(place: int, ingredients: Ingredients) -> Template:
         opposite = EditStep("aten.rsub.Scalar", [[mask, 1], {}])
         if kind == "bool":
             opposite = EditStep("aten.logical_not.default", [[mask], {}])
-        counter = iter(range(len(records)))
-        arguments = with_record(call.parsed, counter, place, BEFORE)
+        arguments = reading_another(call, place, BEFORE)
         last = EditStep(call.first.overload or "", arguments)
         return Edit((opposite, last), "with its mask the other way round")
 
@@ -121,8 +120,7 @@ def _exchanged_with_maker(ingredients: Ingredients) -> Template:
         sources = {key: records_in(maker.parsed)[0] for key, maker in made.items()}
         first = EditStep(call.first.overload or "", renamed(call.parsed, sources))
         maker = next(iter(made.values()))
-        counter = iter(range(len(records_in(maker.parsed))))
-        arguments = with_record(maker.parsed, counter, 0, BEFORE)
+        arguments = reading_another(maker, 0, BEFORE)
         last = EditStep(maker.first.overload or "", arguments)
         return Edit((first, last), f"before {maker.first.base_operator}, not after it,")
 
@@ -135,8 +133,7 @@ def _reading(place: int, choose: Callable[[TracedCall], int | None]) -> Template
         other = choose(call)
         if other is None or place >= len(records) or records[place] == other:
             return None
-        counter = iter(range(len(records)))
-        arguments = with_record(call.parsed, counter, place, other)
+        arguments = reading_another(call, place, other)
         step = EditStep(call.first.overload or "", arguments)
         return Edit((step,), "of another value")
 

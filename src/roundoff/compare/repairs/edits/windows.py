@@ -9,7 +9,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
     MOST_INDEXES,
     Ingredients,
     Template,
-    with_record,
+    reading_another,
 )
 from roundoff.compare.values.traced_calls import (
     BEFORE,
@@ -57,8 +57,7 @@ def _looked_up(place: int, by: int, words: str) -> Template:
             return None
         indexes = [[{"record": records[place]}, by], {}]
         first = EditStep("aten.add.Scalar", indexes)
-        counter = iter(range(len(records)))
-        arguments = with_record(call.parsed, counter, place, BEFORE)
+        arguments = reading_another(call, place, BEFORE)
         last = EditStep(call.first.overload or "", arguments)
         return Edit((first, last), words)
 

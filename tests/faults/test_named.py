@@ -16,7 +16,7 @@ from .bank import write
 from .program import FAMILIES, program
 
 CHOSEN = """
-    layer_norm_eps align_corners rms_norm_eps softmax_axis gates_permuted bias_dropped drift gradient_tail one_nan
+    layer_norm_eps align_corners rms_norm_eps softmax_axis bias_dropped drift gradient_tail one_nan
     sum_in_bf16 state_in_bf16 coupled_decay branch_detached
 """.split()
 _FAULTS = [fault for fault in FAULTS if fault.name in CHOSEN]

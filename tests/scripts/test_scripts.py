@@ -91,8 +91,6 @@ def test_the_truth_is_named_first(fault: ScriptFault, right, tmp_path):
     [
         # names blame its backward pass: a comparison of all of its values does not
         ("caption", "gates by hand, attention as products"),
-        # results of other shapes inside of its layers, and no other portions
-        ("audio_tag", "convolutions unfolded"),
         # another number of backward passes, after a step that agrees by its values
         ("audio_tag", "one backward for all parts"),
     ],

@@ -99,14 +99,19 @@ class RepeatedCall:
             self._check(tensors, args, kwargs)
         except Refusal as refusal:
             return refusal.reason
-        with torch.no_grad():
-            try:
-                result = self._func(*args, **kwargs)
-            except FAILURES as error:
-                return call_failure(error)
+        try:
+            result = self._made(args, kwargs)
+        except FAILURES as error:
+            return call_failure(error)
         if isinstance(result, Tensor) and not self._is_written:
             return [result]
         return list(tensors_made(self._func, args, kwargs, result))
+
+    def _made(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():  # to turn it off takes as long as a small call
+            return self._func(*args, **kwargs)
+        with torch.no_grad():
+            return self._func(*args, **kwargs)
 
     def _check(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> None:
         """Raise ``Refusal`` where arguments do not fit."""

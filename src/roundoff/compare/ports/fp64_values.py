@@ -405,7 +405,7 @@ def _results(
     What is no floating point and cannot run, a check for one, is as it was recorded.
     """
     try:
-        return list(program.one(entry))
+        return program.one(entry)
     except CannotRun:
         values = [program.flow.values[row.record] for row in _rows_of(entry)]
         if isinstance(entry, RecordedRow):

@@ -202,7 +202,7 @@ def _levels(program: TracedProgram, call: TracedCall, edit: Edit) -> bool:
 
     With a factor that is 1 everywhere all is right where the reference has no such factor.
     """
-    made = list(program.one(call, {}, edit))
+    made = program.one(call, {}, edit)
     recorded = [program.tensor(row.record) for row, _ in made]
     differ = any(each is not None and not is_one_number(each) for each in recorded)
     return differ and all(is_one_number(tensor) for _, tensor in made)

@@ -273,7 +273,7 @@ class _Search:
         if call is None:
             return False
         try:
-            made = list(program.one(call, changed))
+            made = program.one(call, changed)
         except CannotRun:
             return False
         return len(made) == 1 and torch.equal(made[0][1], given)

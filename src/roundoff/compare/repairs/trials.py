@@ -179,7 +179,8 @@ class Trials:
         known = self.known.get(key)
         if known is None:
             before = self.left
-            agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
+            with torch.no_grad():
+                agrees, gained = self._outcome(edits, leaves, to_the_end, is_patient)
             if self.left < 0:
                 return agrees, gained
             known = _Outcome(agrees, frozenset(gained), before - self.left)

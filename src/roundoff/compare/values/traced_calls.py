@@ -228,7 +228,7 @@ class TracedProgram:
             if only is not None and all(row.record not in only for row in rows):
                 continue
             edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
-            for row, tensor in list(self.one(entry, changed, edit)):
+            for row, tensor in self.one(entry, changed, edit):
                 if leaves is not None and row.record in leaves:
                     continue
                 if not _are_equal(tensor, self.tensor(row.record)):
@@ -241,21 +241,22 @@ class TracedProgram:
         entry: TracedCall | RecordedRow,
         changed: Mapping[int, Tensor] | None = None,
         edit: Edit | None = None,
-    ) -> Iterator[tuple[RecordedRow, Tensor]]:
-        """Run one entry of ``order``; yield what it makes. Raises ``CannotRun``."""
+    ) -> list[tuple[RecordedRow, Tensor]]:
+        """Run one entry of ``order``; return what it makes. Raises ``CannotRun``."""
         changed = changed or {}
         if isinstance(entry, RecordedRow):
-            yield entry, self._written_through(entry, changed)
-            return
+            return [(entry, self._written_through(entry, changed))]
         if edit is None:
             results = self._as_recorded(entry, changed)
         else:
             results = self._edited(entry, edit, changed)
+        made = []
         for row in entry.rows:
             place = row.place or 0
             result = results[place] if 0 <= place < len(results) else None
             if result is not None:
-                yield row, result
+                made.append((row, result))
+        return made
 
     def _value(self, record: int, changed: Mapping[int, Tensor]) -> Tensor:
         tensor = changed.get(record)
@@ -268,31 +269,32 @@ class TracedProgram:
     def _as_recorded(
         self, call: TracedCall, changed: Mapping[int, Tensor]
     ) -> list[Tensor | None]:
+        prepared = self._prepared.get(call.first.call)
+        if prepared is not None:
+            return prepared.run(lambda record: self._value(record, changed))
         if call.first.base_operator in _UNWRITTEN:
             return [_unwritten(row) for row in call.rows]
         only_tells_python = all(row.shape is None for row in call.rows)
         if only_tells_python:  # a number, or that an assertion holds
             return []
-        number = call.first.call
-        if number not in self._prepared:
-            overload = call.first.overload
-            text = call.first.arguments
-            is_number = self.flow.values[call.first.record].is_number
-            if overload is None and not is_number:
-                # lengths, that a kernel wrote unseen
-                return [self.tensor(row.record) for row in call.rows]
-            if overload is None or text is None:
-                raise CannotRun("its arguments were not recorded")
-            required = self._shapes_read(call)
-            returning = _RETURNING.get(overload)
-            if returning is not None and len(call.rows) > len(
-                overload_of(overload)._schema.returns
-            ):
-                overload = returning
-            self._prepared[number] = _PreparedCall(
-                overload, text, required, keeps_strides=self._keeps_strides
-            )
-        return self._prepared[number].run(lambda record: self._value(record, changed))
+        overload = call.first.overload
+        text = call.first.arguments
+        is_number = self.flow.values[call.first.record].is_number
+        if overload is None and not is_number:
+            # lengths, that a kernel wrote unseen
+            return [self.tensor(row.record) for row in call.rows]
+        if overload is None or text is None:
+            raise CannotRun("its arguments were not recorded")
+        required = self._shapes_read(call)
+        returning = _RETURNING.get(overload)
+        if returning is not None and len(call.rows) > len(
+            overload_of(overload)._schema.returns
+        ):
+            overload = returning
+        self._prepared[call.first.call] = _PreparedCall(
+            overload, text, required, keeps_strides=self._keeps_strides
+        )
+        return self._as_recorded(call, changed)
 
     def _edited(
         self, call: TracedCall, edit: Edit, changed: Mapping[int, Tensor]

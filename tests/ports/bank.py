@@ -112,6 +112,7 @@ NETWORKS = (
     "din",
     "whisper",
     "segformer",
+    "glow",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -169,6 +170,7 @@ KEPT_APART = (
     "din",
     "whisper",
     "segformer",
+    "glow",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -113,6 +113,7 @@ NETWORKS = (
     "whisper",
     "segformer",
     "glow",
+    "graphormer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -171,6 +172,7 @@ KEPT_APART = (
     "whisper",
     "segformer",
     "glow",
+    "graphormer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -8,14 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roundoff.compare.blame.blamed_leaves import (
-    between,
-    blamed_layout,
-    blamed_leaf,
-    blamed_step,
-    same_layout,
-    values_with,
-)
+from roundoff.compare.blame.blamed_layouts import blamed_layout
+from roundoff.compare.blame.blamed_leaves import blamed_leaf
+from roundoff.compare.blame.blamed_steps import blamed_step
+from roundoff.compare.blame.near_leaves import between, values_with
+from roundoff.compare.blame.same_layouts import same_layout
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import flow_of
 from roundoff.compare.values.value_regions import Part, parted

@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from roundoff.compare.blame.blamed_leaves import Blamed, parameters_of_the_same
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.known_leaves import parameters_of_the_same
 from roundoff.compare.blame.shared_parameters import is_shared
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.values.fault_lines import computing_readers

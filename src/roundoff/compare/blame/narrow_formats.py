@@ -8,7 +8,7 @@ what values may be apart.
 
 from __future__ import annotations
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.value_regions import Part, Sides, wanted_formats
 

@@ -14,7 +14,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.unlike_operands import moves_to
 from roundoff.compare.records.value_sketch import rising
 from roundoff.compare.values.value_flow import Flow, Value

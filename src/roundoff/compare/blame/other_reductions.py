@@ -6,7 +6,7 @@ division by the count had been left out of what reads it.
 
 from __future__ import annotations
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that

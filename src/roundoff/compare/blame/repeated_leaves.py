@@ -12,12 +12,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    leaves_of,
-    of_leaves_alone,
-    parameters_of,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone, parameters_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 

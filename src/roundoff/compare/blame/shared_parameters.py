@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 

@@ -13,13 +13,10 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    leaves_of,
-    of_leaves_alone,
-    parameters_of_the_same,
-    same_layout,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.known_leaves import parameters_of_the_same
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
+from roundoff.compare.blame.same_layouts import same_layout
 from roundoff.compare.records.parameter_content import relation
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, first_of

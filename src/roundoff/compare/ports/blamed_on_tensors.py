@@ -12,12 +12,10 @@ from itertools import product
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    blamed_layout,
-    blamed_leaf,
-    blamed_step,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.blamed_layouts import blamed_layout
+from roundoff.compare.blame.blamed_leaves import blamed_leaf
+from roundoff.compare.blame.blamed_steps import blamed_step
 from roundoff.compare.blame.blamed_tables import blamed_table
 from roundoff.compare.blame.contained_values import blamed_after_contained
 from roundoff.compare.blame.repeated_leaves import blamed_repeat

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.ports.counterparts import (
     Counterparts,
     counterparts,

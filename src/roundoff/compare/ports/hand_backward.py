@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.differentiated_flow import differentiated_rightly
 from roundoff.compare.ports.hand_terms import lacking_factor

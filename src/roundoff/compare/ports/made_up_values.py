@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import of_leaves_alone
+from roundoff.compare.blame.near_leaves import of_leaves_alone
 from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.ports.port_results import last_differentiated
 from roundoff.compare.records.computed_tensors import ComputedTensors

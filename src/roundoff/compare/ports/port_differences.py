@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    blamed_duplicate,
-    blamed_leaf,
-    blamed_step,
-    blamed_values,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.blamed_leaves import blamed_leaf
+from roundoff.compare.blame.blamed_steps import blamed_step
 from roundoff.compare.blame.blamed_tables import blamed_table
+from roundoff.compare.blame.duplicated_leaves import blamed_duplicate
+from roundoff.compare.blame.known_leaves import blamed_values
 from roundoff.compare.blame.misused_leaves import as_misused
 from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import CAUSE_ADVICE
 from roundoff.compare.judging.symptoms import ADVICE
 from roundoff.compare.judging.table import ComparedRow

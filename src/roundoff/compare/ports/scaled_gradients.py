@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import with_line
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.ports.port_results import (

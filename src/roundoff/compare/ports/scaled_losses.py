@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.ports.port_results import (
     gradient_limit,
     gradients,

@@ -12,7 +12,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.trials import BUDGET, CALL, Trials

@@ -18,12 +18,9 @@ from itertools import combinations, permutations, product
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    leaves_of,
-    of_leaves_alone,
-    turned,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.leaf_contents import turned
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.parameter_names import numbers_in, without_numbers
 from roundoff.compare.records.recorded_calls import CannotRun

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import with_line
 from roundoff.compare.repairs.edits.constants import exchanging_numbers
 from roundoff.compare.repairs.edits.edited_calls import numbers_of

@@ -16,7 +16,8 @@ from itertools import combinations, product, repeat
 
 import torch
 
-from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of, of_leaves_alone
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.parameter_content import EQUAL, REORDERED, relation
 from roundoff.compare.records.recorded_rows import shape_read_first

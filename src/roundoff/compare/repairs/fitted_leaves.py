@@ -16,7 +16,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.repairs.goals import TINY
 from roundoff.compare.repairs.transplants import Rejoin
 from roundoff.compare.repairs.trials import BUDGET, Trials

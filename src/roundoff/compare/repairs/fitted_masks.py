@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.transplants import Rejoin

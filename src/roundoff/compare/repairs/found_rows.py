@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import leaves_of, of_leaves_alone
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.parameter_names import (
     module_of,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed, leaves_of
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.misused_leaves import reads_instead
+from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.repairs.edits.inputs import reading_instead
 from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.trials import BUDGET, Trials, edits_of

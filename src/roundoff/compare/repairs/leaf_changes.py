@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import of_leaves_alone
+from roundoff.compare.blame.near_leaves import of_leaves_alone
 from roundoff.compare.repairs.edits.edited_calls import numbers_in
 from roundoff.compare.repairs.named_repairs import stands_in_order
 from roundoff.compare.values.traced_calls import TracedProgram

@@ -7,16 +7,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import (
-    LAYOUTS,
-    PLAIN_LAYOUTS,
-    Blamed,
-    is_in_order,
-    is_right_elsewhere,
-    leaves_of,
-    of_leaves_alone,
-    tried_leaves,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.blamed_leaves import tried_leaves
+from roundoff.compare.blame.known_leaves import is_in_order, is_right_elsewhere
+from roundoff.compare.blame.leaf_contents import LAYOUTS, PLAIN_LAYOUTS
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.records.parameter_content import (
     FLIPPED,
     REORDERED,

@@ -12,13 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    is_close,
-    is_in_order,
-    of_leaves_alone,
-    same_layout,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.known_leaves import is_in_order
+from roundoff.compare.blame.near_leaves import of_leaves_alone
+from roundoff.compare.blame.same_layouts import is_close, same_layout
 from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
 from roundoff.compare.repairs.trials import BUDGET, Trials

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from roundoff.compare.blame.blamed_leaves import (
-    Blamed,
-    is_close,
-    is_right_elsewhere,
-    leaves_of,
-    of_leaves_alone,
-)
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.known_leaves import is_right_elsewhere
+from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
+from roundoff.compare.blame.same_layouts import is_close
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.repairs.edits.added_calls import ADDED
 from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE

@@ -14,7 +14,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.repairs.goals import TINY
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials
 from roundoff.compare.tensors.structure import WRONG_AXIS

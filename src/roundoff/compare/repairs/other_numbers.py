@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_arguments import numbers_given
 from roundoff.compare.repairs.ordered_constants import may_be_table
 from roundoff.compare.repairs.transplants import Rejoin

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.repairs.alike_leaves import is_one_number
 from roundoff.compare.repairs.call_edits import proposals

@@ -20,7 +20,7 @@ from itertools import combinations, islice, permutations
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import same_layout
+from roundoff.compare.blame.same_layouts import same_layout
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import (
     Sketch,

@@ -14,7 +14,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor
 
-from roundoff.compare.blame.blamed_leaves import Blamed
+from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.repairs.named_repairs import there
 from roundoff.compare.repairs.transplants import in_layout_of
 from roundoff.compare.repairs.trials import BUDGET, Trials

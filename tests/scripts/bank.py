@@ -48,6 +48,8 @@ KEPT_APART = (
     "survival",
     "dpo",
     "volume",
+    "quantiles",
+    "clickrank",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -74,14 +74,18 @@ def _times_in_itself(held: Tensor | None) -> int:
 
 
 def _in_groups(flow: Flow, leaves: Sequence[Value]) -> list[list[Value]]:
-    """Return parameters with those that hold the same beside each other."""
+    """Return parameters with those that hold the same beside each other.
+
+    Averages of parameters begin as these: what learns is none of what does not.
+    """
     groups: dict[object, list[tuple[Tensor, list[Value]]]] = {}
     for leaf in leaves:
         held = flow.tensor(leaf.key)
         if held is None or not held.numel():
             continue
         first = held.reshape(-1)[0].item()
-        of_size = groups.setdefault((held.shape, held.dtype, first), [])
+        learns = leaf.row.name in flow.trained
+        of_size = groups.setdefault((held.shape, held.dtype, first, learns), [])
         alike = (group for other, group in of_size if torch.equal(other, held))
         group = next(alike, None)
         if group is not None:

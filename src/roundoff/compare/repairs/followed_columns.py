@@ -8,21 +8,26 @@ one is which of the other; what the parameter has to hold follows from that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
-from roundoff.compare.repairs.leaf_trials import parameters_alike
+from roundoff.compare.blame.near_leaves import of_leaves_alone
+from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.compare.values.value_regions import Part, Sides, upstream
 from roundoff.ops import operators_that
 
 _PRODUCTS = operators_that("multiply two matrices")
 _PAIRS = operators_that("pair elements")
+_ONE_BY_ONE = operators_that("work element by element") | _PAIRS
+_MULTIPLY = "multiply"
+#: Layers one after the other, whose columns are known once those before are right.
+MOST_ROUNDS = 24
 #: More columns are not compared with each other.
 MOST_COLUMNS = 4096
 
@@ -36,8 +41,8 @@ class _Use:
         operator: what joins the two.
         leaf: the parameter.
         columns: what it is used with, a row for each column.
-        held: the parameter with one row for each column.
-        is_turned: True where its rows are the columns of the parameter.
+        held: what is read of the parameter, with one row for each column.
+        axis: of the parameter, along which these rows lie.
     """
 
     value: Value
@@ -45,7 +50,7 @@ class _Use:
     leaf: Value
     columns: Tensor
     held: Tensor
-    is_turned: bool = False
+    axis: int = 0
 
 
 def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
@@ -54,24 +59,21 @@ def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     Those of the first calls that part are looked at, as long as what they read agrees. It
     is tried with all that are wrong alike at once.
     """
-    theirs = [use for key in part.region for use in _uses(sides.candidate, key)]
-    ours = [use for key in part.expected for use in _uses(sides.reference, key)]
+    ours = [use for key in part.expected for use in _uses(sides.reference, {}, key)]
     unlike: dict[int, _Unlike] = {}
-    for use in theirs:
-        in_order = next(_in_order_of(sides, use, ours), None)
-        if in_order is not None:
-            unlike.setdefault(use.leaf.key, in_order)
-    if not unlike:
-        return None
-    wanted = {key: each.rows_of(each.twin.held) for key, each in unlike.items()}
+    wanted: dict[int, Tensor] = {}
     trials.left = BUDGET
+    for _ in range(MOST_ROUNDS):
+        more = _not_in_order(sides, part, ours, _changed(trials, wanted))
+        more = {key: each for key, each in more.items() if key not in wanted}
+        if not more:
+            break
+        unlike |= more
+        wanted |= {key: each.wanted for key, each in more.items()}
+    if not wanted or _nothing_follows(sides.candidate, list(unlike.values())):
+        return None
     if not trials.outcome({}, wanted, to_the_end=True)[0]:
-        # of the layers behind nothing is known yet
-        alike = _in_other_layers(sides, list(unlike.values())) | wanted
-        if len(alike) == len(wanted):
-            return None
-        if not trials.outcome({}, alike, to_the_end=True)[0]:
-            return None
+        return None
     first = min(unlike.values(), key=lambda each: each.use.value.order)
     leaf = first.use.leaf
     twin = first.twin.leaf
@@ -89,42 +91,56 @@ class _Unlike:
     Attributes:
         use: the candidate's.
         twin: the reference's, of the same columns.
-        order: which of the reference's columns each of the candidate's is.
+        wanted: what the parameter has to hold.
     """
 
     use: _Use
     twin: _Use
-    order: Tensor
-
-    def rows_of(self, held: Tensor) -> Tensor:
-        """Return what the parameter has to hold, of the reference's rows."""
-        rows = held[self.order].to(self.use.held.dtype)
-        return rows.t().contiguous() if self.use.is_turned else rows
+    wanted: Tensor
 
 
-def _in_other_layers(sides: Sides, unlike: list[_Unlike]) -> dict[int, Tensor]:
-    """Return what the parameters of the same name have to hold in the same order.
+def _changed(trials: Trials, leaves: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return what parameters that hold something else make of all that follows."""
+    try:
+        again = trials.program.again({}, leaves, trials.only) if leaves else ()
+        return {**leaves, **{row.record: tensor for row, tensor in again}}
+    except CannotRun:
+        return {}
 
-    Of the reference's parameter whose rows each of them has.
+
+def _not_in_order(
+    sides: Sides, part: Part, ours: list[_Use], changed: Mapping[int, Tensor]
+) -> dict[int, _Unlike]:
+    """Return the parameters of a region that are not in the order of the columns.
+
+    ``changed``: what some of its values would be.
     """
-    wanted: dict[int, Tensor] = {}
-    for each in unlike:
-        twins = parameters_alike(sides.reference, each.twin.leaf)
-        for leaf in parameters_alike(sides.candidate, each.use.leaf):
-            held = _by_rows(sides.candidate, leaf, each.use)
-            for twin in twins:
-                content = _by_rows(sides.reference, twin, each.twin)
-                if _order_of(content, held, sides.limit) is not None:
-                    wanted.setdefault(leaf.key, each.rows_of(content))
-    return wanted
+    unlike: dict[int, _Unlike] = {}
+    for key in sorted(part.region):
+        if changed and changed.keys().isdisjoint(sides.candidate.values[key].inputs):
+            continue
+        for use in _uses(sides.candidate, changed, key):
+            in_order = next(_in_order_of(sides, use, ours), None)
+            if in_order is not None:
+                unlike.setdefault(use.leaf.key, in_order)
+    return unlike
 
 
-def _by_rows(flow: Flow, leaf: Value, use: _Use) -> Tensor:
-    """Return a parameter with a row for each column that it is used with, as in ``use``."""
-    held = flow.tensor(leaf.key)
-    if held is None:
-        return torch.empty(0)
-    return held.t() if use.is_turned else held
+def _nothing_follows(flow: Flow, unlike: Sequence[_Unlike]) -> bool:
+    """Return True where neither what works on the columns one by one nor the weight that
+    they end in stands in their order: then it is theirs that is wrong.
+    """
+    one_by_one = {
+        each.use.value.key for each in unlike if each.use.operator != _MULTIPLY
+    }
+    weights = [each.use.value for each in unlike if each.use.operator == _MULTIPLY]
+    for weight in weights:
+        behind = upstream(
+            flow, weight.inputs, lambda value: value.operator in _ONE_BY_ONE
+        )
+        if not one_by_one.isdisjoint(behind):
+            return True
+    return False
 
 
 def _in_order_of(sides: Sides, use: _Use, ours: list[_Use]) -> Iterator[_Unlike]:
@@ -152,15 +168,23 @@ def _in_order_of(sides: Sides, use: _Use, ours: list[_Use]) -> Iterator[_Unlike]
         rows = twin.held[order].to(use.held.dtype)
         if _is_near(rows, use.held, sides.limit):
             return
-        if _order_of(twin.held, use.held, sides.limit) is not None:
-            uses.append(_Unlike(use, twin, order))
+        present = _order_of(twin.held, use.held, sides.limit)
+        held = sides.candidate.tensor(use.leaf.key)
+        if present is not None and held is not None:
+            wanted = held.index_select(use.axis, present.argsort()[order])
+            uses.append(_Unlike(use, twin, wanted))
     yield from uses
 
 
-def _uses(flow: Flow, key: int) -> Iterator[_Use]:
-    """Yield how a call uses parameters: a weight as the second factor, a vector."""
+def _uses(flow: Flow, changed: Mapping[int, Tensor], key: int) -> Iterator[_Use]:
+    """Yield how a call uses parameters: a weight as the second factor, a vector.
+
+    ``changed``: what some of the values would be.
+    """
     value = flow.values[key]
-    read = [(flow.values.get(k), _tensor(flow, k)) for k in value.row.inputs]
+    read = [
+        (flow.values.get(k), changed.get(k, _tensor(flow, k))) for k in value.row.inputs
+    ]
     if value.inner or not value.is_call:
         return
     if value.operator in _PRODUCTS and len(read) >= 2:
@@ -189,7 +213,7 @@ def _use_of_weight(
     is_turned = tensor.shape != weight.shape or not torch.equal(tensor, weight)
     if is_turned and not torch.equal(tensor.t(), weight):
         return None
-    return _Use(value, "multiply", leaf, columns.t(), weight, is_turned)
+    return _Use(value, _MULTIPLY, leaf, columns.t(), weight, int(is_turned))
 
 
 def _uses_of_vector(
@@ -200,12 +224,38 @@ def _uses_of_vector(
     other: Tensor,
 ) -> Iterator[_Use]:
     read, held = vector
-    leaf = _leaf_behind(flow, read)
-    if leaf is None or held is None or held.dim() != 1 or other.dim() < 2:
+    if read is None or held is None or other.dim() < 2:
         return
-    if other.shape[-1] == len(held) > 1:
-        columns = other.reshape(-1, other.shape[-1]).t()
-        yield _Use(value, operator, leaf, columns, held)
+    leaf = _leaf_of(flow, read)
+    axis = None if leaf is None else _long_axis(leaf.row.shape or ())
+    place = _long_axis(held.shape)
+    if leaf is None or axis is None or place is None or place < -other.dim():
+        return
+    if leaf.row.numel == held.numel() == other.shape[place]:
+        columns = other.movedim(place, 0).flatten(1)
+        yield _Use(value, operator, leaf, columns, held.flatten(), axis)
+
+
+def _long_axis(shape: Sequence[int]) -> int | None:
+    """Return the one axis of more than one element, from the last one on.
+
+    >>> _long_axis((1, 8, 1, 1)), _long_axis((8, 2))
+    (-3, None)
+    """
+    axes = [axis for axis in range(-len(shape), 0) if shape[axis] > 1]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _leaf_of(flow: Flow, read: Value) -> Value | None:
+    """Return the one parameter that a value is made of, such as the exponential of one."""
+    leaf = _leaf_behind(flow, read)
+    if leaf is not None or not of_leaves_alone(flow, read):
+        return leaf
+    made_of = (
+        flow.values[key] for key in upstream(flow, [read.key], lambda _value: True)
+    )
+    leaves = [value for value in made_of if value.row.name and not value.is_call]
+    return leaves[0] if len(leaves) == 1 else None
 
 
 def _tensor(flow: Flow, key: int) -> Tensor | None:

@@ -423,13 +423,15 @@ def first_of(flow: Flow, region: set[int]) -> list[Value]:
     A value that only hands on what comes from outside of the region is looked through.
     """
     firsts = []
-    for key in region:
-        value = flow.values[key]
-        if not _makes(value) or not value.is_number:
-            continue
-        if not any(_reaches(flow, k, region) for k in value.inputs):
+    behind: set[int] = set()
+    for value in sorted((flow.values[key] for key in region), key=lambda v: v.order):
+        makes_numbers = _makes(value) and value.is_number
+        is_behind = not behind.isdisjoint(value.inputs)
+        if makes_numbers and not is_behind:
             firsts.append(value)
-    return sorted(firsts, key=lambda value: value.order)
+        if makes_numbers or is_behind:
+            behind.add(value.key)
+    return firsts
 
 
 def _made_by_themselves(
@@ -494,16 +496,6 @@ def _was_right(flow: Flow, before: Value, head: Value) -> bool:
         return False
     readers = [flow.values[key] for key in flow.readers.get(before.key, ())]
     return any(r.row.phase == "forward" and not r.says_nothing for r in readers)
-
-
-def _reaches(flow: Flow, key: int, region: set[int]) -> bool:
-    """Return True where a value is of the region, behind what only hands values on."""
-    if key not in region:
-        return False
-    value = flow.values[key]
-    if _makes(value) and value.is_number:
-        return True
-    return any(_reaches(flow, k, region) for k in value.inputs)
 
 
 def _makes(value: Value) -> bool:

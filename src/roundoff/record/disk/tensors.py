@@ -198,7 +198,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         )
     if not tensor.is_meta and tensor.numel() and not _has_memory(tensor):
         raise TypeError("the tensor's memory was freed")
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    if plain.dtype != torch.bool or plain.is_meta:
+        return plain
+    # what nothing was written to may hold any byte for True, and a copy another one
+    return plain.view(torch.uint8) != 0
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

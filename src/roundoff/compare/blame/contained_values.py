@@ -10,7 +10,7 @@ value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,10 @@ from roundoff.compare.values.value_regions import Part, Sides, first_of
 #: That all elements are near others by chance must be less likely than this: of a
 #: thousand values against a thousand, one in a thousand.
 CHANCE = 1e-9
+#: Where more of all numbers are near some element, that these are says nothing.
+MOST_BY_CHANCE = 0.5
+#: How far beside a number others are looked for, in units of how near an element is.
+SHIFTS = (-6.0, -3.0, 3.0, 6.0)
 #: No more elements than this are looked for.
 MOST_ELEMENTS = 1 << 22
 
@@ -35,25 +39,39 @@ def blamed_after_contained(sides: Sides, part: Part) -> Blamed | None:
     """
     if part.reference is None or not math.isinf(part.distance):
         return None
-    pools = list(_pools(sides, part))
+    return after_contained(sides, part.region, part.expected, part.reference)
+
+
+def after_contained(
+    sides: Sides, region: Collection[int], expected: Collection[int], twin: Value
+) -> Blamed | None:
+    """Return the first call of a region that makes of contained values what is not.
+
+    Args:
+        sides: both programs.
+        region: of the candidate, where the two part.
+        expected: of the reference.
+        twin: what the region should make.
+    """
+    pools = list(_pools(sides, expected))
     contained = {
         value.key: pool
-        for value in _numbers(sides.candidate, part.region)
+        for value in _numbers(sides.candidate, region)
         for pool in pools
         if pool.contains(sides.candidate.tensor(value.key))
     }
     if not contained:
         return None
-    lost = part.region - _leading_to(sides.candidate, part.region, set(contained))
-    for value in first_of(sides.candidate, set(lost)):
+    lost = {*region} - _leading_to(sides.candidate, region, set(contained))
+    for value in first_of(sides.candidate, lost):
         read = [pool for key, pool in contained.items() if key in value.inputs]
         if read:
-            twin = read[0].values[0]
+            held = read[0].values[0]
             words = (
-                f"what it reads is in {twin.operator} of {twin.row.site} "
-                f"({twin.row.line}); the reference has nowhere what it gives"
+                f"what it reads is in {held.operator} of {held.row.site} "
+                f"({held.row.line}); the reference has nowhere what it gives"
             )
-            return Blamed(value, part.reference, words, is_operator=True, is_sure=False)
+            return Blamed(value, twin, words, is_operator=True, is_sure=False)
     return None
 
 
@@ -81,14 +99,11 @@ class _Pool:
         near = self.limit * float(wanted.abs().max())
         if not bool((_to_nearest(self.elements, wanted) <= near).all()):
             return False
-        # of elements like these, so many have another one as near; of n none shows less
-        # than one in n
-        gaps = self.elements.diff()
-        ends = gaps.new_full((1,), math.inf)
-        apart = torch.minimum(torch.cat([ends, gaps]), torch.cat([gaps, ends]))
-        share = float((apart <= near).double().mean())
+        # beside each of them another number would be as near to some element, so often
+        beside = torch.cat([wanted + shift * near for shift in SHIFTS])
+        share = float((_to_nearest(self.elements, beside) <= near).double().mean())
         by_chance = max(share, 1 / len(self.elements))
-        return by_chance ** len(wanted) <= CHANCE
+        return by_chance <= MOST_BY_CHANCE and by_chance ** len(wanted) <= CHANCE
 
 
 def _to_nearest(rising: Tensor, wanted: Tensor) -> Tensor:
@@ -100,11 +115,11 @@ def _to_nearest(rising: Tensor, wanted: Tensor) -> Tensor:
     )
 
 
-def _pools(sides: Sides, part: Part) -> Iterator[_Pool]:
+def _pools(sides: Sides, expected: Collection[int]) -> Iterator[_Pool]:
     """Yield the elements of each operator of the reference that leads to its results."""
     flow = sides.reference
     by_operator: dict[str, list[Value]] = {}
-    for value in _numbers(flow, part.expected):
+    for value in _numbers(flow, expected):
         by_operator.setdefault(value.operator, []).append(value)
     for values in by_operator.values():
         held = [flow.tensor(value.key) for value in values]
@@ -121,14 +136,14 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return joined[joined.isfinite()].sort().values
 
 
-def _numbers(flow: Flow, region: frozenset[int]) -> list[Value]:
+def _numbers(flow: Flow, region: Collection[int]) -> list[Value]:
     """Return the numbers that a region computes, in order."""
     values = [flow.values[key] for key in region]
     values = [v for v in values if v.computes and v.is_number and not v.says_nothing]
     return sorted(values, key=lambda value: value.order)
 
 
-def _leading_to(flow: Flow, region: frozenset[int], ends: set[int]) -> set[int]:
+def _leading_to(flow: Flow, region: Collection[int], ends: set[int]) -> set[int]:
     """Return the ends and all of a region that leads to one."""
     leading: set[int] = set()
     waiting = list(ends)

@@ -17,6 +17,7 @@ from itertools import combinations, product, repeat
 import torch
 
 from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.contained_values import after_contained
 from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.parameter_content import EQUAL, REORDERED, relation
@@ -111,7 +112,8 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     number = other_number(sides, rejoin)
     if number is not None:
         return number
-    return _Unlike(sides, rejoin).blamed()
+    contained = after_contained(sides, rejoin.region, rejoin.expected, rejoin.twin)
+    return contained or _Unlike(sides, rejoin).blamed()
 
 
 def unlike(sides: Sides, rejoin: Rejoin) -> Blamed:

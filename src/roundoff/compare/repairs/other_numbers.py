@@ -97,8 +97,11 @@ def _blamed(
 
 
 def _computing(flow: Flow, keys: Iterable[int]) -> list[Value]:
-    """Return what computes of these, in order; a write to a part of another does not."""
-    values = [flow.values[key] for key in keys]
+    """Return what computes of these, in order; a write to a part of another does not.
+
+    What is added to places is a matter of how a table is laid out.
+    """
+    values = [flow.values[key] for key in keys if flow.values[key].is_number]
     made = [v for v in values if v.computes and not v.inner and v.operator not in _MOVE]
     return sorted(made, key=lambda value: value.order)
 

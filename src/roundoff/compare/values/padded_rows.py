@@ -41,9 +41,18 @@ def padding_masks(reference: Flow, candidate: Flow) -> tuple[Tensor, ...]:
     None without tensors, or without a backward pass.
     """
     flows = (reference, candidate)
-    each = (islice(_different(_masks(flow)), MOST_MASKS) for flow in flows)
+    places = {shape for flow in flows for shape in _places_of_gradients(flow)}
+    fitting = ((m for m in _masks(flow) if tuple(m.shape) in places) for flow in flows)
+    each = (islice(_different(masks), MOST_MASKS) for masks in fitting)
     masks = _different(chain.from_iterable(each))
     return tuple(mask for mask in masks if _counts_for_nothing(flows, mask))
+
+
+def _places_of_gradients(flow: Flow) -> Iterator[tuple[int, ...]]:
+    """Yield the first axes of gradients, as many as a mask may have."""
+    for key in _gradients(flow):
+        shape = tuple(flow.values[key].row.shape or ())
+        yield from (shape[:count] for count in range(2, len(shape) + 1))
 
 
 def _counts_for_nothing(flows: Sequence[Flow], mask: Tensor) -> bool:
@@ -144,7 +153,8 @@ def _rows_of_sequences(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
 
 
 def _masks(flow: Flow) -> Iterator[Tensor]:
-    """Yield the tables of zeros and ones that a forward pass reads or makes.
+    """Yield the tables of zeros and ones that a forward pass reads or makes, as they are
+    and the other way round: what is left out is masked as well.
 
     Axes of one element are for broadcasting, and no axes of places.
     """
@@ -157,7 +167,8 @@ def _masks(flow: Flow) -> Iterator[Tensor]:
             continue
         tensor = flow.tensor(value.key)
         if tensor is not None and bool(((tensor == 0) | (tensor == 1)).all()):
-            yield tensor.reshape(axes).to(torch.bool)
+            mask = tensor.reshape(axes).to(torch.bool)
+            yield from (mask, ~mask)
 
 
 def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -80,3 +80,12 @@ def test_one_element_is_among_others_by_chance():
     pool = _Pool((), torch.linspace(0.0, 1.0, 100, dtype=torch.float64), 1e-6)
     assert not pool.contains(pool.elements[7:8])
     assert pool.contains(pool.elements[7:40])
+
+
+def test_small_numbers_are_among_many_large_ones_by_chance():
+    # dense near zero, where what is looked for stands
+    generator = torch.Generator().manual_seed(4)
+    elements = (torch.randn(20_000, generator=generator) ** 3).double().sort().values
+    pool = _Pool((), elements, 1e-3)
+    wanted = torch.randn(60, generator=generator).double() * 0.02
+    assert not pool.contains(torch.cat([wanted, torch.tensor([0.05])]).double())

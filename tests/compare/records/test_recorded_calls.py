@@ -225,3 +225,19 @@ def test_a_region_is_judged_by_the_reference_of_all_its_calls(recorded_call, rep
     other = replayed(rows, tensors, aligned=False, region=region)
     assert other.region_excess > 1
     assert other.at_fault
+
+
+def test_each_call_of_a_region_runs_once(monkeypatch):
+    # each reads the one before it twice: by paths there are 2**11 runs of the first
+    calls = [("aten.mul.Tensor", f"[[<{9 + i}>,<{9 + i}>],{{}}]") for i in range(12)]
+    made = []
+    run_call = recorded_calls.run_call
+
+    def counted(*args):
+        made.append(args)
+        return run_call(*args)
+
+    monkeypatch.setattr(recorded_calls, "run_call", counted)
+    run = expected(reference(*calls), {7: torch.ones(3)}, {9: 7}).leading_to(21, 99)
+    assert torch.equal(run(torch.float64), torch.ones(3).double())
+    assert len(made) == len(calls)

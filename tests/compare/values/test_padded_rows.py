@@ -101,11 +101,11 @@ def recorded(program, tmp_path):
     """``recorded(function)``: the folder of a recorded step with its backward pass."""
     numbers = itertools.count()
 
-    def record(function):
+    def record(function, mask=MASK):
         net = program(function, **LEAVES)
         folder = tmp_path / str(next(numbers))
         with roundoff.capture(folder, net, keep="tensors") as run:
-            net(X, Y, MASK).backward()
+            net(X, Y, mask).backward()
             run.step()
         return folder
 
@@ -116,8 +116,8 @@ def recorded(program, tmp_path):
 def flow(recorded):
     """``flow(function)``: the values of a recorded step."""
 
-    def values(function):
-        run = roundoff.load(recorded(function))
+    def values(function, mask=MASK):
+        run = roundoff.load(recorded(function, mask))
         step = RecordedStep(rows_of(run, 0, 0), StepTensors(run, 0, 0))
         return flow_of(step)
 
@@ -157,6 +157,34 @@ def test_places_that_a_gradient_reaches_count(flow):
     [mask] = padding_masks(ours, flow(packed))
     assert torch.equal(mask, MASK)
     assert padding_masks(ours, flow(attends_to_padding)) == ()
+
+
+def without(m, x, y, outside):
+    """``padded``, told what is left out."""
+    h = torch.tanh(F.linear(x, m.a))
+    s = scores(m, h).masked_fill(outside[:, None, :], -1e9)
+    h = h + s.softmax(-1) @ h
+    error = (F.linear(h, m.b) - y).square().mean(-1)
+    return error.masked_fill(outside, 0.0).sum() / LENGTHS.sum()
+
+
+def test_what_is_left_out_is_a_mask_as_well(flow):
+    ours = flow(without, ~MASK)
+    [mask] = padding_masks(ours, ours)
+    assert torch.equal(mask, MASK)
+
+
+def after_many_tables(m, x, y, mask):
+    """``padded``, behind more tables of zeros and ones than masks are tried."""
+    for place in range(20):
+        F.one_hot(torch.tensor([place, 3]), 24).float().sum()
+    return padded(m, x, y, mask)
+
+
+def test_tables_of_other_places_are_no_masks(flow):
+    ours = flow(after_many_tables)
+    [mask] = padding_masks(ours, ours)
+    assert torch.equal(mask, MASK)
 
 
 def test_padding_that_is_read_is_a_difference(recorded):

@@ -194,12 +194,24 @@ class ReferenceCalls:
             if holder is not None and holder != judged:
                 held = copy_of(self._tensors, holder)
                 return held if held.is_complex() else held.to(dtype)
-            return self._run(record, dtype, judged, DEEPEST)
+            return self._run(record, dtype, judged, DEEPEST, {})
 
         return run
 
-    def _run(self, record: int, dtype: torch.dtype, judged: int, depth: int) -> Tensor:
+    def _run(
+        self,
+        record: int,
+        dtype: torch.dtype,
+        judged: int,
+        depth: int,
+        made: dict[int, list[Tensor | None]],
+    ) -> Tensor:
+        """Run the calls up to a record. A call in ``made`` is not run again: of what is read
+        twice all would be, and of that again.
+        """
         row = self._rows[record]
+        if row.call in made:
+            return result_at(made[row.call], row.place).clone()
         first = self._first.get(row.call)
         if not depth or first is None:
             raise CannotRun("what it is made of was not recorded")
@@ -212,10 +224,10 @@ class ReferenceCalls:
                 return kept
             if of not in self._rows:
                 raise CannotRun("one of its inputs was not recorded")
-            return self._run(of, dtype, judged, depth - 1)
+            return self._run(of, dtype, judged, depth - 1, made)
 
-        results = run_call(first.overload, first.arguments, value, dtype)
-        return result_at(results, row.place)
+        made[row.call] = run_call(first.overload, first.arguments, value, dtype)
+        return result_at(made[row.call], row.place).clone()
 
     def _kept(self, record: int, judged: int) -> Tensor | None:
         """Return the candidate's tensor for a reference record, where it may be believed."""

@@ -82,6 +82,12 @@ def test_a_parameter_that_does_not_follow_is_named(program, step_of, name, wante
     assert f"as the reference's {wanted} is" in row.evidence
 
 
+def test_what_follows_is_known_once_those_before_are_right(program, step_of):
+    row, *_ = named(program, step_of, "gain", "offset")
+    assert row.name == "gain"
+    assert "gain is not in the order of what it is used with" in row.evidence
+
+
 def test_where_none_follows_the_features_are_in_the_wrong_order(program, step_of):
     [row] = named(program, step_of, "gain", "offset", "first")
     assert row.operator == "stack"

@@ -49,3 +49,31 @@ def test_the_weight_is_named_with_the_line_that_turns_the_patches(program, step_
     assert "x.permute(0, 2, 4" in Path(__file__).read_text().splitlines()[line - 1]
     assert row.name == "kernel"
     assert "multiplied with into another order" in row.evidence
+
+
+PAIRS = {"w": drawn(8, 3, 2, 2, seed=4), "b": drawn(8, seed=5), "head": LEAVES["head"]}
+#: Both halves one after the other, of what the reference has in turns.
+HALVES = torch.arange(8).reshape(4, 2).t().flatten()
+
+
+def in_turns(m, x):
+    x = F.conv2d(x, m.w, m.b, stride=2).flatten(2).mean(2)
+    return F.linear(F.pad(torch.tanh(x[:, 0::2]) * x[:, 1::2], (0, 2)), m.head)
+
+
+def in_halves(m, x):
+    x = F.conv2d(x, m.kernel, stride=2) + m.bias[:, None, None]
+    left, right = x.flatten(2).mean(2).chunk(2, 1)
+    return F.pad(torch.tanh(left) * right, (0, 2)) @ m.head.t()
+
+
+def test_a_bias_that_is_not_in_the_order_of_its_weight_is_named(program, step_of):
+    def own_rows(bias):
+        leaves = {"kernel": PAIRS["w"][HALVES], "bias": bias, "head": PAIRS["head"]}
+        ours, theirs = program(in_turns, **PAIRS), program(in_halves, **leaves)
+        sides = Sides(step_of(ours, X, tensors=True), step_of(theirs, X, tensors=True))
+        return [row for row in compare_port(sides, EarlierSteps()) if row.cause == "own"]
+
+    assert not own_rows(PAIRS["b"][HALVES])
+    [row] = own_rows(PAIRS["b"])
+    assert row.name == "bias", row.evidence

@@ -72,7 +72,9 @@ def test_a_bias_that_is_not_in_the_order_of_its_weight_is_named(program, step_of
         leaves = {"kernel": PAIRS["w"][HALVES], "bias": bias, "head": PAIRS["head"]}
         ours, theirs = program(in_turns, **PAIRS), program(in_halves, **leaves)
         sides = Sides(step_of(ours, X, tensors=True), step_of(theirs, X, tensors=True))
-        return [row for row in compare_port(sides, EarlierSteps()) if row.cause == "own"]
+        return [
+            row for row in compare_port(sides, EarlierSteps()) if row.cause == "own"
+        ]
 
     assert not own_rows(PAIRS["b"][HALVES])
     [row] = own_rows(PAIRS["b"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from roundoff.compare.values.value_flow import flow_of
+from roundoff.compare.values.value_flow import constants_of, flow_of
 from roundoff.compare.values.value_regions import upstream
 
 
@@ -52,6 +52,19 @@ def test_constants_and_unknown_values_say_nothing(program, step_of):
     assert not values["sum"].says_nothing
     assert values["sum"].is_number
     assert not values["gt"].is_number
+
+
+def test_what_is_drawn_is_no_constant(program, step_of):
+    def function(m, x):
+        weight = torch.empty(3).uniform_()  # what a layer made in the step begins with
+        noise = torch.randn(3).tanh()
+        table = torch.arange(3.0).cos()
+        return x * weight + noise * table
+
+    values = flow_of(step_of(program(function), drawn(3)))
+    constants = {values.values[key].operator for key in constants_of(values)}
+    assert {"arange", "cos"} <= constants
+    assert constants.isdisjoint({"uniform", "randn", "tanh", "mul", "add"})
 
 
 def test_from_statistics_nothing_is_kept(program, step_of):

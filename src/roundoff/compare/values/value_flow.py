@@ -24,6 +24,7 @@ from roundoff.compare.records.value_sketch import (
 from roundoff.ops import operators_that
 
 _PRIMITIVE = operators_that("hand on in decompositions")
+_DRAW = operators_that("draw")
 #: Make values out of nothing.
 _CREATE = operators_that("create")
 #: The parts of a complex value, which another program may compute apart.
@@ -263,10 +264,13 @@ def _add_parts(flow: Flow) -> None:
 def constants_of(flow: Flow) -> set[int]:
     """Return the values made of no parameter and no data.
 
-    Buffers are constants, and what a program writes down as a tensor of a few numbers.
+    Buffers are constants, and what a program writes down as a tensor of a few numbers. What
+    it draws is none: data, or what parameters begin with.
     """
 
     def is_constant(leaf: Value) -> bool:
+        if leaf.is_call:
+            return leaf.operator not in _DRAW
         if leaf.row.name:
             return leaf.row.name not in flow.trained
         return _is_literal(flow, leaf)
@@ -284,7 +288,8 @@ def values_of_parameters(flow: Flow) -> set[int]:
     """Return the parameters, and the values that are made of any."""
 
     def is_parameter(leaf: Value) -> bool:
-        return bool(leaf.row.name) and leaf.operator != "buffer"
+        is_named = bool(leaf.row.name) and not leaf.is_call
+        return is_named and leaf.operator != "buffer"
 
     return _made_of_leaves(flow, is_parameter, any)
 
@@ -297,7 +302,7 @@ def _made_of_leaves(
     """Return the leaves that pass a test, and what is made of such ones: all, or any."""
     passing: set[int] = set()
     for value in flow.in_order():
-        if value.is_call or value.inputs:
+        if value.inputs:
             passes = how_many(key in passing for key in value.inputs)
         else:
             passes = test(value)

@@ -17,7 +17,7 @@ from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
-from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED
+from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED, REFERENCE_ONLY
 from roundoff.compare.ports.port_comparison import (
     ValuesCompared,
     agreeing_results,
@@ -59,7 +59,7 @@ def compared_by_values(
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None:
         # then nothing that was compared says that the result is right
-        if not _lacks_results(sides, rows):
+        if not _lacks_results(sides, rows) and not _leaves_unexplained(rows):
             return None
         return explained_by_values(sides, suspect=None)
     is_call = (first.call or 0) >= 0
@@ -261,6 +261,19 @@ def _lacks_results(sides: Sides, rows: Sequence[ComparedRow]) -> bool:
         alone -= {row.record for row in losses_of(candidate)}
     results = [row for row in _results(candidate) if row.record in alone]
     return bool(results) and not all(_stand_in(sides.reference.rows, results))
+
+
+def _leaves_unexplained(rows: Sequence[ComparedRow]) -> bool:
+    """Return True where a gradient is far off, and a call before it was not compared.
+
+    As far from what agrees as from values that have nothing in common: what it lacks may
+    have been there.
+    """
+    is_lacking = any(row.status == REFERENCE_ONLY for row in rows)
+    gradients = (row for row in rows if (row.name or "").endswith(GRADIENT))
+    return is_lacking and any(
+        (row.error or 0.0) > math.sqrt(REGION * unit(row.dtype)) for row in gradients
+    )
 
 
 def _stand_in(reference: Rows, results: Sequence[RecordedRow]) -> Iterator[bool]:

@@ -38,7 +38,7 @@ def groups(program, tmp_path):
         loaded = roundoff.load(tmp_path)
         flow = flow_of(RecordedStep(rows_of(loaded, 0, 0), StepTensors(loaded, 0, 0)))
         alike = _in_groups(flow, parameters_of(flow))
-        return sorted(sorted(leaf.row.name for leaf in group) for group in alike)
+        return sorted(sorted(leaf.row.name or "" for leaf in group) for group in alike)
 
     return of
 

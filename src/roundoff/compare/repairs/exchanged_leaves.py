@@ -40,7 +40,6 @@ from roundoff.compare.repairs.other_layers import (
     in_all_modules,
     in_all_read_alike,
     in_shared_module,
-    layer_by_layer,
 )
 from roundoff.compare.repairs.packed_leaves import (
     PARTS,
@@ -146,25 +145,6 @@ class _Search:
                 agrees = self._trials.outcome({}, tensors)[0]
                 if agrees and not self._loses(tensors):
                     return self._blamed(change)
-        return self._in_some_layers(change)
-
-    def _in_some_layers(self, change: LeafChange) -> Blamed | None:
-        """Return the parameter of a change that is right where other layers are changed too,
-        each of which helps: what stands behind a move has to be in its order, and not all does.
-        """
-        trials = self._trials
-        tensors = {**change.tensors}
-        most = len(trials.outcome({}, tensors)[1])
-        for layer in layer_by_layer(self._sides.candidate, change):
-            if trials.left < 0:
-                return None
-            together = {**tensors, **layer}
-            agrees, gained = trials.outcome({}, together)
-            if agrees and not self._loses(together):
-                return self._blamed(change)
-            if len(gained) > most:
-                most = len(gained)
-                tensors = together
         return None
 
     def several(self) -> Blamed | None:

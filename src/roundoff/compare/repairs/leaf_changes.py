@@ -61,7 +61,7 @@ def recut(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
         sides: both programs.
         present: the parameters that a wrong region reads.
     """
-    groups: dict[tuple[int, Cut], list[tuple[Value, Tensor, Tensor]]] = {}
+    groups: dict[tuple[int, int, int, int], list[tuple[Value, Tensor, Tensor]]] = {}
     for leaf, tensor in present:
         if stands_in_order(sides, leaf):
             continue
@@ -75,10 +75,9 @@ def recut(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
                 yield LeafChange({leaf.key: moved}, words, made)
                 # matrices by rows or by columns, vectors along the one axis that they have
                 place = axis if tensor.dim() > 1 else -1
-                alike = (place, (1, *cut[1:]))
-                groups.setdefault(alike, []).append((leaf, tensor, moved))
-    for (place, cut), group in groups.items():
-        yield from _together(group, place, cut)
+                groups.setdefault((place, *cut[1:]), []).append((leaf, tensor, moved))
+    for (_, a, b, kept), group in groups.items():
+        yield from _together(group, f"an axis cut in {_sizes(a, b, kept)}")
 
 
 def made_ready(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
@@ -132,16 +131,12 @@ def _computed(operator: str, number: float | None, tensor: Tensor) -> Tensor:
 
 
 def _together(
-    group: Sequence[tuple[Value, Tensor, Tensor]], axis: int, cut: Cut
+    group: Sequence[tuple[Value, Tensor, Tensor]], what: str
 ) -> Iterator[LeafChange]:
-    """Yield one change of several parameters: as many parts elsewhere, or as large ones."""
     tensors = {leaf.key: moved for leaf, _, moved in group}
-    if len(tensors) < 2:
-        return
-    names = " and ".join(dict.fromkeys(leaf.row.name or "" for leaf, *_ in group))
-    words = f"{names} have an axis cut in {_sizes(*cut)}"
-    for cut_alike in (_cut_alike, _cut_in_as_large):
-        yield LeafChange(tensors, words, partial(cut_alike, axis, cut))
+    if len(tensors) > 1:
+        names = " and ".join(dict.fromkeys(leaf.row.name or "" for leaf, *_ in group))
+        yield LeafChange(tensors, f"{names} have {what}")
 
 
 def _in_words(tensor: Tensor, axis: int, cut: Cut) -> str:
@@ -197,16 +192,6 @@ def _cut_alike(axis: int, cut: Cut, tensor: Tensor) -> Tensor:
         alike = (1, a, b, size // (a * b))
     else:
         alike = (1, a, size // a, 1) if a <= b else (1, size // b, b, 1)
-    return tensor if math.prod(alike) != size else _cut_along(tensor, axis, alike)
-
-
-def _cut_in_as_large(axis: int, cut: Cut, tensor: Tensor) -> Tensor:
-    """Return another parameter with the larger of the two axes as it is in one of these."""
-    _, a, b, kept = cut
-    size = tensor.shape[axis] if tensor.dim() >= -axis else 0
-    alike = (
-        (1, size // (b * kept), b, kept) if b > a else (1, a, size // (a * kept), kept)
-    )
     return tensor if math.prod(alike) != size else _cut_along(tensor, axis, alike)
 
 

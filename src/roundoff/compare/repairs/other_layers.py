@@ -7,7 +7,7 @@ line reads, as the cells of a class do, whatever size they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,17 +39,6 @@ def in_all_layers(flow: Flow, change: LeafChange) -> dict[int, Tensor]:
     kinds = [without_numbers(name) for name in names]
     groups = [[layer.get(kind) for kind in kinds] for layer in layers.values()]
     return _changed_alike(flow, change, groups)
-
-
-def layer_by_layer(flow: Flow, change: LeafChange) -> Iterator[dict[int, Tensor]]:
-    """Yield what parameters of each other layer hold if they are changed alike."""
-    everywhere = in_all_layers(flow, change)
-    by_layer: dict[tuple[str, ...], dict[int, Tensor]] = {}
-    for key, tensor in everywhere.items():
-        layer = numbers_in(flow.values[key].row.name or "")
-        if key not in change.tensors:
-            by_layer.setdefault(layer, {})[key] = tensor
-    yield from by_layer.values()
 
 
 def in_all_modules(flow: Flow, change: LeafChange) -> dict[int, Tensor]:

@@ -54,7 +54,7 @@ def test_a_sum_of_gradients_that_is_left_out_is_no_agreement(tmp_path):
     culprit = found.culprits()[0]
     text = Path(__file__).read_text().splitlines()
     assert ".detach()" in text[int(culprit.line.rpartition(":")[2]) - 1]
-    assert "hands no gradient on" in culprit.evidence
+    assert "gradient" in culprit.evidence
 
 
 def test_the_same_network_agrees_with_itself(tmp_path):

@@ -31,7 +31,8 @@ def blamed_operand(sides: Sides, part: Part) -> Blamed | None:
     """Return the parameter that stands in another order in the first calls that part.
 
     None where no such call has its counterpart's operator and shapes, or all else that it
-    reads is not the same place by place.
+    reads is not the same place by place. It is not sure where the layer may undo that order,
+    and another parameter of it may not have it.
     """
     for wanted, read in _unlike_operands(sides, part):
         if of_leaves_alone(sides.candidate, read):
@@ -134,7 +135,8 @@ def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     how = relation(content, held)
     words = "in another order" if how is None else how.words
     name = f"{leaf.row.name} is the reference's {source.row.name} {words}"
-    return Blamed(leaf, source, f"{name}, which its layer does not undo")
+    words = f"{name}, which its layer does not undo"
+    return Blamed(leaf, source, words, is_sure=False)
 
 
 def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:

@@ -361,13 +361,15 @@ def _blamed(
             or blamed_step(sides, part)
         )
     operand = blamed_operand(sides, part)
-    if operand is None:
-        operand = reduced_otherwise(sides, part)
-        return operand or blamed_on_tensors(sides, part, results)
-    # the layer may undo that order, and another parameter of it may not have it
-    tried = blamed_on_tensors(sides, part, results)
-    is_parameter = tried is not None and tried.other is not None
-    return tried if is_parameter else operand
+    if operand is not None and not operand.is_sure:
+        tried = blamed_on_tensors(sides, part, results)
+        is_parameter = tried is not None and tried.other is not None
+        return tried if is_parameter else replace(operand, is_sure=True)
+    return (
+        operand
+        or reduced_otherwise(sides, part)
+        or blamed_on_tensors(sides, part, results)
+    )
 
 
 def _beside_gradients(sides: Sides, part: Part) -> Blamed | None:

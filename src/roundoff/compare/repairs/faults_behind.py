@@ -57,7 +57,7 @@ from roundoff.compare.values.fault_lines import (
     is_read_rightly,
 )
 from roundoff.compare.values.traced_calls import TracedProgram
-from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import (
     Sides,
     first_of,
@@ -112,8 +112,11 @@ def unlike_behind(sides: Sides, rejoin: Rejoin, likely: Blamed | None) -> Blamed
     number = other_number(sides, rejoin)
     if number is not None:
         return number
+    first = _Unlike(sides, rejoin).blamed()
+    if first.value.key in constants_of(flow):
+        return first
     contained = after_contained(sides, rejoin.region, rejoin.expected, rejoin.twin)
-    return contained or _Unlike(sides, rejoin).blamed()
+    return contained or first
 
 
 def unlike(sides: Sides, rejoin: Rejoin) -> Blamed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
-from roundoff.compare.blame.blamed_leaves import tried_leaves
+from roundoff.compare.blame.blamed_leaves import TRIALS, tried_leaves
 from roundoff.compare.blame.near_leaves import (
     MOST_LEAVES,
     between,
@@ -20,8 +20,6 @@ from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that
 
-#: Values that are tried in parameters, at most.
-TRIALS = 200
 #: A part of a parameter may agree though it stands in another place.
 _MOVES = operators_that("move values")
 _TURNS = operators_that("permute axes")

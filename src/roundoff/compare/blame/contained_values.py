@@ -24,9 +24,11 @@ from roundoff.compare.values.value_regions import Part, Sides, first_of
 #: That all elements are near others by chance must be less likely than this: of a
 #: thousand values against a thousand, one in a thousand.
 CHANCE = 1e-9
-#: Where more of all numbers are near some element, that these are says nothing.
+#: Where more of all numbers are near some element, that these are says nothing: then it
+#: takes more than thirty of them for ``CHANCE``, each independent, and values are not.
 MOST_BY_CHANCE = 0.5
-#: How far beside a number others are looked for, in units of how near an element is.
+#: How far beside a number others are looked for, in units of how near an element is: the
+#: element that is near it is near none that is more than twice as far away.
 SHIFTS = (-6.0, -3.0, 3.0, 6.0)
 #: No more elements than this are looked for.
 MOST_ELEMENTS = 1 << 22

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from roundoff.compare.blame.blamed import Blamed
-from roundoff.compare.blame.known_leaves import is_right_elsewhere
+from roundoff.compare.blame.known_leaves import MOST_PARTS, is_right_elsewhere
 from roundoff.compare.blame.near_leaves import leaves_of, parameters_of
 from roundoff.compare.records.value_sketch import (
     Sketch,
@@ -15,8 +15,6 @@ from roundoff.compare.records.value_sketch import (
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Part, Sides
 
-#: Parameters that may be put together in one.
-MOST_PARTS = 4
 #: A parameter of the reference by key, or a part of one: key, axis, count and number.
 _Piece = tuple[int, ...]
 

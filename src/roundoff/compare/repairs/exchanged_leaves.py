@@ -438,11 +438,15 @@ def _packed_otherwise(sides: Sides, theirs: Sequence[Value]) -> Iterator[LeafCha
                     f"it holds {names}; packed as {packing.words} it would be what reads "
                     "it takes it for"
                 )
+                words_of_bias = (
+                    f"the weight beside it holds {names}; it would have to be packed as "
+                    f"{packing.words}, as what reads both takes them for"
+                )
                 tensors: dict[int, Tensor] = {}
                 for bias, bias_parts in with_bias:
                     packed = packing.packed(bias_parts).reshape(-1)
                     tensors = {bias.key: packed}
-                    yield LeafChange(tensors, words)
+                    yield LeafChange(tensors, words_of_bias)
                 for turned_weight in laid_out_as(packing.packed(parts), weight):
                     if torch.equal(turned_weight, weight):
                         continue

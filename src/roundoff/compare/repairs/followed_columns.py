@@ -56,8 +56,8 @@ class _Use:
 def unfollowed(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     """Return a parameter whose rows are not in the order of the columns that it is used with.
 
-    Those of the first calls that part are looked at, as long as what they read agrees. It
-    is tried with all that are wrong alike at once.
+    Those of the first calls that part are looked at, as long as what they read agrees, then
+    those behind, with what was wrong before in order. It is tried with all of them at once.
     """
     ours = [use for key in part.expected for use in _uses(sides.reference, {}, key)]
     unlike: dict[int, _Unlike] = {}

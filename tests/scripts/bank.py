@@ -50,6 +50,8 @@ KEPT_APART = (
     "volume",
     "quantiles",
     "clickrank",
+    "pose",
+    "normflow",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

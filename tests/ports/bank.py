@@ -114,6 +114,7 @@ NETWORKS = (
     "segformer",
     "glow",
     "graphormer",
+    "hrnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -173,6 +174,7 @@ KEPT_APART = (
     "segformer",
     "glow",
     "graphormer",
+    "hrnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

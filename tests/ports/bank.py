@@ -115,6 +115,7 @@ NETWORKS = (
     "glow",
     "graphormer",
     "hrnet",
+    "tft",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -175,6 +176,7 @@ KEPT_APART = (
     "glow",
     "graphormer",
     "hrnet",
+    "tft",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -365,9 +365,7 @@ class _RankComparison:
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
         if by_hands or not is_same_before:
             return rows
-        by_values = None
-        if not self._is_explained(step, but="other loop"):
-            by_values = agreeing_by_values(sides, rows)
+        by_values = agreeing_by_values(sides, rows)
         if by_values is None and not self._is_explained(step):
             by_values = compared_by_values(sides, rows)
         if by_values is None:

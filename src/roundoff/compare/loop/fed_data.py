@@ -7,7 +7,7 @@ random is not fed: the operator that draws is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -172,27 +172,48 @@ def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
 
 def _fed(
     sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
-) -> list[tuple[int, int]]:
+) -> dict[tuple[int, int], RecordedRow]:
     """Return the data that the same calls of the model or the loss read, in order.
 
-    A call that was paired with one of another operator, as a cast that one run alone
-    has, or by what reads it, may not read the same.
+    Each with the candidate's call. One that was paired with a call of another operator, as
+    a cast that one run alone has, or by what reads it, may not read the same. What is made
+    of data while the model runs is data where the line reads it that has read some before:
+    the next batch.
     """
-    fed: dict[tuple[int, int], None] = {}
+    fed: dict[tuple[int, int], RecordedRow] = {}
+    feeding: set[object] = set()
     for row in compared:
         if row.record in theirs or row.reference_record in ours:
             continue
-        read = _read_by_both(sides, row)
-        fed |= dict.fromkeys((a, b) for a, b in read if a in ours and b in theirs)
+        for place, (a, b) in enumerate(_read_by_both(sides, row)):
+            reader = sides.candidate.rows[row.record or 0]
+            argument = (_code_of(reader), place)
+            is_next = argument in feeding and _is_of_data(sides.reference.rows, a)
+            if b in theirs and (a in ours or is_next):
+                feeding.add(argument)
+                fed.setdefault((a, b), reader)
     read_by_reference = {reference for reference, _ in fed}
     twins = {row.record: row.reference_record for row in compared if not row.error}
-    return [
-        (reference, candidate)
-        for reference, candidate in fed
+    in_both = {row.reference_record for row in compared if row.record is not None}
+    return {
+        (reference, candidate): reader
+        for (reference, candidate), reader in fed.items()
         # another of the same inputs is read: the program's fault, not the data's
         if twins.get(candidate, reference) in {reference, None}
         or twins[candidate] not in read_by_reference
-    ]
+        or reference not in in_both
+    }
+
+
+def _code_of(row: RecordedRow) -> tuple[str, str | None, str]:
+    """Return what is equal for calls that one line of a program makes."""
+    return row.module, row.line, row.operator
+
+
+def _is_of_data(rows: Rows, record: int) -> bool:
+    """Return True for what no parameter went into, and no module made."""
+    behind = (rows[each] for each in _behind(rows, [rows[record]]))
+    return not any(row.name or row.module for row in behind)
 
 
 def _read_by_both(sides: Sides, row: ComparedRow) -> list[tuple[int, int]]:
@@ -245,11 +266,10 @@ def data_causes(
     changing_of_reference, changing = unstable_records(sides, unstable)
     drawn = other_draws(theirs, compared, data - changing)
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
+    readers = _fed(sides, compared, data_records(sides.reference.rows), data)
     read = [
         (sides.reference.rows[twin], theirs[record])
-        for twin, record in _fed(
-            sides, compared, data_records(sides.reference.rows), data
-        )
+        for twin, record in readers
         if twin not in changing_of_reference and record not in changing
     ]
     read = _without_computed_sizes(theirs, read, compared)
@@ -259,7 +279,7 @@ def data_causes(
     apart = [pair for pair in pairs if pair is not None]
     differing = [pair for pair in apart if not told.has(pair.row, pair.error)]
     fed = [
-        _by_its_reader(pair, theirs, compared, data)
+        _by_its_reader(pair, readers, compared)
         for pair in differing
         if pair.row.record not in of_draws
     ]
@@ -287,7 +307,9 @@ def told_inputs(step: RecordedStep, compared: Sequence[ComparedRow]) -> set[int]
 
 
 def _by_its_reader(
-    pair: _FedPair, rows: Rows, compared: Sequence[ComparedRow], data: set[int]
+    pair: _FedPair,
+    readers: Mapping[tuple[int, int], RecordedRow],
+    compared: Sequence[ComparedRow],
 ) -> _FedPair:
     """Say of a value that is right, but stands where another one should, who reads it."""
     is_right = any(
@@ -297,7 +319,7 @@ def _by_its_reader(
         and row.cause is None
         for row in compared
     )
-    reader = _first_reader(rows, pair.row.record, data)
+    reader = readers.get((pair.twin.record, pair.row.record))
     if not is_right or reader is None or not pair.words.startswith(OTHER_VALUES):
         return pair
     words = (
@@ -305,14 +327,6 @@ def _by_its_reader(
         f"{with_line(pair.twin.site, pair.twin.line)}"
     )
     return replace(pair, words=words, reader=reader)
-
-
-def _first_reader(rows: Rows, record: int, data: set[int]) -> RecordedRow | None:
-    """Return the first call of the model or the loss that reads a value of the data."""
-    for row in rows.values():
-        if record in row.values_read() and row.record not in data:
-            return row
-    return None
 
 
 def _without_computed_sizes(

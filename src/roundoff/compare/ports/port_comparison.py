@@ -37,11 +37,13 @@ from roundoff.compare.records.value_sketch import sketch_of_tensor
 from roundoff.compare.values.padded_rows import padding_masks
 from roundoff.compare.values.value_flow import Value, flow_of
 from roundoff.compare.values.value_regions import Sides, limit_of
+from roundoff.ops import operators_that
 
 #: Two programs of which less than this share of the calls have a counterpart of the same
 #: module and operator are by different hands.
 ALIKE = 0.5
 _FORWARD = "forward"
+_MOVES = operators_that("move values")
 
 
 def by_different_hands(
@@ -142,7 +144,9 @@ class ValuesCompared:
         if not all(record in self.sides.agreeing for record in ours):
             return False
         return all(
-            self._is_computed_there(record) or self._is_put_together(record)
+            self._is_computed_there(record)
+            or self._is_put_together(record)
+            or self._is_part_of_right_ones(record)
             for record in results
         )
 
@@ -156,6 +160,15 @@ class ValuesCompared:
         nearest, _ = self.sides.twins[record]
         others = self.sides.all_twins(self.sides.candidate.values[record])
         return any(self.sides.reference.values[k].is_call for k in (nearest, *others))
+
+    def _is_part_of_right_ones(self, record: int) -> bool:
+        """Return True for elements of values that agree: taking them computes nothing."""
+        values = self.sides.candidate.values
+        value = values[record]
+        numbers = [key for key in value.inputs if values[key].is_number]
+        return value.operator in _MOVES and all(
+            key in self.sides.twins for key in numbers
+        )
 
     def _is_put_together(self, record: int) -> bool:
         """Return True for several results of the reference that are one of the candidate.

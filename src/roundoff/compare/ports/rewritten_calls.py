@@ -79,7 +79,7 @@ def compared_by_values(
 def agreeing_by_values(
     sides: Sides, rows: Sequence[ComparedRow]
 ) -> list[ComparedRow] | None:
-    """Return the rows of a step in which names blame a forward call, and all results agree.
+    """Return the rows of a step in which names blame a call, and all results agree.
 
     Or an input: a batch that is put together in another way has others, and more or fewer.
     Of two calls that do the same together each differs from the other program's by itself.
@@ -92,7 +92,7 @@ def agreeing_by_values(
     if sides.reference.tensors is None or sides.candidate.tensors is None:
         return None
     first = next((row for row in rows if row.cause == OWN), None)
-    if first is None or first.phase != _FORWARD:
+    if first is None or first.phase not in (_FORWARD, _BACKWARD):
         return None
     if (first.call or 0) < 0 and first.operator != "input":
         return None

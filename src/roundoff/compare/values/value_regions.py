@@ -156,7 +156,9 @@ class Sides:
             if twin in others:
                 self.twins[key] = (twin, distance)
                 self.several[key] = twin
-                self.agreeing[twin] = others[twin]
+        for key, (twin, distance) in others.items():
+            if twin in twins:
+                self.agreeing[key] = (twin, distance)
 
     def _match_without_padding(
         self, ours: Sequence[tuple[int, Sketch]], theirs: Sequence[tuple[int, Sketch]]

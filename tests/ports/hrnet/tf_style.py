@@ -71,7 +71,8 @@ class BatchNormalization(nn.Module):
                 self.moving_variance, variance * size / (size - 1)
             )
         else:
-            mean, variance = self.moving_mean, self.moving_variance
+            mean = self.get_buffer("moving_mean")
+            variance = self.get_buffer("moving_variance")
         inv = torch.rsqrt(variance + self.epsilon) * self.gamma
         return inputs * inv + (self.beta - mean * inv)
 

@@ -502,7 +502,7 @@ def tensorflow_quantile_loss(y, y_pred, quantile):
 def loss(output, batch):
     y = batch["target"]
     sample_weight = batch["counted"].to(y.dtype)
-    total = 0.0
+    total = y.new_zeros(())
     for i, quantile in enumerate(PARAMS["quantiles"]):
         y_pred = output["quantiles"][..., i]
         q_loss = tensorflow_quantile_loss(y, y_pred, quantile)

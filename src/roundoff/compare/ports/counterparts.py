@@ -95,7 +95,9 @@ def same_parameters(sides: Sides) -> list[tuple[str, str]]:
         twins = {
             other
             for other, twin in ours.items()
-            if twin.sketch and twin.sketch.distance(value.sketch) <= limit
+            if twin.sketch is not None
+            and twin.sketch.numel == value.sketch.numel
+            and twin.sketch.distance(value.sketch) <= limit
         }
         if len(twins) > 1:
             is_learnt = name in learnt[1]
@@ -180,7 +182,7 @@ def joined_sketch(
     if not all(sketch.exact for sketch in known):
         zeros = [zeros_sketch(lacking)] if lacking else []
         return together([*known, *zeros]) if len(known) == len(names) else None
-    leaves = named_leaves(flow)
+    leaves = {} if values.keys() >= set(names) else named_leaves(flow)
     parts = [torch.zeros(lacking)]
     for name in names:
         if name not in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ AVERAGE = 1e-2
 _OPTIMIZER = "optimizer"
 #: The one call that is recorded of a compiled region.
 _COMPILED = "compiled"
+
+#: The row of each gradient that a backward pass leaves, by its name.
+_Gradients = Mapping[str, RecordedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,11 @@ def updates(sides: Sides) -> Results:
         if 2 * sum(e.ours.numel for e in apart) < sum(e.ours.numel for e in updated):
             apart = []
     else:
-        apart = [each for each in updated if _updates_apart(sides, each) > limit]
+        slopes = (
+            gradients_left(sides.reference.step.rows),
+            gradients_left(sides.candidate.step.rows),
+        )
+        apart = [e for e in updated if _updates_apart(sides, e, slopes) > limit]
     ours = [row.record for each in apart for row in each.ours.ends]
     theirs = [row.record for each in apart for row in each.theirs.ends]
     return ours, theirs, _OPTIMIZER
@@ -130,13 +137,14 @@ def averages(sides: Sides) -> Results:
     ours: list[int] = []
     theirs: list[int] = []
     learnt = with_gradient(sides.reference), with_gradient(sides.candidate)
+    ends = _starts_and_ends(sides.reference), _starts_and_ends(sides.candidate)
     # a narrow format rounds what is averaged
     allowed = max(AVERAGE, sides.limit)
     for each in counterparts(sides):
         if learnt[0].intersection(each.ours) or learnt[1].intersection(each.theirs):
             continue
-        copies = _parameters(sides.reference, each.ours)
-        others = _parameters(sides.candidate, each.theirs)
+        copies = ends[0].of(each.ours)
+        others = ends[1].of(each.theirs)
         if copies is None or others is None:
             continue
         if copies.is_left and others.is_left:
@@ -195,10 +203,11 @@ def _are_kept(sides: Sides, updated: _Updated) -> bool:
 def _updated(sides: Sides) -> list[_Updated]:
     """Return the parameters that an optimizer wrote, and whose gradient is no rounding."""
     sure = _with_gradients(sides)
+    ends = _starts_and_ends(sides.reference), _starts_and_ends(sides.candidate)
     updated = []
     for each in counterparts(sides):
-        ours = _parameters(sides.reference, each.ours)
-        theirs = _parameters(sides.candidate, each.theirs)
+        ours = ends[0].of(each.ours)
+        theirs = ends[1].of(each.theirs)
         if ours is None or theirs is None or sure.isdisjoint(each.ours):
             continue
         if any(row.phase == _OPTIMIZER for row in (*ours.ends, *theirs.ends)):
@@ -206,15 +215,24 @@ def _updated(sides: Sides) -> list[_Updated]:
     return updated
 
 
-def _parameters(flow: Flow, names: Sequence[str]) -> _Parameters | None:
-    """Return parameters before and after a step; None where one has no last row."""
-    starts = named_leaves(flow)
-    ends = last_named(flow.step.rows)
-    if not all(name in ends for name in names):
-        return None
-    return _Parameters(
-        tuple(starts[name].row for name in names), tuple(ends[name] for name in names)
-    )
+@dataclass(frozen=True, slots=True)
+class _StartsAndEnds:
+    """What the parameters of a program are before and after a step, by name."""
+
+    starts: Mapping[str, RecordedRow]
+    ends: Mapping[str, RecordedRow]
+
+    def of(self, names: Sequence[str]) -> _Parameters | None:
+        """Return parameters before and after the step; None where one has no last row."""
+        if not all(name in self.ends for name in names):
+            return None
+        starts = tuple(self.starts[name] for name in names)
+        return _Parameters(starts, tuple(self.ends[name] for name in names))
+
+
+def _starts_and_ends(flow: Flow) -> _StartsAndEnds:
+    starts = {name: value.row for name, value in named_leaves(flow).items()}
+    return _StartsAndEnds(starts, last_named(flow.step.rows))
 
 
 def _with_gradients(sides: Sides) -> set[str]:
@@ -228,10 +246,12 @@ def _with_gradients(sides: Sides) -> set[str]:
     return {n for n, s in sizes.items() if s and s.size >= least}
 
 
-def _updates_apart(sides: Sides, updated: _Updated) -> float:
+def _updates_apart(
+    sides: Sides, updated: _Updated, slopes: tuple[_Gradients, _Gradients]
+) -> float:
     """Return the relative distance of two updates, where the gradient is no rounding."""
-    ours = _change(sides, sides.reference, updated.ours)
-    theirs = _change(sides, sides.candidate, updated.theirs)
+    ours = _change(sides, sides.reference, updated.ours, slopes[0])
+    theirs = _change(sides, sides.candidate, updated.theirs, slopes[1])
     if ours is None or theirs is None:
         return 0.0
     change = ours.values
@@ -256,10 +276,14 @@ class _Change:
     unsure: int
 
 
-def _change(sides: Sides, flow: Flow, parameters: _Parameters) -> _Change | None:
-    """Return what an optimizer added; None where it was not kept."""
-    # a loop may sum up gradients of several steps, and only one program in their place
-    slopes = gradients_left(flow.step.rows)
+def _change(
+    sides: Sides, flow: Flow, parameters: _Parameters, slopes: _Gradients
+) -> _Change | None:
+    """Return what an optimizer added; None where it was not kept.
+
+    ``slopes``: what the backward pass leaves. A loop may sum up gradients of several steps,
+    and only one program in their place.
+    """
     added, sizes = [], []
     for start, end in zip(parameters.starts, parameters.ends, strict=True):
         before = flow.step.tensor(start.record)

@@ -191,8 +191,10 @@ def _reach(flow: Flow, mask: Tensor) -> float | None:
     read = reaching = 0
     gradients = _gradients(flow)
     for key in gradients:
+        if tuple(flow.values[key].row.shape or ())[: mask.dim()] != mask.shape:
+            continue
         tensor = flow.tensor(key)
-        if tensor is None or not _has_places(tensor, mask):
+        if tensor is None:
             continue
         read += 1
         if _is_outside(tensor, mask) and _is_handed_on(flow, key, mask):

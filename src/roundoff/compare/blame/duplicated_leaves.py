@@ -13,7 +13,7 @@ from roundoff.compare.records.value_sketch import (
     sketch_of_tensor,
 )
 from roundoff.compare.values.value_flow import Value
-from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.compare.values.value_regions import Part, Sides, upstream
 
 #: A parameter of the reference by key, or a part of one: key, axis, count and number.
 _Piece = tuple[int, ...]
@@ -23,8 +23,8 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     """Return a parameter that holds what another one does too, in place of a lost one.
 
     The reference has both; the candidate has one of them twice. Named is a holder that
-    nothing reads rightly; of several the later one where the reference has the lost one
-    after the other.
+    nothing reads rightly, or that leads to a value which stands where another should; of
+    several the later one where the reference has the lost one after the other.
     """
     lost = {
         leaf.key: leaf
@@ -37,7 +37,9 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
     holders = _holders(sides, ours, list(lost.values()))
     missing: list[_Piece] = [(key,) for key in lost]
     missing += [piece for piece in _pieces_beside(holders) if piece not in holders]
+    misplaced = _leads_to_misplaced(sides, part)
     read = {leaf.key for leaf in leaves_of(sides.candidate, sorted(part.region))}
+    read |= misplaced
     for piece, leaves in holders.items():
         if len(leaves) <= _times_in_reference(sides, ours, leaves[0]):
             continue
@@ -45,11 +47,29 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
             continue
         other = next((m for m in missing if _same_place(sides, piece, m)), None)
         if other is not None:
-            wrong = [each for each in leaves if not is_right_elsewhere(sides, each)]
+            wrong = [each for each in leaves if each.key in misplaced]
+            wrong = wrong or [e for e in leaves if not is_right_elsewhere(sides, e)]
             wrong = wrong or leaves
             leaf = wrong[-1] if other > piece else wrong[0]
             return _held_twice(sides, leaf, piece, other)
     return None
+
+
+def _leads_to_misplaced(sides: Sides, part: Part) -> set[int]:
+    """Return what agreeing values are made of that are read where the reference reads others.
+
+    Whole layers that were loaded from another one give that one's values.
+    """
+    read_there = {key for value in part.wanted for key in value.inputs}
+    flow = sides.candidate
+    misplaced = [
+        key
+        for head in part.heads
+        for key in head.inputs
+        if key in sides.twins and flow.values[key].is_call
+        if read_there.isdisjoint(sides.all_twins(flow.values[key]))
+    ]
+    return upstream(flow, misplaced, lambda _value: True)
 
 
 def _held_twice(sides: Sides, leaf: Value, piece: _Piece, other: _Piece) -> Blamed:

@@ -331,3 +331,29 @@ def test_draws_of_a_call_that_the_reference_lacks_are_named_where_it_is_called(
     line = averaging.__code__.co_firstlineno + 5
     assert first.line.endswith(f"test_fed_data.py:{line}")
     assert "what the candidate alone draws is called from" in first.evidence
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_batch_that_is_fed_twice_is_other_data(is_same, tmp_path):
+    """The second is drawn while the model runs: it is data all the same."""
+    numbers = torch.randn(20, 6, generator=torch.Generator().manual_seed(2)) * 2 + 1
+
+    def accumulating(is_same):
+        def work(model):
+            order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+            for turn in range(2):
+                if not (turn and is_same):
+                    batch = numbers[order[5 * turn : 5 * turn + 5]]
+                    batch = (batch - numbers.mean(0)) / numbers.std(0)
+                (model(batch).square().mean() / 2).backward()
+
+        return work
+
+    right = record(tmp_path / "right", "tensors", accumulating(False))
+    wrong = record(tmp_path / "wrong", "tensors", accumulating(is_same))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.agrees is not is_same
+    if is_same:
+        first = found.culprits()[0]
+        assert "fed other data" in first.evidence
+        assert "where the reference reads" in first.evidence

@@ -111,6 +111,51 @@ def weighed_at_once(net, last=2.0):
     (each * weights * shares).sum().backward()
 
 
+GROUPS = torch.tensor([0, 0, 1, 1, 1, 2])
+
+
+def ranked_at_once(net):
+    """What is wanted before what is not, within a group; each group counts once."""
+    score = net(X)[:, 0]
+    wanted = Y > 0
+    pair = (GROUPS[:, None] == GROUPS) & (wanted[:, None] & ~wanted)
+    many = torch.zeros(3).index_add_(0, GROUPS, pair.sum(1).float())
+    weight = pair / many.clamp(min=1.0)[GROUPS][:, None]
+    gap = score[:, None] - score - 0.1
+    ((weight * F.softplus(-gap)).sum() / (many > 0).sum()).backward()
+
+
+def ranked_group_by_group(net, margin=0.1):
+    """Groups of which all or none is wanted are picked, and left."""
+    score = net(X)[:, 0]
+    losses = []
+    for number in GROUPS.unique():
+        mine = number == GROUPS
+        wanted, others = score[mine & (Y > 0)], score[mine & (Y == 0)]
+        if len(wanted) and len(others):
+            gap = (wanted.unsqueeze(1) - others).flatten() - margin
+            losses.append(-F.logsigmoid(gap).mean())
+    torch.stack(losses).mean().backward()
+
+
+def parts_one_by_one(net):
+    """Each column is embedded by itself; one network reads each."""
+    weight, bias = net.first.weight, net.first.bias
+    parts = [F.linear(X[:, i : i + 1], weight[:, i : i + 1], bias) for i in range(3)]
+    share = torch.cat(parts, 1).unflatten(1, (3, 8)).sum(2).softmax(1)
+    told = torch.stack([net.mixed(torch.tanh(part)) for part in parts], 1)
+    F.cross_entropy(net.last((share[:, :, None] * told).sum(1)), Y).backward()
+
+
+def parts_together(net, scale=1.0):
+    slope = torch.stack([net.first.weight[:, i] for i in range(3)])
+    parts = torch.addcmul(net.first.bias, X[:, :3].unsqueeze(2), slope)
+    share = (scale * parts.sum(2)).log_softmax(1).exp()
+    told = torch.stack([net.mixed(torch.tanh(parts[:, i])) for i in range(3)], 2)
+    mixed = torch.einsum("bv,bwv->bw", share, told)
+    F.cross_entropy(net.last(mixed), Y).backward()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -118,6 +163,8 @@ def weighed_at_once(net, last=2.0):
         (weighed_in_pairs, weighed_at_once),
         (by_cross_entropy, by_trace),
         (in_halves, halves_together),
+        (ranked_at_once, ranked_group_by_group),
+        (parts_one_by_one, parts_together),
     ],
 )
 def test_another_way_to_the_same_results_agrees(recorded, ours, theirs):
@@ -133,6 +180,8 @@ def test_another_way_to_the_same_results_agrees(recorded, ours, theirs):
         (at_once, partial(at_once, before=0.5, after=2.01)),
         (by_cross_entropy, partial(by_trace, temperature=1.02)),
         (in_halves, partial(halves_together, factor=1.01)),
+        (ranked_at_once, partial(ranked_group_by_group, margin=0.11)),
+        (parts_one_by_one, partial(parts_together, scale=1.01)),
     ],
 )
 def test_another_way_to_other_results_does_not(recorded, ours, theirs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.known_leaves import MOST_PARTS, is_right_elsewhere
@@ -60,16 +60,25 @@ def _leads_to_misplaced(sides: Sides, part: Part) -> set[int]:
 
     Whole layers that were loaded from another one give that one's values.
     """
-    read_there = {key for value in part.wanted for key in value.inputs}
+    values = sides.reference.values
+    anywhere = [values[key] for key in part.expected]
+    misplaced = _unlike_read(sides, part, anywhere) or _unlike_read(
+        sides, part, part.wanted
+    )
+    return upstream(sides.candidate, misplaced, lambda _value: True)
+
+
+def _unlike_read(sides: Sides, part: Part, readers: Iterable[Value]) -> list[int]:
+    """Return the agreeing values of which the first wrong ones are made, and no reader is."""
+    read = {key for reader in readers for key in reader.inputs}
     flow = sides.candidate
-    misplaced = [
+    return [
         key
         for head in part.heads
         for key in head.inputs
         if key in sides.twins and flow.values[key].is_call
-        if read_there.isdisjoint(sides.all_twins(flow.values[key]))
+        if read.isdisjoint(sides.all_twins(flow.values[key]))
     ]
-    return upstream(flow, misplaced, lambda _value: True)
 
 
 def _held_twice(sides: Sides, leaf: Value, piece: _Piece, other: _Piece) -> Blamed:

@@ -24,6 +24,7 @@ from roundoff.compare.blame.other_reductions import reduced_otherwise
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_operand
+from roundoff.compare.blame.wrong_cuts import blamed_cut_out
 from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.ports.blamed_on_tensors import blamed_on_tensors
 from roundoff.compare.ports.common_factors import behind_common_factors
@@ -371,10 +372,12 @@ def _blamed(
             or blamed_step(sides, part)
         )
     operand = blamed_operand(sides, part)
-    if operand is not None and not operand.is_sure:
+    is_likely = operand is not None and not operand.is_sure
+    likely = operand if is_likely else blamed_cut_out(sides, part)
+    if likely is not None:
         tried = blamed_on_tensors(sides, part, results)
         is_parameter = tried is not None and tried.other is not None
-        return tried if is_parameter else replace(operand, is_sure=True)
+        return tried if is_parameter else replace(likely, is_sure=True)
     return (
         operand
         or reduced_otherwise(sides, part)

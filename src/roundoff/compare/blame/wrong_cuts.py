@@ -6,7 +6,7 @@ what theirs do; a part that mixes them, or one of theirs that no part is of, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import combinations
 
 import torch
@@ -38,15 +38,18 @@ _FORWARD = "forward"
 def blamed_cut_out(sides: Sides, part: Part) -> Blamed | None:
     """Return the cut that takes a part which none of the reference's layers gives."""
     cuts: dict[int, list[Value]] = {}
-    for whole, cut in _last_cuts(sides.candidate, part):
+    for whole, cut in _last_cuts(sides.candidate):
         if whole.key not in sides.twins:
             cuts.setdefault(whole.key, []).append(cut)
-    if not cuts:
+    parted = {key: part.region.intersection(c.key for c in cuts[key]) for key in cuts}
+    if not any(parted.values()):
         return None
     groups = list(_beside_each_other(sides.reference))
     for key, of_whole in cuts.items():
+        if not parted[key]:
+            continue
         layers = _layers_of(sides, sides.candidate.values[key], groups)
-        wrong = _wrong_cut(sides, of_whole, layers) if layers else None
+        wrong = _wrong_cut(sides, of_whole, layers, parted[key]) if layers else None
         if wrong is not None:
             names = (f"{layer.operator} of {layer.row.site}" for layer in layers)
             lines = (layer.row.line for layer in layers)
@@ -56,11 +59,11 @@ def blamed_cut_out(sides: Sides, part: Part) -> Blamed | None:
     return None
 
 
-def _last_cuts(flow: Flow, part: Part) -> Iterator[tuple[Value, Value]]:
+def _last_cuts(flow: Flow) -> Iterator[tuple[Value, Value]]:
     """Yield what is computed, and each part of it that is not cut again."""
-    wrong = [flow.values[key] for key in part.region]
-    for cut in sorted(wrong, key=lambda value: value.order):
-        if cut.operator not in _CUTS or _is_cut_again(flow, cut):
+    for cut in flow.in_order():
+        is_forward = cut.row.phase == _FORWARD and not cut.inner
+        if cut.operator not in _CUTS or not is_forward or _is_cut_again(flow, cut):
             continue
         whole = cut
         while whole.operator in _MOVES and whole.is_call and whole.inputs:
@@ -140,9 +143,15 @@ def _layers_of(
 
 
 def _wrong_cut(
-    sides: Sides, cuts: Sequence[Value], layers: Sequence[Value]
+    sides: Sides,
+    cuts: Sequence[Value],
+    layers: Sequence[Value],
+    parted: Container[int],
 ) -> Value | None:
-    """Return the first cut that mixes layers, or one beside which a layer is left."""
+    """Return the first cut that mixes layers, or one beside which a layer is left.
+
+    ``parted``: those of the cuts that lead to what differs.
+    """
     held = [sides.reference.tensor(layer.key) for layer in layers]
     known = [tensor for tensor in held if tensor is not None]
     left = set(range(len(known)))
@@ -152,10 +161,10 @@ def _wrong_cut(
         if taken is None:
             return None
         holders = {n for n, layer in enumerate(known) if _is_part_of(taken, layer)}
-        if not holders:
+        if not holders and cut.key in parted:
             return cut
         left -= holders
-        if cut.key not in sides.twins:
+        if cut.key in parted and cut.key not in sides.twins:
             unlike.append(cut)
     return unlike[0] if left and unlike else None
 

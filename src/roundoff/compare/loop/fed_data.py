@@ -186,10 +186,12 @@ def _fed(
         if row.record in theirs or row.reference_record in ours:
             continue
         for place, (a, b) in enumerate(_read_by_both(sides, row)):
+            if b not in theirs:
+                continue
             reader = sides.candidate.rows[row.record or 0]
             argument = (_code_of(reader), place)
             is_next = argument in feeding and _is_of_data(sides.reference.rows, a)
-            if b in theirs and (a in ours or is_next):
+            if a in ours or is_next:
                 feeding.add(argument)
                 fed.setdefault((a, b), reader)
     read_by_reference = {reference for reference, _ in fed}

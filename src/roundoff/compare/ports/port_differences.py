@@ -372,17 +372,14 @@ def _blamed(
             or blamed_step(sides, part)
         )
     operand = blamed_operand(sides, part)
-    is_likely = operand is not None and not operand.is_sure
-    likely = operand if is_likely else blamed_cut_out(sides, part)
+    if operand is not None and operand.is_sure:
+        return operand
+    likely = operand or blamed_cut_out(sides, part)
     if likely is not None:
         tried = blamed_on_tensors(sides, part, results)
         is_parameter = tried is not None and tried.other is not None
         return tried if is_parameter else replace(likely, is_sure=True)
-    return (
-        operand
-        or reduced_otherwise(sides, part)
-        or blamed_on_tensors(sides, part, results)
-    )
+    return reduced_otherwise(sides, part) or blamed_on_tensors(sides, part, results)
 
 
 def _beside_gradients(sides: Sides, part: Part) -> Blamed | None:

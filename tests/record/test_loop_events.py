@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundoff
-from roundoff.compare.loop.loop_order import optimizer_steps
+from roundoff.compare.loop.optimizer_steps import optimizer_steps
 
 
 def searched(folder, *, clears=True):

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from roundoff.compare.loop.loop_order import TURNS, loop_causes, optimizer_steps
+from roundoff.compare.loop.loop_order import loop_causes
+from roundoff.compare.loop.optimizer_steps import optimizer_steps
+from roundoff.compare.loop.optimizer_turns import TURNS
 from roundoff.record import HELD, LoopEvent
 
 

@@ -16,7 +16,8 @@ from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_caus
 from roundoff.compare.loop.left_out_operators import operator_causes
 from roundoff.compare.loop.left_out_updates import update_causes
 from roundoff.compare.loop.loaded_values import GRADIENT, loaded_causes, values_before
-from roundoff.compare.loop.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS, TURNS
+from roundoff.compare.loop.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS
+from roundoff.compare.loop.optimizer_turns import TURNS
 from roundoff.compare.loop.unnamed_updates import unnamed_update_causes
 from roundoff.compare.pairing.alignment import renaming
 from roundoff.compare.records.recorded_rows import Rows

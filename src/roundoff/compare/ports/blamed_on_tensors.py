@@ -48,8 +48,9 @@ from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
+from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.repair_trials import Repair, best_repair
-from roundoff.compare.repairs.transplants import Rejoin, rejoin_of, trials_of_value
+from roundoff.compare.repairs.transplants import rejoin_of, trials_of_value
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials, trials_of
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of

@@ -47,8 +47,8 @@ from roundoff.compare.repairs.packed_leaves import (
     packings,
     parts_of,
 )
+from roundoff.compare.repairs.replaceable_values import before
 from roundoff.compare.repairs.rows_beside import rows_as_beside
-from roundoff.compare.repairs.transplants import before
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, first_of

@@ -35,13 +35,10 @@ from roundoff.compare.repairs.leaf_trials import ODD, PLAIN, leaf_on_trial
 from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.named_repairs import blamed_for, there
 from roundoff.compare.repairs.other_numbers import odd_number, other_number
+from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.repair_trials import best_repair
-from roundoff.compare.repairs.transplants import (
-    Rejoin,
-    before,
-    in_layout_of,
-    trials_of_value,
-)
+from roundoff.compare.repairs.replaceable_values import before
+from roundoff.compare.repairs.transplants import in_layout_of, trials_of_value
 from roundoff.compare.repairs.trials import (
     BUDGET,
     PATIENCE,

@@ -19,7 +19,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.repairs.goals import TINY
-from roundoff.compare.repairs.transplants import Rejoin
+from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value, constants_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.goals import apart
-from roundoff.compare.repairs.transplants import Rejoin
+from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides

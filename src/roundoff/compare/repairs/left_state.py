@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import listed
-from roundoff.compare.repairs.transplants import FEWEST
+from roundoff.compare.repairs.replaceable_values import FEWEST
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides

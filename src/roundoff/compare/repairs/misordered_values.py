@@ -17,7 +17,9 @@ from roundoff.compare.blame.known_leaves import is_in_order
 from roundoff.compare.blame.near_leaves import of_leaves_alone
 from roundoff.compare.blame.same_layouts import is_close, same_layout
 from roundoff.compare.repairs.goals import apart
-from roundoff.compare.repairs.transplants import Rejoin, before, in_layout_of
+from roundoff.compare.repairs.rejoins import Rejoin
+from roundoff.compare.repairs.replaceable_values import before
+from roundoff.compare.repairs.transplants import in_layout_of
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.fault_lines import FaultLines, handed_on

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_arguments import numbers_given
 from roundoff.compare.repairs.ordered_constants import may_be_table
-from roundoff.compare.repairs.transplants import Rejoin
+from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides

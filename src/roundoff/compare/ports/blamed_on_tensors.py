@@ -27,24 +27,21 @@ from roundoff.compare.repairs.alike_leaves import leaves_alike
 from roundoff.compare.repairs.exchanged_functions import exchanged_functions
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
 from roundoff.compare.repairs.exchanged_numbers import exchanged_numbers
-from roundoff.compare.repairs.faults_behind import (
-    exchanged,
-    is_read_behind,
-    is_rightly_filled,
-    left_out,
-    misread,
-    repaired_behind,
-    unlike,
-    unlike_behind,
-    unmade,
-)
+from roundoff.compare.repairs.faults_behind import repaired_behind
 from roundoff.compare.repairs.followed_columns import unfollowed
 from roundoff.compare.repairs.goals import CLEARLY, SEVERAL
 from roundoff.compare.repairs.layers_read_again import read_again
 from roundoff.compare.repairs.leaf_changes import LeafChange
 from roundoff.compare.repairs.leaf_trials import ODD, leaf_on_trial
+from roundoff.compare.repairs.left_out_values import left_out, unmade
 from roundoff.compare.repairs.left_state import left_state
 from roundoff.compare.repairs.misordered_values import common_order
+from roundoff.compare.repairs.misread_values import exchanged, misread
+from roundoff.compare.repairs.named_behind import (
+    is_read_behind,
+    is_rightly_filled,
+    unlike_behind,
+)
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
@@ -52,6 +49,7 @@ from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.repair_trials import Repair, best_repair
 from roundoff.compare.repairs.transplants import rejoin_of, trials_of_value
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials, trials_of
+from roundoff.compare.repairs.unlike_values import unlike
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, upstream

@@ -8,10 +8,7 @@ from itertools import combinations, permutations
 import torch
 from torch import Tensor
 
-from roundoff.compare.values.loop_turns import (
-    MOST_ON_LINE,
-    MOST_TURNS,
-)
+from roundoff.compare.values.loop_turns import MOST_ON_LINE, MOST_TURNS
 from roundoff.compare.values.traced_calls import TracedCall
 from roundoff.compare.values.value_flow import Flow, Value
 

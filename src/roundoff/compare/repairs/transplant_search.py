@@ -36,9 +36,7 @@ from roundoff.compare.values.learnt_layouts import (
     orders_of,
     stand_in,
 )
-from roundoff.compare.values.loop_turns import (
-    line_of_any_size,
-)
+from roundoff.compare.values.loop_turns import line_of_any_size
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream

@@ -27,10 +27,7 @@ from roundoff.compare.repairs.goals import CLEARLY, SEVERAL, Goal, apart
 from roundoff.compare.repairs.rejoins import Rejoin, Transplant
 from roundoff.compare.repairs.transplant_search import Search
 from roundoff.compare.repairs.trials import BUDGET, Trials
-from roundoff.compare.values.learnt_layouts import (
-    layouts_for,
-    stand_in,
-)
+from roundoff.compare.values.learnt_layouts import layouts_for, stand_in
 from roundoff.compare.values.padded_rows import places_kept
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_regions import Part, Sides, upstream

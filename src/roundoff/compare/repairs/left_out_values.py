@@ -1,0 +1,207 @@
+"""What the reference makes more of a right value before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+from roundoff.compare.blame.blamed import Blamed
+from roundoff.compare.blame.near_leaves import leaves_of
+from roundoff.compare.repairs.named_repairs import there
+from roundoff.compare.repairs.read_by_region import (
+    hands_on,
+    in_region_alone,
+    values_read,
+)
+from roundoff.compare.repairs.rejoins import Rejoin
+from roundoff.compare.repairs.transplants import in_layout_of
+from roundoff.compare.repairs.trials import Trials
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
+from roundoff.compare.values.fault_lines import FaultLines, computing_readers
+from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_regions import Sides, upstream
+from roundoff.ops import operators_that
+
+_MOVE = operators_that("move values")
+
+
+def left_out(
+    sides: Sides, trials: Trials, rejoin: Rejoin, *, several: bool = False
+) -> Blamed | None:
+    """Return a right value of which the reference makes another one before it is read.
+
+    One call of the reference is left out: with its result in the value's place all is
+    right. With ``several`` it may be several calls, one after the other.
+    """
+    # in other turns of a loop it is left out too
+    everywhere = trials.alone()
+    near = trials
+    flow = sides.candidate
+    reference = sides.reference
+    wanted = [reference.values[key] for key in sorted(rejoin.expected)]
+    wanted = [twin for twin in wanted if twin.computes and twin.is_number]
+    for value in values_read(flow, rejoin):
+        held = flow.tensor(value.key)
+        if held is None:
+            continue
+        twins = set(sides.all_twins(value))
+        made_of_it = _made_of(reference, twins, several)
+        near = in_region_alone(flow, near, rejoin, value)
+        for twin in wanted:
+            if twin.key not in made_of_it:
+                continue
+            content = reference.tensor(twin.key)
+            if content is None:
+                continue
+            for moved in in_layout_of(sides, held, content):
+                instead = {value.key: moved}
+                is_wrong_everywhere = everywhere.outcome({}, instead)[0]
+                if is_wrong_everywhere or near.outcome({}, instead)[0]:
+                    region = rejoin.region | {rejoin.value.key}
+                    lines = FaultLines(sides, region)
+                    last = _moved_on(flow, value)
+                    idle = idle_leaf(sides, last, [twin.key])
+                    if idle is not None:
+                        return idle
+                    named, line = lines.of_left_out(
+                        last, twin, is_right_elsewhere=not is_wrong_everywhere
+                    )
+                    first = _first_left_out(reference, twin, twins)
+                    words = f"left out is {there(twin)}"
+                    if first.row.line != twin.row.line:
+                        words = f"left out is all from {there(first)} to {there(twin)}"
+                    return Blamed(named, first, words, is_operator=True, line=line)
+    return None
+
+
+def unmade(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | None:
+    """Return what reads a right value as it is, where the reference makes more of it first.
+
+    ``region``: of the programs' difference. Both programs read the value elsewhere too, and
+    as it is.
+    """
+    flow, reference = sides.candidate, sides.reference
+    value = rejoin.value
+    twins = set(sides.all_twins(value))
+    is_right = value.key not in region and value.computes
+    if not is_right or twins.isdisjoint(_read_by(reference, rejoin.twin)):
+        return None
+    readers = {each.row.line for each in computing_readers(flow, value)}
+    reading = [reference.values[k] for t in twins for k in reference.readers.get(t, ())]
+    is_read_elsewhere = any(
+        each.computes and each.key != rejoin.twin.key and not hands_on(each)
+        for each in reading
+    )
+    if len(readers) < 2 or not is_read_elsewhere:
+        return None
+    lines = FaultLines(sides, region)
+    named, line = lines.of_left_out(
+        _moved_on(flow, value), rejoin.twin, is_right_elsewhere=True
+    )
+    words = f"left out is {there(rejoin.twin)}"
+    return Blamed(named, rejoin.twin, words, is_operator=True, line=line)
+
+
+def idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | None:
+    """Return the parameter of zeros that a call adds, or of ones that it multiplies by.
+
+    A loader that leaves one out leaves what the module begins with. The reference has a
+    parameter of as many elements that the candidate lacks, read by what is ``expected``.
+    """
+    flow = sides.candidate
+    if value.operator not in DIFFERENCES | PRODUCTS:
+        return None
+    neutral = 0.0 if value.operator in DIFFERENCES else 1.0
+    wanted = {
+        leaf.row.numel: leaf
+        for leaf in leaves_of(sides.reference, expected)
+        if leaf.key not in sides.agreeing
+    }
+    for key in value.row.inputs:
+        source = flow.values.get(key)
+        if source is None or source.sketch is None or not source.sketch.constant:
+            continue
+        ours = wanted.get(source.row.numel)
+        if (
+            ours is None
+            or not source.sketch.exact
+            or source.sketch.values[0] != neutral
+        ):
+            continue
+        leaf = leaf_behind(flow, source)
+        if leaf is not None:
+            words = (
+                f"{leaf.row.name} holds {neutral:g} there, which changes nothing; the "
+                f"reference has {ours.row.name}"
+            )
+            return Blamed(leaf, ours, words)
+    return None
+
+
+def leaf_behind(flow: Flow, value: Value) -> Value | None:
+    """Return the parameter that a value is, or is moved or cut out of; None for no such."""
+    while value.is_call and hands_on(value) and value.inputs:
+        source = flow.values.get(value.inputs[0])
+        if source is None:
+            return None
+        value = source
+    return value if value.row.name and not value.is_call else None
+
+
+def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:
+    """Return the first that computes with one of ``twins`` and leads to the last."""
+    between = upstream(flow, [last.key], lambda value: value.key not in twins)
+    reading = [
+        flow.values[key]
+        for key in between
+        if not twins.isdisjoint(_read_by(flow, flow.values[key]))
+    ]
+    computing = [v for v in reading if not hands_on(v) and v.row.line is not None]
+    return min(computing, key=lambda value: value.order, default=last)
+
+
+def _moved_on(flow: Flow, value: Value) -> Value:
+    """Return what a value is moved to, as long as nothing else reads it."""
+    while True:
+        readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+        readers = [v for v in readers if v.row.phase == value.row.phase]
+        if len(readers) != 1 or not hands_on(readers[0]) or readers[0].inner:
+            return value
+        value = readers[0]
+
+
+def _read_by(flow: Flow, value: Value) -> set[int]:
+    """Return what a call reads, behind moves and the steps inside the call."""
+    read: set[int] = set()
+    waiting = list(value.inputs)
+    while waiting:
+        key = waiting.pop()
+        if key in read or key not in flow.values:
+            continue
+        read.add(key)
+        if _is_passed(flow.values[key]):
+            waiting += flow.values[key].inputs
+    return read
+
+
+def _made_of(flow: Flow, keys: AbstractSet[int], several: bool) -> set[int]:
+    """Return what reads any of ``keys``, as ``_read_by`` has it.
+
+    With ``several`` all that is made of them.
+    """
+    made: set[int] = set()
+    waiting = list(keys)
+    while waiting:
+        read = waiting.pop()
+        for key in (*flow.readers.get(read, ()), *flow.parts.get(read, ())):
+            if key in made:
+                continue
+            made.add(key)
+            if several or _is_passed(flow.values[key]):
+                waiting.append(key)
+    return made
+
+
+def _is_passed(value: Value) -> bool:
+    """Return True for what moves a value, and for a step inside a call."""
+    return value.inner or not value.computes or value.operator in _MOVE

@@ -21,7 +21,6 @@ from roundoff.compare.repairs.misordered_values import misordered
 from roundoff.compare.repairs.misread_values import blamed_reader, exchanged
 from roundoff.compare.repairs.named_repairs import blamed_for
 from roundoff.compare.repairs.read_by_region import (
-    JOIN,
     MOST_READ,
     in_region_alone,
     values_read,
@@ -33,6 +32,9 @@ from roundoff.compare.repairs.trials import BUDGET, Region, Trials
 from roundoff.compare.values.fault_lines import computing_readers
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides
+from roundoff.ops import operators_that
+
+_JOIN = operators_that("join")
 
 
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -113,7 +115,7 @@ def _joining(sides: Sides, value: Value, rejoin: Rejoin) -> Value | None:
     flow = sides.candidate
     readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
     for reader in readers:
-        is_join = reader.operator in JOIN and reader.row.phase == value.row.phase
+        is_join = reader.operator in _JOIN and reader.row.phase == value.row.phase
         if is_join and reader.row.line is not None and not reader.inner:
             computing = {each.key for each in computing_readers(flow, reader)}
             is_read_there = not computing.isdisjoint(rejoin.region)

@@ -428,16 +428,15 @@ class _RankComparison:
         self.causes = [cause for cause in self.causes if cause.step != step]
         return by_values
 
-    def _is_explained(self, step: int, but: str | None = None) -> bool:
+    def _is_explained(self, step: int) -> bool:
         """Return True where a step was fed or given something else, or lacks work.
 
         A gradient that is cut may follow from what the forward pass does otherwise, and
-        an operator that one program lacks from how the other writes it; ``but``: the
-        label of what says nothing either.
+        an operator that one program lacks from how the other writes it.
         """
         causes = [cause for cause in self.causes if cause.step == step]
         return any(
-            cause.kind != OPERATORS and cause.label not in ("gradient cut", but)
+            cause.kind != OPERATORS and cause.label != "gradient cut"
             for cause in causes
         )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.value_sketch import in_reals
+from roundoff.compare.tensors.nearest import to_nearest
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, first_of
 
@@ -99,22 +100,13 @@ class _Pool:
         if not bool(wanted.isfinite().all()):
             return False
         near = self.limit * float(wanted.abs().max())
-        if not bool((_to_nearest(self.elements, wanted) <= near).all()):
+        if not bool((to_nearest(self.elements, wanted) <= near).all()):
             return False
         # beside each of them another number would be as near to some element, so often
         beside = torch.cat([wanted + shift * near for shift in SHIFTS])
-        share = float((_to_nearest(self.elements, beside) <= near).double().mean())
+        share = float((to_nearest(self.elements, beside) <= near).double().mean())
         by_chance = max(share, 1 / len(self.elements))
         return by_chance <= MOST_BY_CHANCE and by_chance ** len(wanted) <= CHANCE
-
-
-def _to_nearest(rising: Tensor, wanted: Tensor) -> Tensor:
-    """Return how far each wanted element is from the nearest of ``rising``."""
-    after = torch.searchsorted(rising, wanted).clamp(max=len(rising) - 1)
-    before = (after - 1).clamp(min=0)
-    return torch.minimum(
-        (rising[after] - wanted).abs(), (rising[before] - wanted).abs()
-    )
 
 
 def _pools(sides: Sides, expected: Collection[int]) -> Iterator[_Pool]:

@@ -16,6 +16,7 @@ from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.records.value_sketch import in_reals, sketch_of_tensor
 from roundoff.compare.rounding.rounding_bound import unit
+from roundoff.compare.tensors.nearest import to_nearest
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that
@@ -24,11 +25,13 @@ from roundoff.ops import operators_that
 MOST_LAYERS = 3
 #: The values of as many layers are looked at together.
 REACH = 6
-#: A part of a layer's values has this share of its own among them: others are there by
-#: chance.
-OWN_SHARE = 0.9
-#: Elements are the same up to this many roundings of the largest: two kernels' sums.
+#: Elements are the same up to this many roundings of the largest: two kernels add up some
+#: hundred products in other orders, whose roundings are independent (16 is the root of 256).
 ROUNDINGS = 16.0
+#: A part of a layer has nearly all of its elements among that layer's. Of other elements a
+#: few are by chance: each of n lies in 2 * ``ROUNDINGS`` * u of a range of a few sizes, which
+#: for 100,000 elements in fp32 is a tenth of it.
+OWN_SHARE = 0.9
 _MOVES = operators_that("move values")
 _CUTS = operators_that("cut out")
 _ORDERS = operators_that("hand on in order") | operators_that("permute axes")
@@ -41,15 +44,17 @@ def blamed_cut_out(sides: Sides, part: Part) -> Blamed | None:
     for whole, cut in _last_cuts(sides.candidate):
         if whole.key not in sides.twins:
             cuts.setdefault(whole.key, []).append(cut)
-    parted = {key: part.region.intersection(c.key for c in cuts[key]) for key in cuts}
-    if not any(parted.values()):
+    parted = {
+        key: of_whole
+        for key, of_whole in cuts.items()
+        if any(cut.key in part.region for cut in of_whole)
+    }
+    if not parted:
         return None
     groups = list(_beside_each_other(sides.reference))
-    for key, of_whole in cuts.items():
-        if not parted[key]:
-            continue
+    for key, of_whole in parted.items():
         layers = _layers_of(sides, sides.candidate.values[key], groups)
-        wrong = _wrong_cut(sides, of_whole, layers, parted[key]) if layers else None
+        wrong = _wrong_cut(sides, of_whole, layers, part.region) if layers else None
         if wrong is not None:
             names = (f"{layer.operator} of {layer.row.site}" for layer in layers)
             lines = (layer.row.line for layer in layers)
@@ -77,13 +82,16 @@ def _last_cuts(flow: Flow) -> Iterator[tuple[Value, Value]]:
 
 
 def _is_cut_again(flow: Flow, cut: Value) -> bool:
+    """Return True where a part, or what it is moved to, is cut in the forward pass."""
     waiting = [cut.key]
+    seen = {cut.key}
     while waiting:
         for key in flow.readers.get(waiting.pop(), ()):
             reader = flow.values[key]
             if reader.operator in _CUTS and reader.row.phase == _FORWARD:
                 return True
-            if reader.operator in _ORDERS:
+            if reader.operator in _ORDERS and key not in seen:
+                seen.add(key)
                 waiting.append(key)
     return False
 
@@ -146,11 +154,11 @@ def _wrong_cut(
     sides: Sides,
     cuts: Sequence[Value],
     layers: Sequence[Value],
-    parted: Container[int],
+    region: Container[int],
 ) -> Value | None:
     """Return the first cut that mixes layers, or one beside which a layer is left.
 
-    ``parted``: those of the cuts that lead to what differs.
+    ``region``: what leads to what differs; one of these is wrong.
     """
     held = [sides.reference.tensor(layer.key) for layer in layers]
     known = [tensor for tensor in held if tensor is not None]
@@ -161,10 +169,10 @@ def _wrong_cut(
         if taken is None:
             return None
         holders = {n for n, layer in enumerate(known) if _is_part_of(taken, layer)}
-        if not holders and cut.key in parted:
+        if not holders and cut.key in region:
             return cut
         left -= holders
-        if cut.key in parted and cut.key not in sides.twins:
+        if cut.key in region and cut.key not in sides.twins:
             unlike.append(cut)
     return unlike[0] if left and unlike else None
 
@@ -179,9 +187,7 @@ def _is_part_of(part: Tensor, whole: Tensor) -> bool:
     """
     looked_for = in_reals(part.detach()).reshape(-1).double()
     there = in_reals(whole.detach()).reshape(-1).double().sort().values
-    places = torch.searchsorted(there, looked_for).clamp(max=len(there) - 1)
-    above = (there[places] - looked_for).abs()
-    below = (there[(places - 1).clamp(min=0)] - looked_for).abs()
     dtype = str(whole.dtype).removeprefix("torch.")
-    near = torch.minimum(above, below) <= ROUNDINGS * unit(dtype) * there.abs().max()
-    return bool(near.double().mean() >= OWN_SHARE)
+    near = ROUNDINGS * unit(dtype) * there.abs().max()
+    is_there = to_nearest(there, looked_for) <= near
+    return bool(is_there.double().mean() >= OWN_SHARE)

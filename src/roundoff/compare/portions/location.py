@@ -11,6 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from roundoff.compare.tensors.nearest import to_nearest
+
 #: Places tried along all axes but the first, at most.
 MOST_PLACES = 1024
 #: Elements looked at for all places together, at most.
@@ -138,11 +140,7 @@ def _is_plausible(
     values = values[torch.isfinite(values)].sort().values
     if not sample.numel() or not values.numel():
         return True
-    after = torch.searchsorted(values, sample).clamp(max=len(values) - 1)
-    before = (after - 1).clamp(min=0)
-    gaps = torch.minimum(
-        (values[after] - sample).abs(), (values[before] - sample).abs()
-    )
+    gaps = to_nearest(values, sample)
     # no element is further off than all of them together may be
     return bool(gaps.max() <= 2 * tolerance * values.norm())
 

@@ -116,6 +116,7 @@ NETWORKS = (
     "graphormer",
     "hrnet",
     "tft",
+    "poolformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -177,6 +178,7 @@ KEPT_APART = (
     "graphormer",
     "hrnet",
     "tft",
+    "poolformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -117,6 +117,7 @@ NETWORKS = (
     "hrnet",
     "tft",
     "poolformer",
+    "fno",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -179,6 +180,7 @@ KEPT_APART = (
     "hrnet",
     "tft",
     "poolformer",
+    "fno",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -60,3 +60,45 @@ def test_the_first_of_two_functions_is_named(at_fault, blamed_text):
     [row] = at_fault(reference, exchanged, LEAVES, X)
     assert "the other way round both give" in row.evidence
     assert blamed_text(row) in LINES
+
+
+def with_context(m, x):
+    h = F.elu(x @ m.a)
+    return (F.elu(h + x @ m.a @ m.d) @ m.c).square().mean()
+
+
+def elu(x):
+    return torch.where(x > 0, x, torch.exp(torch.clamp(x, max=0.0)) - 1.0)
+
+
+def layer(x, context=None):
+    if context is not None:
+        x = x + context
+    return elu(x)
+
+
+def layer_of_context_late(x, context=None):
+    h = elu(x)
+    if context is not None:
+        h = h + context
+    return h
+
+
+def right_order(m, x):
+    h = layer(layer(x @ m.a), x @ m.a @ m.d)
+    return (h @ m.c).square().mean()
+
+
+def added_late(m, x):
+    h = layer_of_context_late(layer_of_context_late(x @ m.a), x @ m.a @ m.d)
+    return (h @ m.c).square().mean()
+
+
+def test_a_line_that_is_right_in_another_layer_is_named_where_the_other_function_stands(
+    at_fault, blamed_text
+):
+    leaves = {**LEAVES, "d": drawn(6, 6, seed=6)}
+    assert not at_fault(with_context, right_order, leaves, X)
+    [row] = at_fault(with_context, added_late, leaves, X)
+    assert "it stands before add" in row.evidence
+    assert blamed_text(row) == "h = elu(x)"

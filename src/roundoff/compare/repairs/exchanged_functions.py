@@ -49,7 +49,7 @@ def _given(sides: Sides, head: Value) -> Value | None:
     """Return the one value of its size that a first wrong value is made of, if it agrees."""
     flow = sides.candidate
     read = [flow.values[key] for key in head.inputs if key in flow.values]
-    read = [v for v in read if v.is_number and v.row.numel == head.row.numel]
+    read = [v for v in read if v.is_number and v.numel == head.numel]
     if len({v.key for v in read}) != 1 or read[0].key not in sides.twins:
         return None
     return read[0]
@@ -60,7 +60,7 @@ def _results(flow: Flow, head: Value, given: Value) -> Iterator[Value]:
     it was given: one of them hands back the result."""
     outer = stack_of(head.row)[:-1]
     for value in flow.in_order():
-        if value.order < head.order or value.row.numel != given.row.numel:
+        if value.order < head.order or value.numel != given.numel:
             continue
         stack = stack_of(value.row)
         if stack[:-1] != outer or not value.is_number or value.inner:
@@ -113,13 +113,11 @@ def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) 
 
 
 def _blamed(sides: Sides, part: Part, result: Value, second: Value) -> Blamed:
-    """Name the line that calls both functions."""
-    line = FaultLines(sides, part.region).of_operator(result)
+    """Name the line of the first function where one of the same function calls the second."""
     stack = stack_of(result.row)
-    is_own_line = bool(stack) and line == stack[-1]
-    if is_own_line and len(stack) > 1 and result.row.module != second.row.module:
-        # functions of two modules stand on no line together but their caller's
-        line = stack[min(shared(stack, stack_of(second.row)), len(stack) - 2)]
+    line = FaultLines(sides, part.region).of_operator(result)
+    if stack:
+        line = stack[min(shared(stack, stack_of(second.row)), len(stack) - 1)]
     words = (
         f"it stands before {second.operator} of {second.row.site}; the other way round "
         "both give what the reference has"

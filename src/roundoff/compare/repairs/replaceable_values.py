@@ -68,7 +68,7 @@ def made_of(flow: Flow, value: Value, agreeing: Container[int]) -> set[int]:
 def only_input(flow: Flow, value: Value) -> Value | None:
     """Return the one number that a value is made of; None for several, and for none."""
     inputs = [flow.values[key] for key in value.row.inputs if key in flow.values]
-    inputs = [each for each in inputs if each.is_number and each.row.numel != 1]
+    inputs = [each for each in inputs if each.is_number and each.numel != 1]
     return inputs[0] if len(inputs) == 1 and inputs[0].is_call else None
 
 

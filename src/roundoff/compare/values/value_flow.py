@@ -83,6 +83,11 @@ class Value:
         return self.operator not in TRANSPARENT and self.operator not in _PRIMITIVE
 
     @property
+    def numel(self) -> int | None:
+        """How many elements it has; None where that was not recorded."""
+        return self.row.numel if self.tensor is None else self.tensor.numel()
+
+    @property
     def is_number(self) -> bool:
         """True for floating point, complex too: indexes and masks choose, they are not
         computed with."""

@@ -52,6 +52,8 @@ KEPT_APART = (
     "clickrank",
     "pose",
     "normflow",
+    "moco",
+    "asr",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

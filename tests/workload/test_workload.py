@@ -280,6 +280,17 @@ def test_part_that_is_not_callable(part):
     assert "got: int" in message
 
 
+@pytest.mark.parametrize("part", ["forward", "loss", "metric", "optimizer", "step"])
+def test_number_of_the_files_own_under_the_name_of_a_function(part, tmp_path):
+    text = "import torch\nmodel = torch.nn.Linear(2, 1)\nbatches = [torch.ones(4, 2)]\n"
+    (tmp_path / "grid.py").write_text(f"{text}{part} = 2\n")
+    workload = Workload.load(tmp_path / "grid.py")
+    assert getattr(workload, part) is None
+    (tmp_path / "grid.py").write_text(f"{text}{part} = 'adam'\n")
+    message = message_of(Workload.load, tmp_path / "grid.py")
+    assert f"{part} is not callable" in message
+
+
 def test_forward_with_wrong_parameters():
     message = message_of(Workload, linear, [X], forward=lambda batch: batch)
     assert "forward cannot be called: too many positional arguments" in message

@@ -33,6 +33,8 @@ _PARTS = (
     "step",
     "held_out",
 )
+#: Those that are functions, and need not be there.
+_FUNCTIONS = {"forward", "loss", "metric", "optimizer", "step"}
 
 
 class Workload:
@@ -129,7 +131,8 @@ class Workload:
         imported from until ``load`` returns (so import helpers at the top, not inside
         ``metric``), and data beside it is found through ``Path(__file__).parent``. A
         dotted name is imported as usual. ``batches`` stand for those of a source that
-        defines none: another workload's.
+        defines none: another workload's. A number under the name of an optional function,
+        as ``step = 2`` for a width of a grid, is none of them.
 
         Raises:
             WorkloadError: no such file or module, not Python, its code raised (with its
@@ -148,7 +151,10 @@ class Workload:
             given = {} if batches is None else {"batches": batches}
             defined = given | dict(module.namespace)
             check_defined(defined, str(path or source))
-            parts: dict[str, Any] = {name: defined.get(name) for name in _PARTS}
+            parts: dict[str, Any] = {
+                name: None if _is_other_number(name, defined) else defined.get(name)
+                for name in _PARTS
+            }
             return cls(**parts, name=path.stem if path else str(source), path=path)
 
     def __repr__(self) -> str:
@@ -402,3 +408,8 @@ def _is_empty(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_empty, value))
     return value is None or (isinstance(value, Sized) and len(value) == 0)
+
+
+def _is_other_number(name: str, defined: Mapping[str, Any]) -> bool:
+    """Return True where a file has a number of its own under the name of a function."""
+    return name in _FUNCTIONS and isinstance(defined.get(name), int | float)

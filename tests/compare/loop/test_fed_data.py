@@ -56,6 +56,37 @@ def test_what_a_program_draws_is_not_fed(program, operator, keep, tmp_path):
     first = found.culprits()[0]
     assert (first.operator, first.looks_like) == (operator, "other draws")
     assert "draws other numbers" in found.answer
+
+
+def shuffled(order):
+    """The samples' order, and then their noise, are drawn from one generator."""
+
+    def work(model):
+        generator = torch.Generator().manual_seed(1)
+        samples = torch.linspace(-1, 1, 60).reshape(10, 6)
+        rows = order(10, generator)[:5]
+        x = samples[rows] + 0.1 * torch.randn(5, 6, generator=generator)
+        model(x).square().mean().backward()
+
+    return work
+
+
+def unshuffled(n, _):
+    return torch.arange(n)
+
+
+@KEEP
+def test_draw_that_is_left_out_goes_before_those_that_are_other_numbers_by_it(
+    keep, tmp_path
+):
+    right = record(
+        tmp_path / "right", keep, shuffled(lambda n, g: torch.randperm(n, generator=g))
+    )
+    wrong = record(tmp_path / "wrong", keep, shuffled(unshuffled))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    first = found.culprits()[0]
+    assert (first.operator, first.looks_like) == ("arange", "other data")
+    assert "stands where the reference draws randperm" in first.evidence
     assert not any("were fed" in culprit.evidence for culprit in found.culprits())
 
 

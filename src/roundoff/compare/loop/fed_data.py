@@ -21,10 +21,9 @@ from roundoff.compare.judging.changing_values import (
 )
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import RecordedStep, Sides
-from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
-from roundoff.compare.judging.symptoms import other_number_of_draws
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.fed_draws import draw_cause
 from roundoff.compare.loop.loaded_values import (
     GRADIENT,
     is_reordered,
@@ -34,7 +33,6 @@ from roundoff.compare.loop.loaded_values import (
 from roundoff.compare.loop.told_values import FOR_PYTHON, ToldValues
 from roundoff.compare.loop.unnamed_updates import unnamed_state
 from roundoff.compare.pairing.alignment import MATCHED
-from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.value_sketch import in_reals
@@ -288,7 +286,8 @@ def data_causes(
     if fed:
         return [_cause(fed, data - changing - of_draws, compared, rank, step)]
     if differing:
-        return [_draw_cause(drawn[0], sides, data & of_draws, rank, step)]
+        shown_by = data & of_draws
+        return [draw_cause(sides, compared, drawn[0], shown_by, rank, step)]
     return []
 
 
@@ -385,47 +384,6 @@ def _is_from_outside(rows: Rows, row: RecordedRow) -> bool:
     """Return True for an input, and for what is made of one."""
     behind = _behind(rows, [row])
     return any(not rows[record].is_call for record in behind)
-
-
-def _draw_cause(
-    drawn: ComparedRow, sides: Sides, shown_by: set[int], rank: int, step: int
-) -> Cause:
-    """Return the cause for numbers that the program draws, and feeds to its model."""
-    row = sides.candidate.rows[drawn.record or 0]
-    twin = sides.reference.rows.get(drawn.reference_record or 0)
-    place = with_line(row.site, row.line)
-    label = "other draws"
-    before = ""
-    if twin is not None:
-        before = other_number_of_draws(
-            sides.reference.rows, twin, sides.candidate.rows, row
-        )
-    evidence = f"{place} draws other numbers: another seed, or other draws before it"
-    evidence += before
-    stack = ExtraDraws(sides.reference.rows, sides.candidate.rows).stack
-    if stack:
-        evidence += f"; what the candidate alone draws is called from {stack[-1]}"
-    arguments = [] if twin is None else argument_differences(twin, row)
-    if row.arguments is None:
-        evidence += ", or other arguments, of which none are recorded"
-    elif arguments:
-        label = "other data"
-        evidence = f"{place} draws with other arguments: {'; '.join(arguments)}"
-    return Cause(
-        kind=DATA,
-        label=label,
-        evidence=evidence,
-        step=step,
-        rank=rank,
-        phase="forward",
-        name=row.site,
-        row=row,
-        twin=twin,
-        line=stack[-1] if stack else row.line,
-        error=drawn.error,
-        shown_by=tuple(sorted(shown_by)),
-        decides=True,
-    )
 
 
 def _cause(

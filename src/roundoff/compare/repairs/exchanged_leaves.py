@@ -23,8 +23,7 @@ from roundoff.compare.blame.leaf_contents import turned
 from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.judging.step_causes import listed
 from roundoff.compare.records.parameter_names import numbers_in, without_numbers
-from roundoff.compare.records.recorded_calls import CannotRun
-from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
+from roundoff.compare.records.value_sketch import rising
 from roundoff.compare.repairs.added_leaves import with_what_is_added, with_zeros_filled
 from roundoff.compare.repairs.exchanged_parts import (
     exchanged_parts,
@@ -35,6 +34,7 @@ from roundoff.compare.repairs.exchanged_parts import (
 from roundoff.compare.repairs.found_rows import moved_rows
 from roundoff.compare.repairs.goals import SEVERAL
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
+from roundoff.compare.repairs.lost_values import loses
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
     in_all_modules,
@@ -54,7 +54,6 @@ from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, first_of
 from roundoff.ops import operators_that
 
-_MOVE = operators_that("move values")
 _PRODUCTS = operators_that("multiply")
 #: Parameters of a region of which pairs are tried.
 MOST_LEAVES = 16
@@ -181,42 +180,7 @@ class _Search:
         return Blamed(leaf, None, change.words, change.tensors[leaf.key])
 
     def _loses(self, tensors: Mapping[int, Tensor]) -> bool:
-        """Return True where a value of the reference is not there any more with other leaves.
-
-        What one place gains another must not lose: then not the parameter is wrong, but what
-        one of the two reads.
-        """
-        sides = self._sides
-        had: set[int] = set()
-        has: set[int] = set()
-        again: set[int] = set()
-        try:
-            for row, tensor in self._trials.program.again({}, tensors):
-                value = sides.candidate.values[row.record]
-                again.add(value.key)
-                sketch = sketch_of_tensor(tensor)
-                if value.is_number and not value.says_nothing and sketch is not None:
-                    # parts that several make up are not looked for again
-                    is_part = value.key in sides.several
-                    twins = () if is_part else sides.all_twins(value)
-                    had.update(key for key in twins if _is_computed(sides, key))
-                    has.update(sides.near_in_reference(sketch))
-        except CannotRun:
-            return True
-        lost = had - has
-        return bool(lost) and not lost <= self._held_beside(again)
-
-    def _held_beside(self, again: Collection[int]) -> set[int]:
-        """Return what the candidate has of the reference apart from what runs again."""
-        sides = self._sides
-        beside = (v for v in sides.candidate.values.values() if v.key not in again)
-        return {key for value in beside for key in sides.all_twins(value)}
-
-
-def _is_computed(sides: Sides, key: int) -> bool:
-    """Return True for what a call gives, and not for what it computes inside of it."""
-    value = sides.reference.values[key]
-    return value.computes and value.operator not in _MOVE and not value.inner
+        return loses(self._sides, self._trials.program, {}, tensors)
 
 
 def _read_near(flow: Flow, region: Collection[int]) -> list[Value]:

@@ -59,7 +59,7 @@ def blamed_for(
             f"the parts of {names} stand in another order than "
             f"{value.row.site} takes them: {words}"
         )
-        line = _line_of_some(sides.candidate, value, repair.edited) or value.row.line
+        line = _line_of_some(sides.candidate, value, repair.edits) or value.row.line
         return Blamed(joined[0], wanted, words, line=line)
     is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
     turned = _only_turned(sides, value) if is_move else None
@@ -90,7 +90,7 @@ def blamed_for(
     if repair.unlikely == INPUT and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     if repair.exchanges:
-        line = _line_of_some(sides.candidate, value, repair.edited)
+        line = _line_of_some(sides.candidate, value, repair.edits)
     return Blamed(value, wanted, words, is_operator=True, line=line)
 
 

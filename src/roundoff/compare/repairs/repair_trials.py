@@ -9,8 +9,8 @@ again. Where the results then agree, that call is at fault, and the edit says ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import stack_of
@@ -25,6 +25,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
 )
 from roundoff.compare.repairs.goals import SEVERAL
 from roundoff.compare.repairs.ingredients import ingredients_of
+from roundoff.compare.repairs.lost_values import loses
 from roundoff.compare.repairs.suspects import suspects
 from roundoff.compare.repairs.trials import Region, Trials, calls_by_line, edits_of
 from roundoff.compare.values.fault_lines import alike_inside
@@ -48,7 +49,7 @@ class Repair:
         is_whole: True where it is made in all calls of the place.
         factor: the record of a value that the call's input is multiplied with.
         scales: True where the call's result is multiplied with a number.
-        edited: all calls that are edited.
+        edits: of all calls that are edited.
     """
 
     call: TracedCall
@@ -61,7 +62,7 @@ class Repair:
     is_whole: bool = True
     factor: int | None = None
     scales: bool = False
-    edited: frozenset[int] = frozenset()
+    edits: Mapping[int, Edit] = field(default_factory=dict)
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -101,8 +102,16 @@ def _of_kinds(
                 repair = _tried_where_wrong(sides, trials, proposal, call, edited)
             if repair is None and kind == INPUT:
                 repair = _tried_for_callers(trials, proposal, call, edited)
-            if repair is not None:
+            if repair is not None and not _moves_the_fault(sides, trials, repair):
                 yield repair
+
+
+def _moves_the_fault(sides: Sides, trials: Trials, repair: Repair) -> bool:
+    """Return True for what makes one value right alone, and others wrong that were right."""
+    is_alone = trials.only is not None and trials.whole is None
+    if not is_alone or not repair.ends:
+        return False
+    return loses(sides, trials.program, repair.edits, {})
 
 
 def _tried_where_wrong(
@@ -193,7 +202,7 @@ def _tried(
         is_whole=is_whole and len(edits) >= len(family),
         factor=edit.factor,
         scales=edit.scales,
-        edited=frozenset(edits),
+        edits=edits,
     )
 
 

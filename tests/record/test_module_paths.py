@@ -85,3 +85,26 @@ def test_a_call_of_the_library_has_the_line_that_asked_for_it(tmp_path):
     lines = {line.rpartition("/")[2].partition(":")[0] for line in clones["line"]}
     assert len(clones) == 2
     assert lines == {"test_module_paths.py"}
+
+
+class Speller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+        self.letters = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.letters(self.encoder(x).tanh()).sum()
+
+
+def test_parts_that_are_called_before_their_model_have_its_names(tmp_path):
+    net = Speller()
+    kept = nn.Sequential(net.letters)  # a few parts, held for something else
+    with roundoff.capture(tmp_path / "run") as run:
+        with torch.no_grad():
+            net.letters(net.encoder(torch.ones(4, 3)))
+        net(torch.ones(4, 3)).backward()
+        run.step()
+    names = {"encoder.weight", "encoder.bias", "letters.weight", "letters.bias"}
+    assert named(tmp_path / "run") == names
+    assert len(kept) == 1

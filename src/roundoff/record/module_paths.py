@@ -4,7 +4,6 @@ beforehand."""
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import re
 import threading
@@ -173,25 +172,54 @@ class Paths:
 
 
 def _holder_of(module: nn.Module) -> nn.Module:
-    """Return the outermost module without a forward that holds this one; without any itself.
+    """Return the outermost module that holds this one; without any itself.
 
-    A ``ModuleDict``, and a model whose methods call its parts, are never called themselves:
-    the parts go by their names in it.
+    Parts may be called before the model that they are parts of, as by a function that
+    evaluates it; and a ``ModuleDict``, or a model whose methods call its parts, is never
+    called itself: the parts go by their names in it. Of several holders the largest one
+    counts: another may hold a few parts of it for a loss.
     """
     if not any(True for _ in module.parameters()):
         return module
-    holders = {
-        id(child): holder
-        for holder in gc.get_objects()
-        if issubclass(type(holder), nn.Module)
-        # looked up without asking: that of a scripted model is made on the way
-        if inspect.getattr_static(type(holder), "forward") is nn.Module.forward
-        for child in vars(holder).get("_modules", {}).values()
-    }
+    alive = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    holders: dict[int, nn.Module] = {}
+    for holder in sorted(alive, key=_size):
+        for child in _parts(holder).values():
+            holders[id(child)] = holder
     outermost = module
     while id(outermost) in holders:
         outermost = holders.pop(id(outermost))
+    while outermost is not module and _is_wrapper(outermost):
+        [outermost] = _parts(outermost).values()
     return outermost
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Return what a module holds by name, looked up without asking it.
+
+    That of a scripted model is made on the way.
+    """
+    parts = vars(module).get("_modules", {}).items()
+    return {name: part for name, part in parts if part is not None}
+
+
+def _size(module: nn.Module) -> int:
+    """Return how many modules are part of one, itself with them."""
+    waiting = [module]
+    seen: dict[int, nn.Module] = {}
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen[id(part)] = part
+            waiting += _parts(part).values()
+    return len(seen)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return True for what the compiler or parallel training puts around a model."""
+    parts = _parts(module)
+    is_known = type(module).__name__ in _PARALLEL or any(map(_WRAPPERS.search, parts))
+    return is_known and len(parts) == 1
 
 
 def module_path(path: str, prefix: str, root: nn.Module) -> str:

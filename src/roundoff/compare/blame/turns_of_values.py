@@ -35,15 +35,17 @@ class Turns:
 
     def __init__(self, sides: Sides, whole: Value) -> None:
         self._limit = sides.limit
-        self._whole = sides.reference.tensor(whole.key)
+        held = sides.reference.tensor(whole.key)
+        self._whole = None if held is None else in_reals(held.detach())
         self._sorted: dict[int, Tensor] = {}
 
     def have(self, tensor: Tensor) -> bool:
         """Return True where one of them has these elements, in any layout."""
-        numel = tensor.numel()
+        values = in_reals(tensor)
+        numel = values.numel()
         if self._whole is None or numel < FEWEST_IN_TURN or self._whole.numel() % numel:
             return False
-        present = in_reals(tensor).reshape(-1).to(torch.float64).sort().values
+        present = values.reshape(-1).to(torch.float64).sort().values
         if not present.any():
             return False
         if numel not in self._sorted:
@@ -57,7 +59,7 @@ def _sorted_turns(whole: Tensor, numel: int) -> Tensor:
 
     Of all turns, (turns, numel): those of a batch may be taken first or last in it.
     """
-    values = in_reals(whole.detach()).to(torch.float64)
+    values = whole.to(torch.float64)
     count = values.numel() // numel
     turns = [values.reshape(count, -1)]
     is_small = values.numel() <= MOST_SORTED

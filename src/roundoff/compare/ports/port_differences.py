@@ -60,6 +60,7 @@ from roundoff.compare.records.recorded_rows import last_named
 from roundoff.compare.values.value_flow import Flow
 from roundoff.compare.values.value_regions import Part, Sides, parted, upstream
 from roundoff.ops import operators_that
+from roundoff.unforeseen import OurPart
 
 #: How much closer outputs are looked at where gradients differ.
 CLOSER = (4, 16, 64)
@@ -341,14 +342,19 @@ def _first_difference(
             continue
         blamed = None
         if phase == _FORWARD:
-            blamed = _blamed(sides, part, (ours, theirs)) or _beside_gradients(
-                sides, part
-            )
-            blamed = with_other_reading(sides, as_misused(sides, blamed))
+            search = OurPart("the search for what is at fault")
+            blamed = search(_at_fault, sides, part, (ours, theirs))
         if blamed is None and math.isinf(part.distance):
             part = behind_common_factors(sides.reference, sides.candidate, part)
         return [Difference(part, blamed, sides.limit)]
     return []
+
+
+def _at_fault(
+    sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
+) -> Blamed | None:
+    blamed = _blamed(sides, part, results) or _beside_gradients(sides, part)
+    return with_other_reading(sides, as_misused(sides, blamed))
 
 
 def _blamed(

@@ -149,7 +149,28 @@ def rows_of(run: Run, rank: int, step: int) -> dict[int, RecordedRow]:
     rows = {values[0]: RecordedRow(*values) for values in table.iter_rows()}
     for record in _shown_to_be_overwritten(rows):
         rows[record] = replace(rows[record], reason=PARTLY_WRITTEN)
+    for record, source in _sources_in_place(rows).items():
+        rows[record] = replace(rows[record], inputs=[source])
     return rows
+
+
+def _sources_in_place(rows: Rows) -> dict[int, int]:
+    """Return for aliases of other elements than were written last in their memory the value
+    that these elements have had since.
+
+    Of gates that share memory each is written where it stands.
+    """
+    sources: dict[int, int] = {}
+    last: dict[object, int] = {}
+    for row in rows.values():
+        held = row.memory, row.content
+        if row.operator == "alias" and len(row.inputs) == 1 and held in last:
+            written = rows.get(row.inputs[0])
+            if written is not None and written.content != row.content:
+                sources[row.record] = last[held]
+        if row.memory is not None and row.l2 is not None:
+            last[held] = row.record
+    return sources
 
 
 def _shown_to_be_overwritten(rows: Rows) -> list[int]:

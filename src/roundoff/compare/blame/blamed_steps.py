@@ -106,6 +106,8 @@ def _accounts(sides: Sides, value: Value, wanted: Sequence[int]) -> bool:
         other = sides.reference.tensor(key)
         if other is None or other.numel() != held.numel():
             continue
+        if other.is_complex() != held.is_complex():
+            continue
         for layout in turned(other.to(held.dtype), held):
             changed = values_with(program, needed, value.key, layout)
             if any(

@@ -41,12 +41,24 @@ def other_values(
                 yield wanted, content, other
 
 
+def _in_numbers_of(tensor: Tensor, held: Tensor) -> tuple[Tensor, ...]:
+    """Return the real and the imaginary part of a complex tensor where another one is real."""
+    if tensor.is_complex() and not held.is_complex():
+        return tensor.real, tensor.imag
+    return (tensor,)
+
+
 def _contents(
     sides: Sides, leaves: Sequence[Value], held: Tensor
 ) -> Iterator[tuple[Value, Tensor]]:
     """Yield what a parameter may have to hold: one of the reference's, a part, several."""
     tensors = [(leaf, sides.reference.tensor(leaf.key)) for leaf in leaves]
-    kept = [(leaf, tensor) for leaf, tensor in tensors if tensor is not None]
+    kept = [
+        (leaf, part)
+        for leaf, tensor in tensors
+        if tensor is not None
+        for part in _in_numbers_of(tensor, held)
+    ]
     numel = held.numel()
     for leaf, tensor in kept:
         if tensor.numel() == numel:

@@ -22,11 +22,19 @@ def blamed_repeat(sides: Sides, part: Part) -> Blamed | None:
     """Return a parameter that holds what another one does, where the reference has no two alike.
 
     Of several of the reference's that are fused in one no other rule knows which it holds.
+    A table that the reference makes anew stands in place of none of its parameters.
     """
     ours = parameters_of(sides.reference)
     if len(_in_groups(sides.reference, ours)) < len(ours):
         return None
-    read = _read_or_chosen(sides.candidate, part.region)
+    trained = sides.reference.trained
+    lost = [leaf for leaf in ours if leaf.key not in sides.agreeing]
+    may_learn = {leaf.row.name in trained for leaf in lost}
+    read = [
+        leaf
+        for leaf in _read_or_chosen(sides.candidate, part.region)
+        if (leaf.row.name in sides.candidate.trained) in may_learn
+    ]
     for leaf in read:
         count = _times_in_itself(sides.candidate.tensor(leaf.key))
         if count > 1 and leaf.key not in sides.twins:

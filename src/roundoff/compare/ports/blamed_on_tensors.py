@@ -189,6 +189,8 @@ def _end_of(
         present = sides.candidate.tensor(other)
         if held is None or present is None or held.numel() != present.numel():
             continue
+        if held.is_complex() != present.is_complex():
+            continue
         held = held.reshape(present.shape).to(present.dtype)
         return Rejoin(value, twin, held, part.region, part.expected)
     return None

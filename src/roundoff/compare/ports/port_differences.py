@@ -21,6 +21,7 @@ from roundoff.compare.blame.misused_leaves import as_misused
 from roundoff.compare.blame.narrow_formats import blamed_format
 from roundoff.compare.blame.other_readings import with_other_reading
 from roundoff.compare.blame.other_reductions import reduced_otherwise
+from roundoff.compare.blame.own_leaves import as_own_leaf
 from roundoff.compare.blame.repeated_leaves import blamed_repeat
 from roundoff.compare.blame.shared_parameters import blamed_shared
 from roundoff.compare.blame.unlike_operands import blamed_operand
@@ -354,7 +355,8 @@ def _at_fault(
     sides: Sides, part: Part, results: tuple[Sequence[int], Sequence[int]]
 ) -> Blamed | None:
     blamed = _blamed(sides, part, results) or _beside_gradients(sides, part)
-    return with_other_reading(sides, as_misused(sides, blamed))
+    blamed = as_own_leaf(sides, part, as_misused(sides, blamed))
+    return with_other_reading(sides, blamed)
 
 
 def _blamed(

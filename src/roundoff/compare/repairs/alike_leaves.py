@@ -116,7 +116,7 @@ def _moved(
     after: Sequence[_Layout],
 ) -> Tensor | None:
     """Return what a parameter holds, in another layout; None where it is in none of these."""
-    if twin.numel() != tensor.numel():
+    if twin.numel() != tensor.numel() or twin.is_complex() != tensor.is_complex():
         return None
     if not any(_is_in(twin, tensor, layout) for layout in before):
         return None
@@ -154,7 +154,9 @@ def _not_loaded(sides: Sides, wanted: Value, held: Tensor) -> dict[int, Tensor]:
         for value, twin in pairs:
             content = sides.reference.tensor(twin.key)
             tensor = sides.candidate.tensor(value.key)
-            if content is not None and tensor is not None:
+            if content is None or tensor is None:
+                continue
+            if content.is_complex() == tensor.is_complex():
                 leaves[value.key] = content.reshape(tensor.shape).to(tensor.dtype)
     return leaves
 

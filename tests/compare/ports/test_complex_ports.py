@@ -132,3 +132,49 @@ def test_a_transform_agrees_with_its_parts(program, step_of, sign, is_right):
     # the transform itself is right: its real part is that of the reference's
     named = {row.operator for row in rows if row.status == "matched" and row.operator}
     assert {"mm", "neg"} & {name.split("#")[0] for name in named}
+
+
+class OfLowModes(torch.nn.Module):
+    """A kernel over the modes, complex; the transform along the first axis, scaled there."""
+
+    def __init__(self, kernel, norm="forward", back="forward"):
+        super().__init__()
+        self.kernel = torch.nn.Parameter(kernel)
+        self.norm = norm
+        self.back = back
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x, dim=0, norm=self.norm)
+        mixed = torch.einsum("mi,mio->mo", waves, self.kernel)
+        return torch.fft.irfft(mixed, n=len(x), dim=0, norm=self.back)
+
+
+def of_last_axis(m, x):
+    waves = torch.fft.rfft(x.t())
+    return torch.fft.irfft(torch.einsum("im,iom->om", waves, m.kernel), n=len(x))
+
+
+KERNEL = torch.complex(drawn(3, 2, 5, seed=9), drawn(3, 2, 5, seed=10))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda k: k, ""),
+        (torch.conj_physical, "kernel is the reference's kernel conjugated"),
+        (
+            lambda k: torch.complex(k.imag, k.real),
+            "kernel is the reference's kernel with real and imaginary parts exchanged",
+        ),
+        (torch.neg, "kernel is the reference's kernel"),
+    ],
+)
+def test_a_complex_kernel_that_is_made_otherwise_is_named(
+    program, step_of, made, words
+):
+    x = drawn(8, 3, seed=11)
+    port = OfLowModes(made(KERNEL.permute(2, 0, 1).contiguous()))
+    sides = Sides(step_of(program(of_last_axis, kernel=KERNEL), x), step_of(port, x))
+    own = [r for r in compare_port(sides, EarlierSteps()) if r.cause == "own"]
+    assert [row.name for row in own] == (["kernel"] if words else [])
+    assert [words in row.evidence for row in own] == [True] * len(own), own

@@ -1,35 +1,53 @@
-"""What is named for an edit: the line of a function, or of what has called it."""
+"""What is named for an edit: a function that is one too many, and not what reads it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
 
-import pytest
-
-from roundoff.compare.repairs.named_repairs import _line_of_some
-
-
-def cut(call, *callers):
-    """A call on line 9, of a helper that these lines lead to, the innermost first."""
-    row = SimpleNamespace(
-        call=call, line="p.py:9", callers=" < ".join(callers), phase="forward"
-    )
-    return SimpleNamespace(row=row, operator="slice")
+import torch
+import torch.nn.functional as F
 
 
-GATES = [cut(n, f"p.py:{20 + n}", "p.py:50") for n in range(4)]
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    ("edited", "line"),
-    [({2, 3}, "p.py:22"), ({0, 1, 2, 3}, None)],
-)
-def test_the_caller_is_named_where_other_calls_of_the_line_stay(edited, line):
-    flow = SimpleNamespace(values=dict(enumerate(GATES)))
-    assert _line_of_some(flow, GATES[2], edited) == line
+LEAVES = {"a": drawn(5, 6, seed=1), "b": drawn(6, 6, seed=2), "c": drawn(6, 2, seed=3)}
+X = drawn(4, 7, 5, seed=4)
 
 
-def test_the_line_itself_is_named_where_a_call_of_the_same_lines_stays():
-    again = cut(4, "p.py:22", "p.py:50")
-    flow = SimpleNamespace(values=dict(enumerate([*GATES, again])))
-    assert _line_of_some(flow, GATES[2], {2, 3}) == "p.py:9"
+def reference(m, x):
+    h = F.gelu(x @ m.a)[:, 1:]
+    return F.gelu((h @ m.b) @ m.c).square().mean()
+
+
+def gelu(x):
+    return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def middle(m, h):
+    return h @ m.b
+
+
+def middle_with_activation(m, h):
+    return gelu(h @ m.b)
+
+
+def port(m, x):
+    h = middle(m, gelu(x @ m.a)[:, 1:])
+    return (gelu(h @ m.c) ** 2).mean()
+
+
+def with_one_more(m, x):
+    h = middle_with_activation(m, gelu(x @ m.a)[:, 1:])
+    return (gelu(h @ m.c) ** 2).mean()
+
+
+def test_the_port_is_right(at_fault):
+    assert not at_fault(reference, port, LEAVES, X)
+
+
+def test_a_function_that_is_one_too_many_is_named(at_fault, blamed_text):
+    [row] = at_fault(reference, with_one_more, LEAVES, X)
+    assert "it is one too many" in row.evidence
+    assert blamed_text(row) == "return gelu(h @ m.b)"

@@ -64,6 +64,8 @@ def relation(reference: Tensor, candidate: Tensor) -> Relation | None:
     'with the 3 indexes of axis 1 in another order'
     >>> relation(weight, 2 * weight).words
     'times 2'
+    >>> relation(torch.complex(weight, -weight), torch.complex(weight, weight).t()).words
+    'conjugated and transposed'
     """
     if not reference.numel() or not candidate.numel():
         return None
@@ -74,8 +76,12 @@ def relation(reference: Tensor, candidate: Tensor) -> Relation | None:
         return None
     if ours.numel() != theirs.numel():
         return _part(ours, theirs, allowed)
+    as_numbers = None
+    if reference.is_complex() and candidate.is_complex():
+        as_numbers = _of_complex(reference, candidate, allowed)
     return (
-        _in_another_layout(ours, theirs, allowed)
+        as_numbers
+        or _in_another_layout(ours, theirs, allowed)
         or _in_another_order(ours, theirs, allowed)
         or _zero(ours, theirs, allowed)
         or _scaled(ours, theirs, allowed)
@@ -91,6 +97,28 @@ def _allowed(reference: Tensor, candidate: Tensor) -> float:
 def _near(ours: Tensor, theirs: Tensor, allowed: float) -> bool:
     size = float(ours.norm())
     return float((ours - theirs).norm()) <= allowed * size
+
+
+def _of_complex(ours: Tensor, theirs: Tensor, allowed: float) -> Relation | None:
+    """The same complex numbers, their conjugates, or with their parts exchanged."""
+    ours = ours.detach().to(torch.complex128)
+    theirs = theirs.detach().to(torch.complex128)
+    kinds = {
+        "": ours,
+        "conjugated": ours.conj(),
+        "with real and imaginary parts exchanged": torch.complex(ours.imag, ours.real),
+    }
+    flat = theirs.reshape(-1)
+    for words, numbers in kinds.items():
+        for order in axis_orders(numbers):
+            if not _near(numbers.permute(order).reshape(-1), flat, allowed):
+                continue
+            layout = _layout(ours, theirs, order)
+            if not words:
+                return layout
+            moved = "" if layout.kind == EQUAL else f" and {layout.words}"
+            return Relation(SCALED, f"{words}{moved}")
+    return None
 
 
 def _in_another_layout(ours: Tensor, theirs: Tensor, allowed: float) -> Relation | None:

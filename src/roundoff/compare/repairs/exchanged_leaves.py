@@ -33,7 +33,13 @@ from roundoff.compare.repairs.exchanged_parts import (
 )
 from roundoff.compare.repairs.found_rows import moved_rows
 from roundoff.compare.repairs.goals import SEVERAL
-from roundoff.compare.repairs.leaf_changes import Held, LeafChange, made_ready, recut
+from roundoff.compare.repairs.leaf_changes import (
+    Held,
+    LeafChange,
+    made_ready,
+    of_other_sign,
+    recut,
+)
 from roundoff.compare.repairs.lost_values import loses
 from roundoff.compare.repairs.other_layers import (
     in_all_layers,
@@ -82,6 +88,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         rows_as_beside(sides, present),
         with_what_is_added(sides, present),
         with_zeros_filled(sides, present),
+        of_other_sign(present),
         _exchanges(sides, leaves),
         parts_of_all_read_alike(sides.candidate, present),
         _with_axes_exchanged(present),

@@ -80,6 +80,41 @@ def recut(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
         yield from _together(group, f"an axis cut in {_sizes(a, b, kept)}")
 
 
+def of_other_sign(present: Sequence[Held]) -> Iterator[LeafChange]:
+    """Yield each parameter with the other sign; a complex one conjugated, or with its real
+    and imaginary parts in each other's places.
+
+    Args:
+        present: the parameters that a wrong region reads.
+    """
+    for leaf, tensor in present:
+        name = leaf.row.name
+        kinds: list[tuple[Callable[[Tensor], Tensor], str]] = [
+            (_negated, f"{name} has the other sign")
+        ]
+        if tensor.is_complex():
+            kinds = [
+                (_conjugated, f"{name} is the conjugate of what it should be"),
+                (_crossed, f"{name} has real and imaginary parts the wrong way round"),
+            ]
+        for made, words in kinds:
+            yield LeafChange({leaf.key: made(tensor)}, words, made)
+
+
+def _negated(tensor: Tensor) -> Tensor:
+    return -tensor if tensor.is_floating_point() else tensor
+
+
+def _conjugated(tensor: Tensor) -> Tensor:
+    return tensor.conj().resolve_conj()
+
+
+def _crossed(tensor: Tensor) -> Tensor:
+    if not tensor.is_complex():
+        return tensor
+    return torch.complex(tensor.imag, tensor.real)
+
+
 def made_ready(flow: Flow, present: Sequence[Held]) -> Iterator[LeafChange]:
     """Yield each parameter after what the reference computes of its parameters first.
 

@@ -6,6 +6,7 @@ import math
 from itertools import repeat
 
 import torch
+from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.contained_values import after_contained
@@ -13,7 +14,11 @@ from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.parameter_content import EQUAL, REORDERED, relation
 from roundoff.compare.records.recorded_rows import shape_read_first
-from roundoff.compare.records.value_sketch import in_reals
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.compare.repairs.fitted_leaves import (
     fitted_factor,
     fitted_leaf,
@@ -137,6 +142,8 @@ def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
                 continue
             if not _read_the_same(sides, twin, value):
                 continue
+            if _is_multiple(sides, twin, value):
+                continue
             apart = _constants_of(sides, twin, value)
             if apart:
                 words = f"{'; '.join(apart)}, on what the reference's reads too"
@@ -146,6 +153,27 @@ def _other_constants(sides: Sides, rejoin: Rejoin) -> Blamed | None:
                 line = lines.of_operator(value)
                 return Blamed(value, twin, words, is_operator=True, line=line)
     return None
+
+
+def _is_multiple(sides: Sides, twin: Value, value: Value) -> bool:
+    """Return True for what the reference has times a number: a spectrum may be scaled before
+    or after."""
+    ours = sides.reference.tensor(twin.key)
+    theirs = sides.candidate.tensor(value.key)
+    if ours is None or theirs is None or ours.numel() != theirs.numel():
+        return False
+    one = _of_length_one(ours)
+    other = _of_length_one(theirs)
+    if one is None or other is None:
+        return False
+    return one.distance(other) <= sides.limit
+
+
+def _of_length_one(tensor: Tensor) -> Sketch | None:
+    """Return the sketch of a tensor divided by its norm; None for zeros."""
+    values = in_reals(tensor.detach()).to(torch.float64)
+    norm = values.norm()
+    return sketch_of_tensor(values / norm) if norm > 0 else None
 
 
 def _read_the_same(sides: Sides, twin: Value, value: Value) -> bool:

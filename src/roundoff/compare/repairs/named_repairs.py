@@ -14,6 +14,7 @@ from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines
+from roundoff.compare.values.traced_calls import records_in
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
@@ -80,6 +81,15 @@ def blamed_for(
             f"with: {words}"
         )
         return Blamed(negative, wanted, words, line=value.row.line)
+    skipped = _skipped(sides, repair)
+    if skipped is not None:
+        last, source = skipped
+        words = (
+            f"it is one too many: of {source.operator} ({source.row.line}) itself "
+            f"{value.row.site} gives what the reference has"
+        )
+        line = FaultLines(sides, frozenset(region)).of_operator(last)
+        return Blamed(last, wanted, words, is_operator=True, line=line)
     if repair.factor is not None:
         value = _beside_factor(sides.candidate, value, repair.factor) or value
     total = _weighed_sum(sides.candidate, value) if repair.scales else None
@@ -92,6 +102,32 @@ def blamed_for(
     if repair.exchanges:
         line = _line_of_some(sides.candidate, value, repair.edits)
     return Blamed(value, wanted, words, is_operator=True, line=line)
+
+
+def _skipped(sides: Sides, repair: Repair) -> tuple[Value, Value] | None:
+    """Return the result of a function that a repair does without, and what that was given.
+
+    None where the repair does not read, in the place of a wrong value, what that is made of,
+    or where something else reads that value too.
+    """
+    edit = repair.edits.get(repair.call.first.call)
+    if repair.unlikely != INPUT or edit is None or len(edit.steps) != 1:
+        return None
+    flow = sides.candidate
+    reads = records_in(repair.call.parsed)
+    reads_instead = records_in(edit.steps[0].arguments)
+    lost = [record for record in reads if record not in reads_instead]
+    new = [record for record in reads_instead if record not in reads]
+    if len(lost) != 1 or len(new) != 1 or not {*lost, *new} <= flow.values.keys():
+        return None
+    last, source = flow.values[lost[0]], flow.values[new[0]]
+    if last.key in sides.twins or not source.is_call:
+        return None
+    if source.key not in upstream(flow, [last.key], lambda _value: True):
+        return None
+    readers = [flow.values[key].row for key in flow.readers.get(last.key, ())]
+    read_by = {row.call for row in readers if row.phase == "forward"}
+    return (last, source) if read_by <= repair.edits.keys() else None
 
 
 def _line_of_some(flow: Flow, value: Value, edited: Collection[int]) -> str | None:

@@ -275,3 +275,54 @@ def test_what_a_compiled_program_writes_is_not_known():
     assert not are_known(filled, compiled)
     # what is written after it is seen
     assert are_known(replace(compiled, record=0), filled)
+
+
+class Modes(nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = nn.Parameter(kernel)
+
+    def forward(self, x, y):
+        waves = torch.fft.rfft(x) * self.kernel
+        return (torch.fft.irfft(waves, x.shape[-1]) - y[:, None]).square().mean()
+
+
+class TransposedModes(Modes):
+    def forward(self, x, y):
+        waves = torch.fft.rfft(x.t(), dim=0) * self.kernel[:, None]
+        away = torch.fft.irfft(waves, x.shape[-1], dim=0) - y[None]
+        return (away**2).sum() / away.numel()
+
+
+class AdamByHand(torch.optim.Optimizer):
+    """The first step of Adam on complex numbers: of both parts, or of the absolute value."""
+
+    def __init__(self, parameters, of_parts):
+        super().__init__(parameters, {})
+        self.of_parts = of_parts
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            slope = parameter.grad
+            if self.of_parts:
+                parts = torch.view_as_real(slope)
+                moved = torch.view_as_complex(parts / (parts.square().sqrt() + 1e-8))
+            else:
+                moved = slope / (slope.abs() + 1e-8)
+            parameter -= RATE * moved
+
+
+@pytest.mark.parametrize("of_parts", [True, False])
+def test_an_optimizer_of_complex_parameters_is_right_or_wrong(of_parts, tmp_path):
+    torch.manual_seed(0)
+    kernel = torch.randn(7, dtype=torch.complex64)
+    reference = Modes(kernel)
+    port = TransposedModes(kernel.clone())
+    ours = torch.optim.Adam(reference.parameters(), RATE, foreach=False)
+    theirs = AdamByHand(port.parameters(), of_parts)
+    comparison = ro.compare(
+        reference=recorded(tmp_path / "ours", reference, ours),
+        candidate=recorded(tmp_path / "theirs", port, theirs),
+    )
+    assert comparison.agrees == of_parts

@@ -100,7 +100,9 @@ class RecordedStep:
             return None
         scale = self.scales.get(record, 1.0)
         tensor = self.tensors[record]
-        return tensor if scale == 1.0 else tensor.to(torch.float64) / scale
+        if scale == 1.0:
+            return tensor
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)) / scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,9 +413,11 @@ def pairs_far_apart(
 
 def change_of(before: Tensor | None, after: Tensor | None) -> Tensor | None:
     """Return what was added to a tensor, flat and in fp64; None where it is not known."""
-    if before is None or after is None or before.shape != after.shape:
+    if before is None or after is None:
         return None
     ends = in_reals(before).to(torch.float64), in_reals(after).to(torch.float64)
+    if ends[0].shape != ends[1].shape:
+        return None
     return (ends[1] - ends[0]).reshape(-1)
 
 

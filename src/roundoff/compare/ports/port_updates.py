@@ -290,12 +290,12 @@ def _change(
         after = flow.step.tensor(end.record)
         gradient = slopes.get(f"{start.name}.grad")
         slope = flow.step.tensor(gradient.record) if gradient is not None else None
-        if (
-            before is None
-            or after is None
-            or slope is None
-            or slope.shape != after.shape
-        ):
+        if before is None or after is None or slope is None:
+            return None
+        if before.is_complex() and not after.is_complex():
+            # an optimizer writes the real and imaginary parts
+            after = torch.view_as_complex(after.contiguous())
+        if slope.shape != after.shape:
             return None
         wide = torch.complex128 if after.is_complex() else torch.float64
         added.append((after.to(wide) - before.to(wide)).reshape(-1))

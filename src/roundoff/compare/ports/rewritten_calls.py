@@ -25,7 +25,11 @@ from roundoff.compare.ports.port_comparison import (
     values_compared,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
-from roundoff.compare.records.value_sketch import SketchIndex, sketch_of_row
+from roundoff.compare.records.value_sketch import (
+    SketchIndex,
+    in_reals,
+    sketch_of_row,
+)
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import REGION, unit
 from roundoff.ops import operators_that
@@ -246,7 +250,7 @@ def _readers(rows: Rows, record: int | None) -> set[str]:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).sort().values
+    return in_reals(tensor).reshape(-1).sort().values
 
 
 def _lacks_results(sides: Sides, rows: Sequence[ComparedRow]) -> bool:

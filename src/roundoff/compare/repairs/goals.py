@@ -32,6 +32,9 @@ FEWEST = 16
 #: made of the last wide value in a few roundings, and one of hundreds of trials may come
 #: near to it by chance.
 CLOSE = 2.0**-20
+#: Values that the reference may compute of what a model gives, for a loss: its formula may
+#: be written out in operators of which none gives any of them.
+MOST_IN_LOSS = 8
 #: For results of the candidate the sketches, any of which they should have, and how far
 #: they may be from it.
 Ends = Mapping[int, Sequence[tuple[Sketch, float]]]
@@ -76,7 +79,20 @@ class Goal:
             return False
         is_enough = self.is_trusting or len(gained) >= SEVERAL
         is_sure = bool(self.needed) and self.needed <= sure
+        if not gained and self._says_little(right):
+            return False
         return len(right) == len(self.ends) or is_enough or is_sure
+
+    def _says_little(self, right: Collection[int]) -> bool:
+        """Return True for a few numbers alone, where more was lost than a loss is made of.
+
+        One of thousands of trials gives the same number by chance. One that is right gives
+        some of what was lost before too.
+        """
+        if self.is_trusting or self.lost.count(FEWEST) <= MOST_IN_LOSS:
+            return False
+        numels = [sketch.numel for key in right for sketch, _ in self.ends[key]]
+        return max(numels, default=0) < FEWEST
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is, or is but for its padding."""

@@ -118,6 +118,7 @@ NETWORKS = (
     "tft",
     "poolformer",
     "fno",
+    "mobilevit",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -181,6 +182,7 @@ KEPT_APART = (
     "tft",
     "poolformer",
     "fno",
+    "mobilevit",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -119,6 +119,7 @@ NETWORKS = (
     "poolformer",
     "fno",
     "mobilevit",
+    "dlrm",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -183,6 +184,7 @@ KEPT_APART = (
     "poolformer",
     "fno",
     "mobilevit",
+    "dlrm",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

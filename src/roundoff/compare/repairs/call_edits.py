@@ -63,6 +63,7 @@ from roundoff.compare.repairs.edits.splits import (
 )
 from roundoff.compare.repairs.edits.windows import (
     moved_places,
+    moved_ranges,
     moved_windows,
     other_ends,
     other_parts,
@@ -114,6 +115,7 @@ _KINDS = (
     (CHANGE, other_order_of_results),
     (CHANGE, exchanged_parts),
     (CHANGE, moved_windows),
+    (CHANGE, moved_ranges),
     (CHANGE, other_sides),
     (CHANGE, other_rows),
     (CHANGE, other_parts),

@@ -42,6 +42,8 @@ def shared_constants(call: TracedCall, ingredients: Ingredients) -> Iterator[Tem
 def _other_constants(
     call: TracedCall, ingredients: Ingredients, *, is_shared: bool
 ) -> Iterator[Template]:
+    if call.first.base_operator == "arange":
+        return  # it would be longer or shorter
     pool = ingredients.numbers_of(call.first.base_operator)
     for place, value in numbers_of(call):
         if (float(value) in pool) != is_shared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from roundoff.compare.repairs.edits.edited_calls import (
@@ -110,6 +111,27 @@ def _moved(step: int, ingredients: Ingredients) -> Template:
         return Edit((EditStep(call.first.overload or "", arguments),), words)
 
     return template
+
+
+def moved_ranges(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """As many places in a row, beginning one earlier or later."""
+    if call.first.base_operator == "arange":
+        yield partial(_ranging, -1)
+        yield partial(_ranging, 1)
+
+
+def _ranging(step: int, call: TracedCall) -> Edit | None:
+    positional, keywords = call.parsed
+    ends = [0, *positional] if len(positional) == 1 else positional[:2]
+    are_places = len(ends) == 2 and all(type(number) is int for number in ends)
+    if call.first.base_operator != "arange" or not are_places:
+        return None
+    if positional[2:] not in ([], [1]):
+        return None
+    start, end = ends
+    arguments = [[start + step, end + step], keywords]
+    words = f"from {start + step} on, not {start}"
+    return Edit((EditStep("aten.arange.start", arguments),), words)
 
 
 def moved_places(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:

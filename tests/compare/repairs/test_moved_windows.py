@@ -1,0 +1,43 @@
+"""What is cut out of pictures by lists of places, one of them too far to the right."""
+
+from __future__ import annotations
+
+import torch
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {"a": drawn(3, 6, seed=1), "c": drawn(6, 2, seed=2)}
+PICTURES = torch.randint(
+    0, 255, (4, 9, 12, 3), generator=torch.Generator().manual_seed(3)
+).to(torch.uint8)
+
+
+def reference(m, x):
+    x = x.permute(0, 3, 1, 2).float() / 255
+    x = (x[:, :, 2:7, 2:9] - 0.45) / 0.22
+    return (torch.relu(x.permute(0, 2, 3, 1) @ m.a) @ m.c).square().mean()
+
+
+def places(size, crop, start):
+    first = (size - crop) // 2 if start is None else start
+    return torch.arange(first, first + crop)
+
+
+def cropped(m, x, start=None):
+    rows, columns = places(9, 5, None), places(12, 7, start)
+    x = x[:, rows[:, None], columns[None, :]]
+    x = (x.float() - 0.45 * 255) / (0.22 * 255)
+    return ((torch.relu(x @ m.a) @ m.c) ** 2).mean()
+
+
+def test_the_port_is_right(at_fault):
+    assert not at_fault(reference, cropped, LEAVES, PICTURES)
+
+
+def test_places_that_begin_one_too_late_are_named(at_fault, blamed_text):
+    [row] = at_fault(reference, lambda m, x: cropped(m, x, 3), LEAVES, PICTURES)
+    assert "one earlier" in row.evidence
+    assert blamed_text(row) == "x = x[:, rows[:, None], columns[None, :]]"

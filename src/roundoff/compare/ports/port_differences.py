@@ -394,14 +394,16 @@ def _beside_gradients(sides: Sides, part: Part) -> Blamed | None:
     """Return the first value of a loss that leads to no gradient which agrees, if others do.
 
     Of several terms one may be wrong: what the gradients of the others are made of is
-    right, though the reference computes it in another way. Those of parameters count: one
-    on the way to them may be of a few examples alone.
+    right, though the reference computes it in another way. Those of matrices count: one on
+    the way to them may be of a few examples alone, and that of a bias behind a loss with
+    one slope on either side is the same for wrong values.
     """
     flow = sides.candidate
     right = [
         v.key
         for v in flow.in_order()
         if v.key in sides.twins and v.row.name and says_something(v)
+        if len(v.row.shape or ()) > 1
     ]
     proven = upstream(flow, right, lambda _value: True)
     if part.candidate is None or part.candidate.key not in proven:

@@ -154,7 +154,8 @@ def sketch_of_tensor(tensor: Tensor) -> Sketch | None:
     rising_values = np.sort(flat.masked_fill(masked, 0.0).numpy())
     values = rising_values.astype(np.float64)
     constant = bool(values[0] == values[-1])
-    size = float(np.linalg.norm(values))
+    # no BLAS: its threads wait for each other where other programs run
+    size = math.sqrt(float(np.einsum("i,i->", values, values)))
     repeats = _repeats(values) if not count and not constant else 1
     once = _stretches(values[::repeats]) if repeats > 1 else None
     return Sketch(

@@ -105,9 +105,7 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     if sum(content.rows.numel() for content in contents) > MOST_IN_ALL:
         return
     held = _all_held(sides.candidate)
-    missed = [
-        c for c in contents if not torch.isin(in_reals(c.rows).double(), held).all()
-    ]
+    missed = [c for c in contents if not _are_among(in_reals(c.rows).double(), held)]
     by_rows = [
         rows
         for leaf, tensor in (*present, *_beside(sides.candidate, present))
@@ -374,10 +372,19 @@ def _cut_again(found: _Found, inner: tuple[int, int, int] | None) -> Tensor | No
     return None if rest else found.content.rows[order_of((blocks, *inner))]
 
 
+def _are_among(values: Tensor, held: Tensor) -> bool:
+    """Return True where all of some values are among others, which rise."""
+    if not held.numel():
+        return not values.numel()
+    places = torch.searchsorted(held, values.contiguous()).clamp_max(len(held) - 1)
+    return bool((held[places] == values).all())
+
+
 def _all_held(flow: Flow) -> Tensor:
-    """Return the elements of all parameters of the candidate."""
+    """Return the elements of all parameters of the candidate, in rising order."""
     parameters = [v for v in flow.values.values() if v.row.name and not v.is_call]
     tensors = [flow.tensor(value.key) for value in parameters]
     seen = [t for t in tensors if t is not None and _is_looked_at(t)]
     none = torch.empty(0, dtype=torch.float64)
-    return torch.cat([none, *(in_reals(t).reshape(-1).double() for t in seen)])
+    held = torch.cat([none, *(in_reals(t).reshape(-1).double() for t in seen)])
+    return held.unique()

@@ -145,10 +145,32 @@ def test_a_product_with_a_saved_value_is_no_product_with_the_scale(tmp_path):
     with roundoff.capture(tmp_path, net) as run:
         loss = net(torch.rand(5, 3)).exp().sqrt().square().mean()
         (loss / 2).backward()
+        for parameter in net.parameters():
+            parameter.grad.mul_(2)
         run.step()
     one = RecordedStep(rows_of(roundoff.load(tmp_path), 0, 0))
     scaled = without_loss_scales(Sides(one, one)).candidate
     backward = {r.operator for r in scaled.rows.values() if r.phase == "backward"}
     assert {"mul", "div"} <= backward, "exp and sqrt multiply with what they gave"
     changed = [scaled.rows[record].operator for record in rescaling(scaled)]
-    assert changed == ["div", "div"], "the loss, and its gradient"
+    assert changed == ["div", "div", "mul_", "mul_"], "the loss, its gradient, the ends"
+
+
+def of_words_that_count(folder):
+    """The loss is divided by how many words count, and its gradients stay so."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x = torch.randn(5, 4)
+    counts = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+    with roundoff.capture(folder, model, keep="tensors") as run:
+        losses = model(x).square().sum(1)
+        (2 * (losses * counts).sum() / counts.sum()).backward()
+        run.step()
+    return RecordedStep(rows_of(roundoff.load(folder), 0, 0))
+
+
+def test_what_a_loss_is_divided_by_for_good_is_no_scale(tmp_path):
+    sides = Sides(
+        of_words_that_count(tmp_path / "one"), of_words_that_count(tmp_path / "other")
+    )
+    assert without_loss_scales(sides) is sides

@@ -36,13 +36,13 @@ def without_loss_scales(sides: Sides) -> Sides:
     """Return a step of both runs with the scales of their losses divided out.
 
     The same sides where neither loss is scaled, or a scale is left in the gradients
-    that a step ends with.
+    that a step ends with, on either side.
     """
     ours = _scales(sides.reference.rows)
     theirs = _scales(sides.candidate.rows)
     if not ours and not theirs:
         return sides
-    if not _ends_alike(sides, ours, theirs):
+    if not _are_divided_out(sides, ours, theirs):
         return sides
     return Sides(_divided(sides.reference, ours), _divided(sides.candidate, theirs))
 
@@ -85,24 +85,29 @@ def _unscaled_row(row: RecordedRow, scale: float) -> RecordedRow:
     return unscaled
 
 
-def _ends_alike(
+def _are_divided_out(
     sides: Sides, ours: Mapping[int, float], theirs: Mapping[int, float]
 ) -> bool:
-    """Return True where the gradients that both end with have one scale."""
-    last = {
-        name: ours.get(row.record, 1.0)
-        for name, row in last_named(sides.reference.rows).items()
-    }
-    gradients = {
-        name: row
-        for name, row in last_named(sides.candidate.rows).items()
-        if name.endswith(".grad") and name in last
-    }
-    return bool(gradients) and all(
-        _same(theirs.get(row.record, 1.0), last[name])
-        or _is_unscaled_by_the_optimizer(sides.candidate.rows, row, theirs)
-        for name, row in gradients.items()
+    """Return True where the gradients that both end with carry no scale.
+
+    What a loss is divided by for good, as by the number of words that count, stays in them.
+    """
+    reference, candidate = sides.reference.rows, sides.candidate.rows
+    last, other_last = last_named(reference), last_named(candidate)
+    names = [n for n in other_last if n.endswith(".grad") and n in last]
+    return bool(names) and all(
+        _is_divided_out(reference, last[name], ours)
+        and _is_divided_out(candidate, other_last[name], theirs)
+        for name in names
     )
+
+
+def _is_divided_out(
+    rows: Rows, gradient: RecordedRow, scales: Mapping[int, float]
+) -> bool:
+    if _same(scales.get(gradient.record, 1.0), 1.0):
+        return True
+    return _is_unscaled_by_the_optimizer(rows, gradient, scales)
 
 
 def _is_unscaled_by_the_optimizer(

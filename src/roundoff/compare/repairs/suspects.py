@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
+from roundoff.compare.repairs.edits.edited_calls import places_of
 from roundoff.compare.repairs.trials import Trials, one_of_each
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
 from roundoff.compare.values.value_flow import Flow
-from roundoff.compare.values.value_regions import Sides
+from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 #: Calls after the place where two programs part, whose edits are tried: of those that one
@@ -37,6 +38,7 @@ def suspects(sides: Sides, trials: Trials, region: Collection[int]) -> list[Trac
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = list(islice(one_of_each(before, families), MOST_MOVES))
     masks = [program.calls[n] for n in _masks_before(flow, program, records)]
+    masks += [program.calls[n] for n in _triangles_before(flow, program, records)]
     masks = list(islice(one_of_each(masks, families), MOST_MOVES))
     chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
     far = [program.calls[n] for n in _moves_before_scaling(flow, program, moves)]
@@ -120,3 +122,20 @@ def _masks_before(
             masks[row.call] = None
         waiting += row.inputs
     return list(masks)
+
+
+def _triangles_before(
+    flow: Flow, program: TracedProgram, records: Collection[int]
+) -> list[int]:
+    """Return the calls that a region is made of and that take one side of a diagonal.
+
+    A mask that is added to scores is made of numbers.
+    """
+    before = upstream(flow, sorted(records), lambda _value: True)
+    made = {flow.values[key].row.call for key in before}
+    calls = [program.calls[call] for call in sorted(made & program.calls.keys())]
+    return [
+        call.first.call
+        for call in calls
+        if any(declared.name == "diagonal" for _, declared, _ in places_of(call))
+    ]

@@ -51,3 +51,34 @@ def test_a_function_that_is_one_too_many_is_named(at_fault, blamed_text):
     [row] = at_fault(reference, with_one_more, LEAVES, X)
     assert "it is one too many" in row.evidence
     assert blamed_text(row) == "return gelu(h @ m.b)"
+
+
+def weighed(m, x):
+    scores = x @ m.a @ m.c[:, 0]
+    hits = (x[..., 0] > 0).float()
+    return F.binary_cross_entropy_with_logits(
+        scores, hits, pos_weight=torch.tensor(2.5)
+    )
+
+
+def by_logarithms(m, x, of_hits=2.5, of_others=1.0):
+    scores = x @ m.a @ m.c[:, 0]
+    hits = (x[..., 0] > 0).float()
+    log_p, log_not_p = F.logsigmoid(scores), F.logsigmoid(-scores)
+    losses = of_hits * hits * log_p + of_others * (1.0 - hits) * log_not_p
+    return -losses.mean()
+
+
+def of_the_others(m, x):
+    scores = x @ m.a @ m.c[:, 0]
+    hits = (x[..., 0] > 0).float()
+    log_p, log_not_p = F.logsigmoid(scores), F.logsigmoid(-scores)
+    losses = hits * log_p + 2.5 * (1.0 - hits) * log_not_p
+    return -losses.mean()
+
+
+def test_a_factor_that_belongs_to_the_other_term_is_named(at_fault, blamed_text):
+    assert not at_fault(weighed, by_logarithms, LEAVES, X)
+    [row] = at_fault(weighed, of_the_others, LEAVES, X)
+    assert "with the factor 2.5 on its other term" in row.evidence
+    assert blamed_text(row).startswith("losses = hits * log_p + 2.5")

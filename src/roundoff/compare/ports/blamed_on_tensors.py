@@ -61,7 +61,7 @@ def blamed_on_tensors(
     """Return what is at fault by runs of the candidate's calls again."""
     _, last = last_results(sides)
     needed = [*results[1], *([last.key] if last is not None else [])]
-    trials = trials_of(sides, _ends(sides, *results), needed)
+    trials = trials_of(sides, _ends(sides, *results), needed, part.expected)
     certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
     certain = certain or read_again(sides, part, trials)
     certain = certain or exchanged_functions(sides, part, trials)

@@ -238,12 +238,6 @@ class SketchIndex:
             for numel, entries in self._by_size.items()
         }
 
-    def count(self, least: int) -> int:
-        """Return how many of these have at least so many elements."""
-        return sum(
-            len(entries) for numel, entries in self._by_size.items() if numel >= least
-        )
-
     def has_numel(self, numel: int) -> bool:
         """Return True where one of these has so many elements."""
         return numel in self._by_size

@@ -23,6 +23,7 @@ from roundoff.compare.repairs.edits.arguments import (
 from roundoff.compare.repairs.edits.axes import axes_of_line, other_axes
 from roundoff.compare.repairs.edits.constants import (
     diagonals,
+    factors_of_other_terms,
     pairs_of_numbers,
     reciprocals,
     shared_constants,
@@ -121,6 +122,7 @@ _KINDS = (
     (CHANGE, other_parts),
     (CHANGE, other_ends),
     (CHANGE, exchanged_inputs),
+    (CHANGE, factors_of_other_terms),
     (CHANGE, opposite_masks),
     (CHANGE, exchanged_makers),
     (CHANGE, other_splits),

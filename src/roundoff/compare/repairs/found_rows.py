@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, permutations
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from roundoff.compare.values.value_regions import Sides
 #: Larger parameters are not looked at row by row, nor are programs with more in all.
 MOST_ELEMENTS = 2**22
 MOST_IN_ALL = 2**25
+#: Orders of the parameters that make up one: all of five.
+MOST_ORDERS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     yield from _all_cut_alike(by_rows)
     yield from _in_order_of_layers(by_rows)
     yield from _shared_out_otherwise(sides.candidate, contents)
+    yield from _joined_otherwise(by_rows)
     leaves = {leaf.key for leaf, _ in present}
     is_custom = any(_is_moved(f) for rows in by_rows for k in rows.kinds for f in k)
     by_rows = [rows for rows in by_rows if rows.leaf.key in leaves]
@@ -194,7 +198,9 @@ def _found_in(rows: Tensor, contents: Sequence[_Content]) -> Iterator[_Found]:
         if content.rows.shape[1:] != rows.shape[1:]:
             continue
         at = [places.get(row, []) for row in _as_bytes(content.rows)]
-        if all(len(each) == 1 for each in at):
+        are_found = all(len(each) == 1 for each in at)
+        # rows that are equal, as of zeros, would all stand in one place
+        if are_found and len({place for [place] in at}) == len(at):
             order = torch.tensor([place for [place] in at]).argsort()
             yield _Found(content, torch.tensor(at).flatten()[order], order)
 
@@ -283,6 +289,26 @@ def _from_the_first_on(kind: Sequence[_Found]) -> Iterator[tuple[_Found, Tensor]
     by_layer = sorted(kind, key=lambda found: [*map(int, found.content.layer)])
     for place, found in zip(by_place, by_layer, strict=True):
         yield place, found.content.rows[found.order]
+
+
+def _joined_otherwise(by_rows: Sequence[_Rows]) -> Iterator[LeafChange]:
+    """Yield each parameter that several of the reference's make up with these in another
+    order, the one in which the reference reads them first: tables of several features."""
+    for rows in by_rows:
+        parts = [found for kind in rows.kinds for found in kind]
+        stand = sorted(parts, key=lambda found: int(found.places[0]))
+        count = math.prod(rows.tensor.shape) // rows.tensor.shape[rows.axis]
+        places = torch.cat([found.places for found in stand] or [torch.empty(0)])
+        if len(parts) < 2 or not torch.equal(places, torch.arange(count)):
+            continue
+        for order in islice(permutations(parts), MOST_ORDERS):
+            held = torch.cat([found.content.rows[found.order] for found in order])
+            whole = replace(parts[0], places=torch.arange(count))
+            moved = rows.with_rows([(whole, held)])
+            if moved is not None:
+                names = listed([found.content.kind for found in order])
+                words = f"{rows.leaf.row.name} should hold in this order: {names}"
+                yield LeafChange({rows.leaf.key: moved}, words)
 
 
 @dataclass(frozen=True, slots=True)

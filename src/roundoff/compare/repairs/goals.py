@@ -56,6 +56,7 @@ class Goal:
         kept: where elements of a result count, if not all do.
         padding: masks of places that count for something: see ``padded_rows``.
         is_trusting: a result of few elements agrees by no chance.
+        is_far: the results are more than a loss behind the first of what was lost.
     """
 
     lost: SketchIndex
@@ -67,6 +68,7 @@ class Goal:
     kept: Mapping[int, Tensor] = field(default_factory=dict)
     padding: Sequence[Tensor] = ()
     is_trusting: bool = False
+    is_far: bool = False
 
     def is_reached(
         self, right: Collection[int], sure: AbstractSet[int], gained: Collection[int]
@@ -84,12 +86,12 @@ class Goal:
         return len(right) == len(self.ends) or is_enough or is_sure
 
     def _says_little(self, right: Collection[int]) -> bool:
-        """Return True for a few numbers alone, where more was lost than a loss is made of.
+        """Return True for a few numbers alone, far behind what was lost.
 
         One of thousands of trials gives the same number by chance. One that is right gives
         some of what was lost before too.
         """
-        if self.is_trusting or self.lost.count(FEWEST) <= MOST_IN_LOSS:
+        if self.is_trusting or not self.is_far:
             return False
         numels = [sketch.numel for key in right for sketch, _ in self.ends[key]]
         return max(numels, default=0) < FEWEST

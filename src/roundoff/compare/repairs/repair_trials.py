@@ -32,6 +32,9 @@ from roundoff.compare.values.fault_lines import alike_inside
 from roundoff.compare.values.traced_calls import Edit, TracedCall, TracedProgram
 from roundoff.compare.values.value_regions import Sides
 
+#: Turns of a loop that are tried each by itself.
+MOST_TURNS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Repair:
@@ -102,6 +105,8 @@ def _of_kinds(
                 repair = _tried_where_wrong(sides, trials, proposal, call, edited)
             if repair is None and kind == INPUT:
                 repair = _tried_for_callers(trials, proposal, call, edited)
+            if repair is None and kind == CHANGE:
+                repair = _tried_in_one_turn(trials, proposal, call, edited)
             if repair is not None and not _moves_the_fault(sides, trials, repair):
                 yield repair
 
@@ -126,6 +131,22 @@ def _tried_where_wrong(
     if call not in wrong or len(wrong) == len(family):
         return None
     return _tried(trials, proposal, call, wrong, is_whole=False)
+
+
+def _tried_in_one_turn(
+    trials: Trials, proposal: Proposal, call: TracedCall, family: Sequence[TracedCall]
+) -> Repair | None:
+    """Return what another mask repairs in one turn of a loop, where the others' are right.
+
+    A mask alone has no equal that says in which turn it is wrong.
+    """
+    if call.first.dtype != "bool" or not 1 < len(family) <= MOST_TURNS:
+        return None
+    for each in family:
+        repair = _tried(trials, proposal, each, [each], is_whole=False)
+        if repair is not None and repair.ends:
+            return repair
+    return None
 
 
 def _tried_for_callers(

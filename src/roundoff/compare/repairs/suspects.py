@@ -37,7 +37,8 @@ def suspects(sides: Sides, trials: Trials, region: Collection[int]) -> list[Trac
     starts = {row.record for call in calls for row in call.rows}
     before = [program.calls[n] for n in _moves_before(flow, program, starts)]
     moves = list(islice(one_of_each(before, families), MOST_MOVES))
-    masks = [program.calls[n] for n in _masks_before(flow, program, records)]
+    made = {row.record for call in moves for row in call.rows}
+    masks = [program.calls[n] for n in _masks_before(flow, program, records | made)]
     masks += [program.calls[n] for n in _triangles_before(flow, program, records)]
     masks = list(islice(one_of_each(masks, families), MOST_MOVES))
     chosen = {call.first.call: call for call in (*firsts, *moves, *masks)}
@@ -105,7 +106,7 @@ def _moves_before_scaling(
 def _masks_before(
     flow: Flow, program: TracedProgram, records: Collection[int]
 ) -> list[int]:
-    """Return the calls that make what a region chooses by.
+    """Return the calls that make what a region chooses by, or counts.
 
     Of two masks as many elements may be true in other places.
     """
@@ -115,10 +116,13 @@ def _masks_before(
     while waiting:
         record = waiting.pop(0)
         row = flow.values[record].row if record in flow.values else None
-        if record in seen or row is None or row.dtype != "bool":
+        if record in seen or row is None:
+            continue
+        is_mask = row.dtype == "bool"
+        if not is_mask and row.base_operator not in _MOVE:
             continue
         seen.add(record)
-        if row.call in program.calls:
+        if is_mask and row.call in program.calls:
             masks[row.call] = None
         waiting += row.inputs
     return list(masks)

@@ -16,7 +16,7 @@ from torch import Tensor
 from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import SketchIndex, in_reals
-from roundoff.compare.repairs.goals import Ends, Goal
+from roundoff.compare.repairs.goals import FEWEST, MOST_IN_LOSS, Ends, Goal
 from roundoff.compare.values.padded_rows import kept_values
 from roundoff.compare.values.traced_calls import (
     Edit,
@@ -268,12 +268,17 @@ class _Waiting:
         return len(self._since) > PATIENCE * (1 + self.to_the_end) and not goes_on
 
 
-def trials_of(sides: Sides, ends: Ends, needed: Iterable[int]) -> Trials:
+def trials_of(
+    sides: Sides, ends: Ends, needed: Iterable[int], expected: Collection[int] = ()
+) -> Trials:
     """Return the candidate's forward pass, to be tried.
 
-    ``ends`` and ``needed``: see ``Goal``.
+    ``ends`` and ``needed``: see ``Goal``; ``expected``: what leads from what agrees to the
+    results in the reference.
     """
     lost = _lost(sides)
+    between = [value for value in lost if value.key in expected]
+    between = [value for value in between if (value.numel or 0) >= FEWEST]
     sketches = [(v.key, v.sketch) for v in lost if v.sketch is not None]
     keys = {value.key for value in lost}
     kept = kept_values(sides.reference, sides.padding)
@@ -281,7 +286,15 @@ def trials_of(sides: Sides, ends: Ends, needed: Iterable[int]) -> Trials:
     index = SketchIndex(sketches)
     first = lost[0].key if lost else None
     is_needed = frozenset(needed) & ends.keys()
-    goal = Goal(index, first, sides.limit, ends, is_needed, padding=sides.padding)
+    goal = Goal(
+        index,
+        first,
+        sides.limit,
+        ends,
+        is_needed,
+        padding=sides.padding,
+        is_far=len(between) > MOST_IN_LOSS,
+    )
     return Trials(TracedProgram(sides.candidate), goal)
 
 

@@ -14,7 +14,14 @@ from roundoff.compare.repairs.edits.edited_calls import (
     setting,
     with_argument,
 )
-from roundoff.compare.values.traced_calls import Edit, EditStep, TracedCall
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
+from roundoff.compare.values.traced_calls import (
+    BEFORE,
+    Edit,
+    EditStep,
+    TracedCall,
+    records_in,
+)
 from roundoff.ops import operators_that
 
 #: Numbers that are tried for a constant in a call besides those of the reference.
@@ -22,6 +29,8 @@ NEUTRAL = (0.0, 1.0, -1.0, 0.5, 2.0)
 #: What masks add to scores so that they never count: large, and finite, as a row of
 #: which all is masked has to stay a number.
 NEVER = -1e9
+#: Products of one term that are looked through for its constant factors.
+MOST_FACTORS = 4
 _FILL = operators_that("create") | {"where", "masked_fill", "fill"}
 #: What one of them does with a number, the other does with its reciprocal.
 _INVERSE = {"mul": "div", "div": "mul"}
@@ -69,6 +78,53 @@ def reciprocals(call: TracedCall, ingredients: Ingredients) -> Iterator[Template
         for number in numbers:
             words = f"with {1 / number:.6g}, not {float(value):.6g}"
             yield setting(place, value, 1 / number, words)
+
+
+def factors_of_other_terms(
+    call: TracedCall, ingredients: Ingredients
+) -> Iterator[Template]:
+    """The constant factor of one term of a sum on the other one, as that of a class."""
+    if call.first.base_operator not in DIFFERENCES:
+        return
+    records = records_in(call.parsed[0])
+    if len(records) != 2:
+        return
+    for place, record in enumerate(records):
+        factors = _factors_of(ingredients, record, call.first.line, MOST_FACTORS)
+        for factor in dict.fromkeys(factors):
+            if factor not in (0, 1, -1):
+                yield _with_factor_on_the_other(place, factor)
+
+
+def _factors_of(
+    ingredients: Ingredients, record: int, line: str | None, depth: int
+) -> Iterator[float]:
+    """Yield the numbers that a line multiplies a term with."""
+    maker = ingredients.maker(record)
+    if maker is None or maker.first.line != line or not depth:
+        return
+    if maker.first.base_operator in PRODUCTS:
+        yield from (float(number) for _, number in numbers_of(maker))
+        for each in records_in(maker.parsed[0]):
+            yield from _factors_of(ingredients, each, line, depth - 1)
+
+
+def _with_factor_on_the_other(place: int, factor: float) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed[0])
+        if len(records) != 2 or call.first.base_operator not in DIFFERENCES:
+            return None
+        of_first = 1 / factor if place == 0 else factor
+        alpha = call.parsed[1].get("alpha", 1) / of_first
+        product = [[{"record": records[0]}, of_first], {}]
+        total = [[{"record": BEFORE}, {"record": records[1]}], {"alpha": alpha}]
+        steps = (
+            EditStep("aten.mul.Tensor", product),
+            EditStep(call.first.overload or "", total),
+        )
+        return Edit(steps, f"with the factor {factor:.6g} on its other term")
+
+    return template
 
 
 def exchanging_numbers(one: float, other: float) -> Template:

@@ -124,7 +124,8 @@ class _Search:
             agrees, gained = trials.outcome(
                 {}, change.tensors, is_patient=change.is_patient
             )
-            if agrees and not self._loses(change.tensors):
+            is_by_chance = trials.goal.is_far and not gained
+            if agrees and not is_by_chance and not self._loses(change.tensors):
                 return self._blamed(change)
             helps = len(gained) >= SEVERAL
             if helps:

@@ -413,4 +413,4 @@ def _all_held(flow: Flow) -> Tensor:
     seen = [t for t in tensors if t is not None and _is_looked_at(t)]
     none = torch.empty(0, dtype=torch.float64)
     held = torch.cat([none, *(in_reals(t).reshape(-1).double() for t in seen)])
-    return held.unique()
+    return held.sort().values

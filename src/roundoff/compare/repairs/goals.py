@@ -56,7 +56,9 @@ class Goal:
         kept: where elements of a result count, if not all do.
         padding: masks of places that count for something: see ``padded_rows``.
         is_trusting: a result of few elements agrees by no chance.
-        is_far: the results are more than a loss behind the first of what was lost.
+        is_far: the results are few numbers, more than a loss behind the first of what was
+            lost: one of thousands of trials gives the same numbers by chance. One that is
+            right gives some of what was lost before too.
     """
 
     lost: SketchIndex
@@ -81,20 +83,7 @@ class Goal:
             return False
         is_enough = self.is_trusting or len(gained) >= SEVERAL
         is_sure = bool(self.needed) and self.needed <= sure
-        if not gained and self._says_little(right):
-            return False
         return len(right) == len(self.ends) or is_enough or is_sure
-
-    def _says_little(self, right: Collection[int]) -> bool:
-        """Return True for a few numbers alone, far behind what was lost.
-
-        One of thousands of trials gives the same number by chance. One that is right gives
-        some of what was lost before too.
-        """
-        if self.is_trusting or not self.is_far:
-            return False
-        numels = [sketch.numel for key in right for sketch, _ in self.ends[key]]
-        return max(numels, default=0) < FEWEST
 
     def gains(self, tensor: Tensor) -> list[int]:
         """Return the reference's values that a new value is, or is but for its padding."""

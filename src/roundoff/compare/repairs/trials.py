@@ -286,6 +286,8 @@ def trials_of(
     index = SketchIndex(sketches)
     first = lost[0].key if lost else None
     is_needed = frozenset(needed) & ends.keys()
+    wanted = [sketch for end in ends.values() for sketch, _ in end]
+    are_few = all(sketch.numel < FEWEST for sketch in wanted)
     goal = Goal(
         index,
         first,
@@ -293,7 +295,7 @@ def trials_of(
         ends,
         is_needed,
         padding=sides.padding,
-        is_far=len(between) > MOST_IN_LOSS,
+        is_far=are_few and len(between) > MOST_IN_LOSS,
     )
     return Trials(TracedProgram(sides.candidate), goal)
 

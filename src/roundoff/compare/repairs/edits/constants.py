@@ -84,12 +84,11 @@ def factors_of_other_terms(
     call: TracedCall, ingredients: Ingredients
 ) -> Iterator[Template]:
     """The constant factor of one term of a sum on the other one, as that of a class."""
-    if call.first.base_operator not in DIFFERENCES:
-        return
+    is_number = "float" in (call.first.dtype or "")
     records = records_in(call.parsed[0])
-    if len(records) != 2:
+    if call.first.base_operator not in DIFFERENCES or len(records) != 2:
         return
-    for place, record in enumerate(records):
+    for place, record in enumerate(records if is_number else ()):
         factors = _factors_of(ingredients, record, call.first.line, MOST_FACTORS)
         for factor in dict.fromkeys(factors):
             if factor not in (0, 1, -1):

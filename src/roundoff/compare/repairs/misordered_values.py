@@ -279,7 +279,7 @@ def _as_they_stand_first(sides: Sides, value: Value) -> list[Tensor]:
 def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:
     held = sides.candidate.tensor(value.key)
     orders = 0
-    for key in sides.all_twins(value)[:MOST_TWINS]:
+    for key in _from_both_ends(sides.all_twins(value))[:MOST_TWINS]:
         content = sides.reference.tensor(key)
         if held is None or content is None:
             continue
@@ -289,6 +289,18 @@ def _in_other_orders(sides: Sides, value: Value) -> Iterator[Tensor]:
                 orders += 1
             if orders >= MOST_ORDERS:
                 return
+
+
+def _from_both_ends(keys: Sequence[int]) -> list[int]:
+    """Return the first, the last, the second, and so on.
+
+    The reference moves values several times: as they are made, and as they are read.
+
+    >>> _from_both_ends([1, 2, 3, 4, 5])
+    [1, 5, 2, 4, 3]
+    """
+    ways = zip(keys, reversed(keys), strict=True)
+    return [*dict.fromkeys(key for pair in ways for key in pair)]
 
 
 def _twin_in_place(sides: Sides, trials: Trials, value: Value) -> bool:

@@ -120,6 +120,7 @@ NETWORKS = (
     "fno",
     "mobilevit",
     "dlrm",
+    "s4d",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -185,6 +186,7 @@ KEPT_APART = (
     "fno",
     "mobilevit",
     "dlrm",
+    "s4d",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

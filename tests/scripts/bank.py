@@ -54,6 +54,8 @@ KEPT_APART = (
     "normflow",
     "moco",
     "asr",
+    "flowmatch",
+    "seqrec",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

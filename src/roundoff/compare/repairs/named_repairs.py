@@ -49,7 +49,8 @@ def blamed_for(
     """
     [first, *_] = repair.call.rows
     value = sides.candidate.values[first.record]
-    words = f"{repair.words} it gives what the reference has"
+    more = "" if repair.ends else "more of "
+    words = f"{repair.words} it gives {more}what the reference has"
     is_added = repair.unlikely == ONE_MORE and ADDED in repair.words
     if is_added and wanted is not None and wanted.operator == "add":
         words = f"left out is {there(wanted)}: {words}"

@@ -64,7 +64,7 @@ class BatchNorm(nn.Module):
                 self._mean.copy_(m * self._mean + (1 - m) * mean)
                 self._variance.copy_(m * self._variance + (1 - m) * var * n / (n - 1))
         else:
-            mean, var = self._mean, self._variance
+            mean, var = self.get_buffer("_mean"), self.get_buffer("_variance")
         scale = self.weight / torch.sqrt(var + self._epsilon)
         shift = self.bias - mean * scale
         return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)

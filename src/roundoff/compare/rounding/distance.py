@@ -11,6 +11,7 @@ import torch
 
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.value_sketch import MASK
 from roundoff.compare.rounding.findings import Distance
 from roundoff.compare.tensors.metrics import Metrics, measure
 from roundoff.record import StepTensors
@@ -22,6 +23,9 @@ COUNTS = ("nan", "posinf", "neginf")
 
 #: A number below this share of the lowest of its format is a mask's.
 OF_LOWEST = 0.99
+
+#: What is added to a number of this size is rounded away: numbers that differ by less are one.
+ONE_NUMBER = 1e-6
 
 EQUAL = Distance(0.0, equal=True)
 UNKNOWN = Distance(None)
@@ -90,6 +94,11 @@ class Distances:
         if differently_masked(twin, row):
             tensors = _alike(ours[reference], theirs[candidate])
             return of_unmasked(*tensors), metrics
+        if metrics.equal != 1.0 and _may_be_filled(twin, row):
+            tensors = _alike(ours[reference], theirs[candidate])
+            beside = beside_fill(*tensors)
+            if beside is not None:
+                return beside, metrics
         return of_metrics(metrics), metrics
 
     def _of_scaled(
@@ -179,6 +188,41 @@ def of_unmasked(ours: torch.Tensor, theirs: torch.Tensor) -> Distance:
 
 def _is_masked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor <= OF_LOWEST * torch.finfo(tensor.dtype).min
+
+
+def beside_fill(ours: torch.Tensor, theirs: torch.Tensor) -> Distance | None:
+    """Return the distance of what a mask leaves that fills with a large finite number.
+
+    Beside -1e9 no other number would count. None where neither is filled so, or not in the
+    same places.
+
+    >>> filled = torch.tensor([1.0, -1e9]), torch.tensor([2.0, -1e9])
+    >>> beside_fill(*filled).error
+    1.0
+    """
+    if ours.shape != theirs.shape or not ours.is_floating_point():
+        return None
+    filled, other = _is_filled(ours), _is_filled(theirs)
+    if filled is None or other is None or filled.all() or not filled.equal(other):
+        return None
+    return of_metrics(measure(ours[~filled], theirs[~filled]))
+
+
+def _is_filled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return where a tensor holds one number below ``-MASK``; None where it holds several."""
+    low = tensor <= -MASK
+    numbers = tensor[low]
+    if not numbers.numel():
+        return None
+    least = numbers.min()
+    is_one_number = bool(numbers.max() - least <= ONE_NUMBER * least.abs())
+    return low if is_one_number else None
+
+
+def _may_be_filled(reference: RecordedRow, candidate: RecordedRow) -> bool:
+    """Return True where both rows reach so low, by their statistics."""
+    lowest = (reference.min, candidate.min)
+    return all(least is not None and least <= -MASK for least in lowest)
 
 
 def of_statistics(reference: RecordedRow, candidate: RecordedRow) -> Distance:

@@ -53,11 +53,10 @@ def _missing_draw(
     """
     twin = sides.reference.rows.get(drawn.reference_record or 0)
     row = sides.candidate.rows[drawn.record or 0]
-    left_out = None if twin is None else _left_out(sides, compared, twin, row)
-    if left_out is None:
+    found = None if twin is None else _left_out(sides, compared, twin, row)
+    if found is None:
         return None
-    pairs = {each.reference_record: each.record for each in compared}
-    present = sides.candidate.rows.get(pairs.get(left_out.record) or 0)
+    left_out, present = found
     draw = f"{left_out.operator} ({left_out.line})"
     words = f"{draw} is drawn in the reference only"
     if present is not None:
@@ -90,8 +89,9 @@ def _left_out(
     compared: Sequence[ComparedRow],
     twin: RecordedRow,
     row: RecordedRow,
-) -> RecordedRow | None:
-    """Return the first draw of the reference before one that the candidate does not make.
+) -> tuple[RecordedRow, RecordedRow | None] | None:
+    """Return the first draw of the reference before one that the candidate does not make,
+    and what it has in its place.
 
     None where the candidate has drawn as often before.
     """
@@ -103,7 +103,7 @@ def _left_out(
     for draw in ours:
         present = sides.candidate.rows.get(pairs.get(draw.record) or 0)
         if present is None or not draws(present):
-            return draw
+            return draw, present
     return None
 
 

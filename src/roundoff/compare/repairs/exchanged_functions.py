@@ -16,7 +16,6 @@ from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.trials import BUDGET, CALL, Trials
-from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 
@@ -41,7 +40,7 @@ def exchanged_functions(sides: Sides, part: Part, trials: Trials) -> Blamed | No
                 continue
             second, made = behind
             if _gives_reference(trials, given, made, result):
-                return _blamed(sides, part, result, second)
+                return _blamed(result, second)
     return None
 
 
@@ -112,10 +111,10 @@ def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) 
     return False
 
 
-def _blamed(sides: Sides, part: Part, result: Value, second: Value) -> Blamed:
+def _blamed(result: Value, second: Value) -> Blamed:
     """Name the line of the first function where one of the same function calls the second."""
     stack = stack_of(result.row)
-    line = FaultLines(sides, part.region).of_operator(result)
+    line = result.row.line
     if stack:
         line = stack[min(shared(stack, stack_of(second.row)), len(stack) - 1)]
     words = (

@@ -26,6 +26,7 @@ from roundoff.compare.records.parameter_names import (
 )
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.leaf_changes import Held, LeafChange, cuts_of, order_of
+from roundoff.compare.tensors.nearest import to_nearest
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -108,7 +109,7 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
     if sum(content.rows.numel() for content in contents) > MOST_IN_ALL:
         return
     held = _all_held(sides.candidate)
-    missed = [c for c in contents if not _are_among(in_reals(c.rows).double(), held)]
+    missed = [c for c in contents if not _are_among(in_reals(c.rows), held)]
     by_rows = [
         rows
         for leaf, tensor in (*present, *_beside(sides.candidate, present))
@@ -402,8 +403,7 @@ def _are_among(values: Tensor, held: Tensor) -> bool:
     """Return True where all of some values are among others, which rise."""
     if not held.numel():
         return not values.numel()
-    places = torch.searchsorted(held, values.contiguous()).clamp_max(len(held) - 1)
-    return bool((held[places] == values).all())
+    return not to_nearest(held, values.reshape(-1).double()).any()
 
 
 def _all_held(flow: Flow) -> Tensor:

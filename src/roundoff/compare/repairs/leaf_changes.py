@@ -89,10 +89,10 @@ def of_other_sign(present: Sequence[Held]) -> Iterator[LeafChange]:
     """
     for leaf, tensor in present:
         name = leaf.row.name
-        kinds: list[tuple[Callable[[Tensor], Tensor], str]] = [
-            (_negated, f"{name} has the other sign")
-        ]
-        if tensor.is_complex():
+        kinds: list[tuple[Callable[[Tensor], Tensor], str]] = []
+        if tensor.is_floating_point():
+            kinds = [(_negated, f"{name} has the other sign")]
+        elif tensor.is_complex():
             kinds = [
                 (_conjugated, f"{name} is the conjugate of what it should be"),
                 (_crossed, f"{name} has real and imaginary parts the wrong way round"),

@@ -24,7 +24,8 @@ COUNTS = ("nan", "posinf", "neginf")
 #: A number below this share of the lowest of its format is a mask's.
 OF_LOWEST = 0.99
 
-#: What is added to a number of this size is rounded away: numbers that differ by less are one.
+#: Beside -1e9 scores of some hundreds are less than this share of it: numbers of a mask that
+#: differ by less are one, whatever it was added to.
 ONE_NUMBER = 1e-6
 
 EQUAL = Distance(0.0, equal=True)

@@ -86,9 +86,10 @@ def factors_of_other_terms(
     """The constant factor of one term of a sum on the other one, as that of a class."""
     is_number = "float" in (call.first.dtype or "")
     records = records_in(call.parsed[0])
-    if call.first.base_operator not in DIFFERENCES or len(records) != 2:
+    is_sum = call.first.base_operator in DIFFERENCES and len(records) == 2
+    if not is_sum or not is_number:
         return
-    for place, record in enumerate(records if is_number else ()):
+    for place, record in enumerate(records):
         factors = _factors_of(ingredients, record, call.first.line, MOST_FACTORS)
         for factor in dict.fromkeys(factors):
             if factor not in (0, 1, -1):

@@ -85,7 +85,7 @@ def data_records(rows: Rows) -> set[int]:
 
 def _data(rows: Rows, running: _Running) -> set[int]:
     state = unnamed_state(rows)
-    loaded = _behind(rows, [*values_before(rows).values(), *state])
+    loaded = _loaded(rows, [*values_before(rows).values(), *state])
     named = _named(rows)
     held = {row.content for row in (*named, *state)}
     first_name = min((row.record for row in named), default=0)
@@ -101,6 +101,29 @@ def _data(rows: Rows, running: _Running) -> set[int]:
         if of_data and running.may_be_data(row):
             data.add(record)
     return data
+
+
+def _loaded(rows: Rows, kept: Sequence[RecordedRow]) -> set[int]:
+    """Return these values that a program keeps, and what only they were made of.
+
+    Samples that are counted to begin a parameter with, and read by the model later, are data.
+    """
+    behind = _behind(rows, kept)
+    ends = {row.record for row in kept}
+    read_elsewhere = {
+        record
+        for row in rows.values()
+        if row.is_call and row.record not in behind
+        for record in row.inputs
+        if record in behind and record not in ends
+    }
+    samples: set[int] = set()
+    for record in sorted(_behind(rows, [rows[record] for record in read_elsewhere])):
+        row = rows[record]
+        is_of_samples = bool(row.inputs) and samples.issuperset(row.inputs)
+        if is_of_samples if row.is_call else not row.name:
+            samples.add(record)
+    return behind - samples
 
 
 class _Running:

@@ -121,6 +121,7 @@ NETWORKS = (
     "mobilevit",
     "dlrm",
     "s4d",
+    "dien",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -187,6 +188,7 @@ KEPT_APART = (
     "mobilevit",
     "dlrm",
     "s4d",
+    "dien",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -122,6 +122,7 @@ NETWORKS = (
     "dlrm",
     "s4d",
     "dien",
+    "pixelcnn",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -189,6 +190,7 @@ KEPT_APART = (
     "dlrm",
     "s4d",
     "dien",
+    "pixelcnn",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -123,6 +123,7 @@ NETWORKS = (
     "s4d",
     "dien",
     "pixelcnn",
+    "fastpitch",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -191,6 +192,7 @@ KEPT_APART = (
     "s4d",
     "dien",
     "pixelcnn",
+    "fastpitch",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -56,6 +56,8 @@ KEPT_APART = (
     "asr",
     "flowmatch",
     "seqrec",
+    "preference",
+    "fedavg",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -58,6 +58,8 @@ KEPT_APART = (
     "seqrec",
     "preference",
     "fedavg",
+    "lora_encoder",
+    "sac",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -156,9 +156,9 @@ FAULTS = [
     Change(
         "paddle_style",
         "zeros beside the columns stand at the right, not at the left",
-        "        x = F.pad(x, [self.half, 0, 0, 0])\n"
+        "        x = F.pad(x, [self.reach, 0, 0, 0])\n"
         "        return F.conv2d(x, kernel)\n",
-        "        x = F.pad(x, [0, self.half, 0, 0])\n"
+        "        x = F.pad(x, [0, self.reach, 0, 0])\n"
         "        return F.conv2d(x, kernel)\n",
         at="return F.conv2d(x, kernel)",
     ),

@@ -88,11 +88,11 @@ class VerticalConv2D(Layer):
         shape = [out_channels, in_channels, kernel_size, kernel_size]
         self.weight = self.create_parameter(shape)
         self.bias = self.create_parameter([out_channels])
-        self.half = kernel_size // 2
+        self.reach = kernel_size // 2
 
     def forward(self, x):
-        seen = self.weight[:, :, : self.half + 1]
-        x = F.pad(x, [self.half, self.half, self.half, 0])
+        seen = self.weight[:, :, : self.reach + 1]
+        x = F.pad(x, [self.reach, self.reach, self.reach, 0])
         return F.conv2d(x, seen, self.bias)
 
 
@@ -101,15 +101,15 @@ class HorizontalConv2D(Layer):
         super().__init__()
         shape = [out_channels, in_channels, 1, kernel_size]
         self.weight = self.create_parameter(shape)
-        self.half = kernel_size // 2
+        self.reach = kernel_size // 2
         out_color = color_of(out_channels // 2).tile([2])
         mask = color_mask(mask_type, color_of(in_channels), out_color)
         self.register_buffer("mask", mask[:, :, None, None], persistent=False)
 
     def forward(self, x):
-        left, here, _ = torch.split(self.weight, [self.half, 1, self.half], dim=3)
+        left, here, _ = torch.split(self.weight, [self.reach, 1, self.reach], dim=3)
         kernel = torch.cat([left, here * self.mask], dim=3)
-        x = F.pad(x, [self.half, 0, 0, 0])
+        x = F.pad(x, [self.reach, 0, 0, 0])
         return F.conv2d(x, kernel)
 
 

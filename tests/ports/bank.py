@@ -124,6 +124,7 @@ NETWORKS = (
     "dien",
     "pixelcnn",
     "fastpitch",
+    "restormer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -193,6 +194,7 @@ KEPT_APART = (
     "dien",
     "pixelcnn",
     "fastpitch",
+    "restormer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -192,14 +192,14 @@ def batches():
             image[:, :, width:] = 0
             clean.append(image)
             extent.append([height, width])
-        clean = torch.stack(clean)
-        noise = torch.randn(clean.shape, generator=generator)
+        images = torch.stack(clean)
+        noise = torch.randn(images.shape, generator=generator)
         level = 15 + 35 * torch.rand(size, 1, 1, 1, generator=generator)
-        noisy = clean + level * noise
+        noisy = images + level * noise
         made.append(
             {
                 "noisy": noisy.clamp(0, 255).to(torch.uint8),
-                "clean": clean.clamp(0, 255).to(torch.uint8),
+                "clean": images.clamp(0, 255).to(torch.uint8),
                 "extent": torch.tensor(extent),
             }
         )

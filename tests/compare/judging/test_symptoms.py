@@ -125,10 +125,14 @@ def test_a_number_where_the_reference_reads_a_tensor_of_other_values():
     seen = row(0, "sum", min=3990.0, max=4022.0)
     of_tensor = row(2, "div", [1, 0], arguments='[[{"record":1},{"record":0}],{}]')
     of_number = row(2, "div", [1], arguments='[[{"record":1},4224],{}]')
-    what = "reads 4224 where the reference reads net/sum (train.py:7)"
+    what = "divides by 4224 where the reference divides by net/sum (train.py:7)"
     assert looks(of_number, of_tensor, ours=[seen]) == ("other input", what)
-    what = "reads net/sum (train.py:7) where the reference has 4224"
+    what = "divides by net/sum (train.py:7) where the reference has 4224"
     assert looks(of_tensor, of_number, theirs=[seen]) == ("other input", what)
+    made_here = {"theirs": [seen, row(1, "exp")], "region": [0]}
+    assert looks(of_tensor, of_number, **made_here) == ("other input", what)
+    made_here["region"] = [0, 1]
+    assert looks(of_tensor, of_number, **made_here)[1] != what, "more is made otherwise"
     # the same number in a tensor is no other value
     all_alike = row(0, "full", min=4224.0, max=4224.0)
     label, _ = looks(

@@ -72,6 +72,10 @@ def shuffled(order):
     return work
 
 
+def drawn_order(n, generator):
+    return torch.randperm(n, generator=generator)
+
+
 def unshuffled(n, _):
     return torch.arange(n)
 
@@ -80,9 +84,7 @@ def unshuffled(n, _):
 def test_draw_that_is_left_out_goes_before_those_that_are_other_numbers_by_it(
     keep, tmp_path
 ):
-    right = record(
-        tmp_path / "right", keep, shuffled(lambda n, g: torch.randperm(n, generator=g))
-    )
+    right = record(tmp_path / "right", keep, shuffled(drawn_order))
     wrong = record(tmp_path / "wrong", keep, shuffled(unshuffled))
     found = roundoff.compare(reference=right, candidate=wrong)
     first = found.culprits()[0]
@@ -388,3 +390,35 @@ def test_a_batch_that_is_fed_twice_is_other_data(is_same, tmp_path):
         first = found.culprits()[0]
         assert "fed other data" in first.evidence
         assert "where the reference reads" in first.evidence
+
+
+def counted_first(order):
+    """Ragged samples begin a bias with their counts, and are what the model reads later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9))
+    generator = torch.Generator().manual_seed(4)
+    words = torch.randint(0, 9, (40,), generator=generator).tolist()
+    samples = [torch.tensor(words[i : i + 3 + i % 4]) for i in range(0, 32, 4)]
+    counts = torch.bincount(torch.cat(samples), minlength=9)
+    with torch.no_grad():
+        model[2].bias.copy_((counts + 1.0).log())
+    for rows in order(8, generator).split(4):
+        padded = [
+            functional.pad(samples[i], (6 - len(samples[i]), 0)) for i in rows.tolist()
+        ]
+        model(torch.stack(padded)).square().mean().backward()
+
+
+@KEEP
+def test_samples_that_a_parameter_was_counted_from_are_data(keep, tmp_path):
+    folders = []
+    for name, order in (("right", drawn_order), ("wrong", unshuffled)):
+        folders.append(tmp_path / name)
+        with roundoff.capture(folders[-1], keep=keep) as run:
+            counted_first(order)
+            run.step()
+    found = roundoff.compare(reference=folders[0], candidate=folders[1])
+    first = found.culprits()[0]
+    assert first.looks_like == "other data"
+    assert "it begins at /arange" in first.evidence
+    assert "arange where the reference has randperm" in first.evidence

@@ -94,6 +94,10 @@ ADVICE = {
 }
 
 
+#: What a call does with its second operand, where a number may stand.
+_READS = {"div": "divides by", "mul": "multiplies by"}
+
+
 @dataclass(frozen=True, slots=True)
 class Symptom:
     """What a fault looks like: ``label`` is a key of ``ADVICE``, ``evidence`` a text."""
@@ -234,23 +238,37 @@ def _wrong_constant(fault: Fault) -> Symptom | None:
 
 def _number_for_tensor(fault: Fault) -> Symptom | None:
     """A number in the place of a tensor with other values, in either program."""
-    if fault.other_operator or fault.finding.region:
-        return None
     here = number_for_tensor(fault.row, fault.twin)
     there = number_for_tensor(fault.twin, fault.row)
+    made = set() if there is None else _made_of(fault.candidate, there[1])
+    if fault.other_operator or not made.issuperset(fault.finding.region):
+        return None
+    reads = _READS.get(fault.row.base_operator, "reads")
     if here is not None and _holds_other_values(fault.reference, *here):
         number, record = here
         ours = _site_and_line(fault.reference[record])
         return Symptom(
-            "other input", f"reads {number:g} where the reference reads {ours}"
+            "other input", f"{reads} {number:g} where the reference {reads} {ours}"
         )
     if there is not None and _holds_other_values(fault.candidate, *there):
         number, record = there
         theirs = _site_and_line(fault.candidate[record])
         return Symptom(
-            "other input", f"reads {theirs} where the reference has {number:g}"
+            "other input", f"{reads} {theirs} where the reference has {number:g}"
         )
     return None
+
+
+def _made_of(rows: Rows, record: int) -> set[int]:
+    """Return a value and all that it is computed from."""
+    behind: set[int] = set()
+    waiting = [record]
+    while waiting:
+        record = waiting.pop()
+        if record not in behind and record in rows:
+            behind.add(record)
+            waiting += rows[record].inputs
+    return behind
 
 
 def _holds_other_values(rows: Rows, number: float, record: int) -> bool:

@@ -43,7 +43,11 @@ from roundoff.ops import operators_that
 #: module and operator are by different hands.
 ALIKE = 0.5
 _FORWARD = "forward"
-_CUTS = operators_that("cut out")
+_MOVES = (
+    operators_that("cut out")
+    | operators_that("join")
+    | operators_that("hand on in order")
+)
 
 
 def by_different_hands(
@@ -146,7 +150,7 @@ class ValuesCompared:
         return all(
             self._is_computed_there(record)
             or self._is_put_together(record)
-            or self._is_cut_from_right_ones(record)
+            or self._is_of_right_ones(record)
             for record in results
         )
 
@@ -161,13 +165,15 @@ class ValuesCompared:
         others = self.sides.all_twins(self.sides.candidate.values[record])
         return any(self.sides.reference.values[k].is_call for k in (nearest, *others))
 
-    def _is_cut_from_right_ones(self, record: int) -> bool:
-        """Return True for elements of values that agree: taking them computes nothing."""
+    def _is_of_right_ones(self, record: int) -> bool:
+        """Return True for elements of values that agree: taking and joining them computes nothing."""
         values = self.sides.candidate.values
         value = values[record]
         numbers = [key for key in value.inputs if values[key].is_number]
-        return value.operator in _CUTS and all(
-            key in self.sides.twins for key in numbers
+        if value.operator not in _MOVES or not numbers:
+            return False
+        return all(
+            key in self.sides.twins or self._is_of_right_ones(key) for key in numbers
         )
 
     def _is_put_together(self, record: int) -> bool:

@@ -190,7 +190,8 @@ def is_right_elsewhere(sides: Sides, leaf: Value, but: Value | None = None) -> b
             waiting += sides.candidate.readers.get(reader.key, ())
             continue
         is_whole = reader.key in sides.twins and reader.key not in sides.several
-        if is_whole and not reader.inner and is_in_order(sides, reader):
+        is_told = is_whole and not reader.inner and not reader.says_nothing
+        if is_told and is_in_order(sides, reader):
             return True
     return False
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
-from roundoff.compare.judging.step_causes import listed
+from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.repairs.replaceable_values import FEWEST
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
@@ -36,7 +36,58 @@ def left_state(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
             first = next(value for value in theirs if value.key in tensors)
             line = _first_reader(sides.candidate, first).row.line
             return Blamed(first, None, words, line=line)
+    return _begun_otherwise(sides, part, trials)
+
+
+def _begun_otherwise(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return the value that stands where the reference begins with zeros.
+
+    What a layer before has left is right by itself, and no state to begin with.
+    """
+    flow = sides.candidate
+    read = _read_by(sides.reference, part.expected)
+    begun = {value.row.numel: value for value in reversed(read) if _is_zero(value)}
+    values = [
+        value
+        for value in _read_by(flow, part.region)
+        if value.is_call
+        and value.is_number
+        and value.row.numel in begun
+        and value.key in sides.twins
+        and not value.says_nothing
+    ]
+    for value in values:
+        held = flow.tensor(value.key)
+        if held is None or trials.left < 0:
+            return None
+        zeros = {value.key: torch.zeros_like(held)}
+        if trials.outcome({}, zeros, is_patient=True)[0]:
+            readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
+            is_made_for_it = all(
+                reader.key in part.region or reader.row.phase != part.phase
+                for reader in readers
+            )
+            source = with_line(value.row.site, value.row.line)
+            words = (
+                f"begins with {source} where the reference begins with zeros; "
+                "with these all is right"
+            )
+            begins = value if is_made_for_it else _first_reader(flow, value)
+            twin = begun[value.row.numel]
+            return Blamed(begins, twin, words, label="other input")
     return None
+
+
+def _read_by(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return what a region is made of, in order, its own values among it."""
+    read = {key for each in region for key in flow.values[each].inputs}
+    values = [flow.values[key] for key in (*read, *region) if key in flow.values]
+    return sorted(dict.fromkeys(values), key=lambda value: value.order)
+
+
+def _is_zero(value: Value) -> bool:
+    sketch = value.sketch
+    return sketch is not None and sketch.constant and not sketch.size
 
 
 def _states(

@@ -294,11 +294,15 @@ class FaultLines:
         return value.key not in twins and all(key in twins for key in value.inputs)
 
     def _leads_to_right(self, key: int) -> bool:
-        """Return True for a value that agrees, or of which one is computed that does."""
+        """Return True for a value that agrees, or of which one is computed that does.
+
+        Of wrong numbers the signs, or which is the largest, may agree all the same.
+        """
         if not self.is_clear:
             return False
         flow = self.sides.candidate
-        if self._agrees(flow.values[key]):
+        value = flow.values[key]
+        if self._agrees(value):
             return True
         waiting = [key]
         seen = {key}
@@ -306,7 +310,7 @@ class FaultLines:
             for reader in _readers(flow, waiting.pop(0)):
                 if reader.key in seen:
                     continue
-                if self._agrees(reader):
+                if self._agrees(reader) and reader.is_number >= value.is_number:
                     return True
                 seen.add(reader.key)
                 waiting.append(reader.key)

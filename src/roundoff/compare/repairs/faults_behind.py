@@ -14,6 +14,7 @@ import torch
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.repairs.exchanged_leaves import exchanged_leaves
+from roundoff.compare.repairs.filled_padding import filled_padding
 from roundoff.compare.repairs.fitted_masks import fitted_mask
 from roundoff.compare.repairs.leaf_trials import ODD, PLAIN, leaf_on_trial
 from roundoff.compare.repairs.left_out_values import left_out
@@ -40,7 +41,8 @@ _JOIN = operators_that("join")
 def repaired_behind(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
     """Return what makes a value right that is wrong; None where no repair is found."""
     return (
-        _repaired(sides, trials, rejoin)
+        filled_padding(sides, trials, rejoin)
+        or _repaired(sides, trials, rejoin)
         or fitted_mask(sides, trials, rejoin)
         or left_out(sides, trials, rejoin, several=True)
     )

@@ -362,10 +362,12 @@ class _RankComparison:
                 return self._believed(by_values, step, before)
         differed = self._differs
         self._differs |= any(row.cause is not None for row in rows)
+        by_name = rows
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
         if by_hands or not is_same_before:
             return rows
-        by_values = agreeing_by_values(sides, rows)
+        is_by_events = self._is_explained_by_events(step)
+        by_values = agreeing_by_values(sides, by_name if is_by_events else rows)
         if by_values is None and not self._is_explained(step):
             by_values = compared_by_values(sides, rows)
         if by_values is None:
@@ -439,6 +441,11 @@ class _RankComparison:
             cause.kind != OPERATORS and cause.label != "gradient cut"
             for cause in causes
         )
+
+    def _is_explained_by_events(self, step: int) -> bool:
+        """Return True where nothing but calls of the loop in another form is behind a step."""
+        causes = [cause for cause in self.causes if cause.step == step]
+        return bool(causes) and all(cause.label == "other loop" for cause in causes)
 
     def _shows_portions(self, sides: Sides, data: DataPortions) -> bool:
         """Return True where tensors say if a step does the same work in other portions.

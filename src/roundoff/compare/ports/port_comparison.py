@@ -32,10 +32,10 @@ from roundoff.compare.ports.port_results import (
 )
 from roundoff.compare.ports.port_rows import PortRows
 from roundoff.compare.ports.written_buffers import buffers
-from roundoff.compare.records.recorded_rows import Rows
+from roundoff.compare.records.recorded_rows import Rows, last_named
 from roundoff.compare.records.value_sketch import sketch_of_tensor
 from roundoff.compare.values.padded_rows import padding_masks
-from roundoff.compare.values.value_flow import Value, flow_of
+from roundoff.compare.values.value_flow import Flow, Value, flow_of
 from roundoff.compare.values.value_regions import Sides, limit_of
 from roundoff.ops import operators_that
 
@@ -112,6 +112,12 @@ def explained_by_values(
     if not compared.differences or not (compared.is_sure or is_right):
         return None
     return compared.rows()
+
+
+def _written(flow: Flow) -> set[str]:
+    """Return the names of the parameters and buffers that a step begins with, and writes."""
+    written = {name for name, row in last_named(flow.step.rows).items() if row.is_call}
+    return written & named_leaves(flow).keys()
 
 
 def _is_in_phase(sides: Sides, record: int) -> bool:
@@ -211,11 +217,28 @@ class ValuesCompared:
         )
 
     @property
-    def compares_all_gradients(self) -> bool:
-        """True where each gradient of the candidate has a counterpart, and there are some."""
+    def compares_all_results(self) -> bool:
+        """True where each gradient of the candidate has a counterpart, and there are some.
+
+        A server that gets its gradients from copies of the model has none of its own:
+        then each parameter that a step changes has one.
+        """
         gradients = gradients_left(self.sides.candidate.step.rows)
+        if not gradients and not gradients_left(self.sides.reference.step.rows):
+            return self._compares_all_written
         pairs = gradient_pairs(self.sides, gradients_left).values()
         return 0 < len(gradients) == sum(len(pair.theirs) for pair in pairs)
+
+    @property
+    def _compares_all_written(self) -> bool:
+        pairs = counterparts(self.sides)
+        ours = _written(self.sides.reference)
+        theirs = _written(self.sides.candidate)
+        return (
+            bool(theirs)
+            and ours <= {name for each in pairs for name in each.ours}
+            and theirs <= {name for each in pairs for name in each.theirs}
+        )
 
     def blames(self, leaves: Container[int]) -> bool:
         """Return True where one of these parameters, or a view of one, is at fault."""

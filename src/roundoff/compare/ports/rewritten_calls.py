@@ -36,6 +36,7 @@ from roundoff.ops import operators_that
 
 _FORWARD = "forward"
 _BACKWARD = "backward"
+_OPTIMIZER = "optimizer"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 _MOVES = operators_that("move values")
@@ -72,7 +73,7 @@ def compared_by_values(
     if first.phase == _BACKWARD:
         # the forward pass is right: written otherwise, it has another backward pass
         compared = values_compared(sides)
-        is_right = compared.compares_all_gradients and _agree(sides, rows, compared)
+        is_right = compared.compares_all_results and _agree(sides, rows, compared)
         return compared.rows() if is_right else None
     if first.phase != _FORWARD:
         return None
@@ -96,17 +97,28 @@ def agreeing_by_values(
     if sides.reference.tensors is None or sides.candidate.tensors is None:
         return None
     first = next((row for row in rows if row.cause == OWN), None)
-    if first is None or first.phase not in (_FORWARD, _BACKWARD):
+    if first is None or first.phase not in (_FORWARD, _BACKWARD, _OPTIMIZER):
         return None
     if (first.call or 0) < 0 and first.operator != "input":
         return None
-    # as far from what agrees as from values that have nothing in common
-    if (first.error or 0.0) < math.sqrt(REGION * unit(first.dtype)):
+    if first.phase == _OPTIMIZER and first.looks_like not in _UNTOLD:
+        return None
+    if (first.error or 0.0) < _far_off(first):
         return None
     compared = agreeing_results(sides)
-    if compared is None or not compared.compares_all_gradients:
+    if compared is None or not compared.compares_all_results:
         return None
     return compared.rows() if _agree(sides, rows, compared) else None
+
+
+def _far_off(row: ComparedRow) -> float:
+    """Return from which error on a value shows that it is no counterpart, or a result its fault.
+
+    As far from what agrees as from values that have nothing in common. What an optimizer
+    computes once for all parameters shows in all of them.
+    """
+    rounding = REGION * unit(row.dtype)
+    return rounding if row.phase == _OPTIMIZER else math.sqrt(rounding)
 
 
 def _is_told(row: ComparedRow) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from roundoff.compare.portions.comparison import (
 from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.left_averages import left_average_causes
 from roundoff.compare.ports.port_comparison import by_different_hands
+from roundoff.compare.ports.read_later import differs_later
 from roundoff.compare.ports.rewritten_calls import (
     agreeing_by_values,
     compared_as_another_layer,
@@ -268,9 +270,12 @@ class _RankComparison:
         self._portions = PortionsMemory()
         self.damage: list[str] = []
         self.causes: list[Cause] = []
+        #: The step after each.
+        self._following: dict[int, int] = {}
 
     def compare_loops(self, steps: Sequence[int]) -> None:
         """Find what the training loops do differently in all steps."""
+        self._following = dict(itertools.pairwise(steps))
         ours = [(step, event) for step in steps for event in self._events(step)[0]]
         theirs = [(step, event) for step in steps for event in self._events(step)[1]]
         self.causes += loop_causes(ours, theirs, self._rank)
@@ -368,12 +373,30 @@ class _RankComparison:
             return rows
         is_by_events = self._is_explained_by_events(step)
         by_values = agreeing_by_values(sides, by_name if is_by_events else rows)
+        if by_values is not None and self._differs_later(sides, by_name, step):
+            return rows
         if by_values is None and not self._is_explained(step):
             by_values = compared_by_values(sides, rows)
         if by_values is None:
             return rows
         self._differs = differed
         return self._believed(by_values, step, before)
+
+    def _differs_later(
+        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+    ) -> bool:
+        """Return True where the next step of both runs reads what this one makes otherwise."""
+        following = self._following.get(step)
+        if following is None:
+            return False
+        runs = (self._reference, self._candidate)
+        try:
+            ours, theirs = (rows_of(run, self._rank, following) for run in runs)
+        except RunError:
+            return False
+        return differs_later(
+            sides.reference.rows, sides.candidate.rows, rows, (ours, theirs)
+        )
 
     def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
         """Return the rows of a step that does the work in other portions.

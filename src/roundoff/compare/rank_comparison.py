@@ -14,7 +14,7 @@ import torch
 
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
-from roundoff.compare.judging.step_causes import OPERATORS, Cause
+from roundoff.compare.judging.step_causes import OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
 from roundoff.compare.loop.fed_data import data_causes, told_inputs
 from roundoff.compare.loop.found_causes import (
@@ -26,8 +26,9 @@ from roundoff.compare.loop.found_causes import (
 )
 from roundoff.compare.loop.hand_updates import does_all_updates
 from roundoff.compare.loop.hand_writes import KnownNames
+from roundoff.compare.loop.left_out_writes import left_write_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
-from roundoff.compare.pairing.alignment import MATCHED, renaming
+from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY, renaming
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
@@ -49,7 +50,7 @@ from roundoff.compare.ports.rewritten_calls import (
     laid_out_otherwise,
 )
 from roundoff.compare.records.data_portions import DataPortions
-from roundoff.compare.records.recorded_rows import rows_of
+from roundoff.compare.records.recorded_rows import Rows, rows_of
 from roundoff.compare.rounding.distance import (
     COUNTS,
     VALUES,
@@ -386,17 +387,32 @@ class _RankComparison:
         self, sides: Sides, rows: Sequence[ComparedRow], step: int
     ) -> bool:
         """Return True where the next step of both runs reads what this one makes otherwise."""
+        later = self._rows_of_next(step)
+        return later is not None and differs_later(
+            sides.reference.rows, sides.candidate.rows, rows, later
+        )
+
+    def _left_writes(
+        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+    ) -> list[Cause]:
+        """Return what the reference alone writes for the next step."""
+        if all(row.status != REFERENCE_ONLY for row in rows):
+            return []
+        later = self._rows_of_next(step)
+        if later is None:
+            return []
+        return left_write_causes(sides, rows, later, rank=self._rank, step=step)
+
+    def _rows_of_next(self, step: int) -> tuple[Rows, Rows] | None:
+        """Return the rows of both in the step after one; None where it is not compared."""
         following = self._following.get(step)
         if following is None:
-            return False
-        runs = (self._reference, self._candidate)
+            return None
         try:
-            ours, theirs = (rows_of(run, self._rank, following) for run in runs)
+            ours = rows_of(self._reference, self._rank, following)
+            return ours, rows_of(self._candidate, self._rank, following)
         except RunError:
-            return False
-        return differs_later(
-            sides.reference.rows, sides.candidate.rows, rows, (ours, theirs)
-        )
+            return None
 
     def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
         """Return the rows of a step that does the work in other portions.
@@ -534,6 +550,8 @@ class _RankComparison:
             ),
         )
         causes = [*self.causes, *causes_of_step(compared)]
+        if not any(cause.kind == UPDATE for cause in causes):
+            causes += self._left_writes(sides, rows, step)
         self.causes = in_order(causes)
         tensors = sides.candidate.tensors is not None
         told = told_inputs(sides.candidate, rows)

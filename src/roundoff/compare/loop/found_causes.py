@@ -8,7 +8,14 @@ from typing import Any
 
 from roundoff.compare.judging.culprits import Culprit
 from roundoff.compare.judging.explain import Sides
-from roundoff.compare.judging.step_causes import DATA, LOOP, OPERATORS, UPDATE, Cause
+from roundoff.compare.judging.step_causes import (
+    DATA,
+    LOADED,
+    LOOP,
+    OPERATORS,
+    UPDATE,
+    Cause,
+)
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.fresh_state import fresh_state_causes
@@ -18,7 +25,7 @@ from roundoff.compare.loop.left_out_updates import update_causes
 from roundoff.compare.loop.loaded_values import GRADIENT, loaded_causes, values_before
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, CLEARING, GRAPHS
 from roundoff.compare.loop.optimizer_turns import TURNS
-from roundoff.compare.loop.unnamed_updates import unnamed_update_causes
+from roundoff.compare.loop.unnamed_updates import COPIES, unnamed_update_causes
 from roundoff.compare.pairing.alignment import renaming
 from roundoff.compare.records.recorded_rows import Rows
 from roundoff.compare.rounding.findings import OWN
@@ -160,10 +167,14 @@ def in_order(causes: Sequence[Cause]) -> list[Cause]:
     """Return the causes of the steps and of the loop, each once, as they act."""
     each = _without_moved(_once(causes))
     of_loop = [cause for cause in each if cause.name in _OF_GRADIENTS]
+    left = {cause.step for cause in each if cause.name == COPIES and cause.row is None}
 
     def place(cause: Cause) -> tuple[int, bool, int]:
         only_shows = any(_only_shows(cause, other) for other in of_loop)
-        return cause.step, only_shows, cause.at
+        # a copy that stays behind shows in what it is written to
+        is_written = cause.row is not None and cause.row.is_call
+        is_copied = cause.kind == LOADED and is_written and cause.step in left
+        return cause.step, only_shows or is_copied, cause.at
 
     return sorted(each, key=place)
 

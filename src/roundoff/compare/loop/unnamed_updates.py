@@ -8,7 +8,7 @@ network does, is memory from before the step that is written from a parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roundoff.compare.judging.explain import Sides
@@ -133,8 +133,8 @@ def unnamed_update_causes(
     causes = [
         _of_parameters(ours, theirs, twins, rank, step, lost=True),
         _of_parameters(theirs, ours, backwards, rank, step, lost=False),
-        _of_copies(ours, theirs, set(twins), rank, step, lost=True),
-        _of_copies(theirs, ours, set(backwards), rank, step, lost=False),
+        _of_copies(ours, theirs, twins, rank, step, lost=True),
+        _of_copies(theirs, ours, backwards, rank, step, lost=False),
         _of_order(ours, theirs, rank, step),
     ]
     return [cause for cause in causes if cause is not None]
@@ -186,6 +186,11 @@ class _Side:
     def before(self, record: int) -> int:
         """Return the record of a value before the first write in place to it."""
         return self.sources.get(record, record)
+
+    def leaves(self, record: int) -> bool:
+        """Return True for a value from before the step that nothing is written to."""
+        row = self.rows.get(record)
+        return _is_from_before(row) and record not in {*self.sources.values()}
 
     @property
     def is_stepped(self) -> bool:
@@ -351,7 +356,7 @@ def _of_parameters(
 def _of_copies(
     side: _Side,
     other: _Side,
-    paired: Container[int],
+    twins: Mapping[int, int],
     rank: int,
     step: int,
     *,
@@ -360,7 +365,11 @@ def _of_copies(
     """Return the cause for slow copies that one side alone moves."""
     if other.copies:
         return None
-    alone = [record for record in side.copies if record not in paired]
+    alone = [
+        record
+        for record in side.copies
+        if record not in twins or other.leaves(twins[record])
+    ]
     if not alone:
         return None
     write = side.copies[alone[0]]

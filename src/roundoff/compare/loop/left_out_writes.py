@@ -1,0 +1,82 @@
+"""What one step writes for the next in the reference alone: state that stays as it was here.
+
+Statistics that a server averages, a queue of keys, an average that nothing in the step
+reads: the step that lacks the write agrees, and the next one begins with other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundoff.compare.judging.explain import Sides
+from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
+from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.unnamed_updates import written_sources
+from roundoff.compare.pairing.alignment import REFERENCE_ONLY
+from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
+
+
+def left_write_causes(
+    sides: Sides,
+    compared: Sequence[ComparedRow],
+    later: tuple[Rows, Rows],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the cause for memory that the reference alone writes, and both read later.
+
+    Where the next step of the reference reads what was written, that of the candidate
+    reads what was there before.
+
+    Args:
+        sides: the step.
+        compared: its rows.
+        later: the rows of both in the next step.
+        rank: of the step.
+        step: its number.
+    """
+    rows = sides.reference.rows
+    alone = {r.reference_record for r in compared if r.status == REFERENCE_ONLY}
+    read = _read_alike(*later)
+    lost = []
+    for record in written_sources(rows):
+        write = rows[record]
+        before = rows.get(write.inputs[0]) if write.inputs else None
+        if record not in alone or before is None or not _is_whole(write, before):
+            continue
+        if (write.content, before.content) in read:
+            lost.append(write)
+    return [_cause(lost, rank, step)] if lost else []
+
+
+def _read_alike(reference: Rows, candidate: Rows) -> set[tuple[Content, Content]]:
+    """Return what stands at the same places of two steps, where it differs."""
+    theirs = {row.site: row.content for row in candidate.values()}
+    pairs = ((row.content, theirs.get(row.site)) for row in reference.values())
+    return {(ours, other) for ours, other in pairs if other and ours != other}
+
+
+def _is_whole(write: RecordedRow, before: RecordedRow) -> bool:
+    """Return True for a write that changes all of a memory."""
+    return write.shape == before.shape and write.content != before.content
+
+
+def _cause(lost: Sequence[RecordedRow], rank: int, step: int) -> Cause:
+    writes = listed([with_line(write.site, write.line) for write in lost])
+    first = lost[0]
+    evidence = (
+        f"the reference writes {writes} for the next step; here that memory stays as it "
+        "was, and the next step begins with other values"
+    )
+    return Cause(
+        kind=UPDATE,
+        label="missing update",
+        evidence=evidence,
+        step=step,
+        rank=rank,
+        phase=first.phase,
+        name=first.name or first.site,
+        twin=first,
+        reference_line=first.line,
+    )

@@ -209,8 +209,22 @@ def _another_input(fault: Fault) -> Symptom | None:
         theirs = f"result {row.place} of {theirs}"
         ours = f"result {twin.place}"
     evidence = f"reads {theirs} where the reference reads {ours}"
+    write = _written_later(fault, reference)
+    if write is not None:
+        written = f"before {_site_and_line(write)} writes it"
+        evidence = f"reads {theirs} {written}; the reference reads it after that"
     stale = _is_overwritten(fault, reference, candidate)
     return Symptom("stale or shared buffer" if stale else "other input", evidence)
+
+
+def _written_later(fault: Fault, reference: int) -> RecordedRow | None:
+    """Return the write of which the reference reads the result, if it comes after here."""
+    writes = (
+        fault.candidate[record]
+        for record, twin in fault.counterpart.items()
+        if twin == reference and record > fault.row.record
+    )
+    return next((write for write in writes if write.inplace), None)
 
 
 def _is_overwritten(fault: Fault, proper: int, record: int) -> bool:

@@ -181,3 +181,33 @@ def test_a_decay_that_is_added_to_gradients_by_hand_moves_no_copy(tmp_path):
     hand = stepped(tmp_path / "hand", by_hand=True)
     found = roundoff.compare(reference=right, candidate=hand)
     assert not any("slow copies" in culprit.evidence for culprit in found.culprits())
+
+
+def evaluated(folder, *, follows):
+    """Record two steps after which a slow copy of a layer is put into a second one."""
+    torch.manual_seed(0)
+    net, other = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+    slow = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    with roundoff.capture(folder, torch.nn.ModuleList([net, other])) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, p in net.named_parameters():
+                    if follows:
+                        slow[name].lerp_(p, 0.3)
+                    other.get_parameter(name).copy_(slow[name])
+                other(x)
+            run.step()
+    return folder
+
+
+def test_a_slow_copy_goes_before_the_parameter_that_it_is_copied_to(tmp_path):
+    right = evaluated(tmp_path / "right", follows=True)
+    wrong = evaluated(tmp_path / "wrong", follows=False)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "missing update"
+    assert "a slow copy of the weights stays behind" in first.evidence

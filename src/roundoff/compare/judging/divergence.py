@@ -252,7 +252,7 @@ class Divergence:
         finding.own_error = _part_made_here(error, finding.inputs)
         if row.record in self.exact and row.is_call:
             finding.arguments = self.measures.changed_arguments(twin, row)
-        if self._is_from_before(row):
+        if _is_from_before(row):
             finding.inputs, finding.carried = self.measures.carried(row)
             self._ask_what_was_saved(finding, row, twin)
             finding.own_error = _part_made_here(error, finding.inputs)
@@ -274,6 +274,8 @@ class Divergence:
         earlier = self.findings.get(saved)
         if earlier is None or earlier.error is None:
             return
+        if earlier.cause is None and earlier.error > earlier.tolerance:
+            return  # it shows the bytes of a storage, which nobody judges
         finding.inputs = earlier.error
         finding.carried = earlier.cause is not None
         if finding.carried:
@@ -303,15 +305,6 @@ class Divergence:
         if row.inputs and not finding.inputs and not finding.unknown:
             finding.tolerance *= EQUAL_INPUTS
         return wrong_input
-
-    def _is_from_before(self, row: RecordedRow) -> bool:
-        """Return True for a value that no call of the step is seen to make.
-
-        Also for the numbers that are the bytes of a storage: these say nothing.
-        """
-        read = [self.candidate[i] for i in row.inputs if i in self.candidate]
-        are_bytes = len(read) == 1 and is_workspace(read[0])
-        return _is_from_before(row) or (are_bytes and row.base_operator in HANDS_ON)
 
     def _is_unseen_gradient(self, record: int, reader: RecordedRow) -> bool:
         """Return True for a gradient of a compiled backward pass, whose calls nobody sees.
@@ -436,7 +429,7 @@ class Divergence:
             return False
         if row.record not in self.exact and row.is_call:
             return True
-        is_moved = row.base_operator in EXACT and not self._is_from_before(row)
+        is_moved = row.base_operator in EXACT and not _is_from_before(row)
         if is_moved and math.isfinite(error):
             return self._inputs_agree(finding)
         if math.isinf(error):
@@ -535,7 +528,7 @@ class Divergence:
         self, finding: Finding, row: RecordedRow, twin: RecordedRow, error: float
     ) -> bool:
         """Return True where an error cannot have come in with the inputs."""
-        if self._is_from_before(row):
+        if _is_from_before(row):
             alone = error > CARRIED * finding.inputs + finding.tolerance
         else:
             agree = self._inputs_agree(finding)

@@ -45,21 +45,24 @@ def left_write_causes(
         before = rows.get(write.inputs[0]) if write.inputs else None
         if record not in alone or before is None or not _is_whole(write, before):
             continue
-        if (write.content, before.content) in read:
+        if (write.content_in_steps, before.content_in_steps) in read:
             lost.append(write)
     return [_cause(lost, rank, step)] if lost else []
 
 
 def _read_alike(reference: Rows, candidate: Rows) -> set[tuple[Content, Content]]:
     """Return what stands at the same places of two steps, where it differs."""
-    theirs = {row.site: row.content for row in candidate.values()}
-    pairs = ((row.content, theirs.get(row.site)) for row in reference.values())
+    theirs = {row.site: row.content_in_steps for row in candidate.values()}
+    pairs = ((row.content_in_steps, theirs.get(row.site)) for row in reference.values())
     return {(ours, other) for ours, other in pairs if other and ours != other}
 
 
 def _is_whole(write: RecordedRow, before: RecordedRow) -> bool:
     """Return True for a write that changes all of a memory."""
-    return write.shape == before.shape and write.content != before.content
+    return (
+        write.shape == before.shape
+        and write.content_in_steps != before.content_in_steps
+    )
 
 
 def _cause(lost: Sequence[RecordedRow], rank: int, step: int) -> Cause:

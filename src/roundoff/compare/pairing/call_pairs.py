@@ -27,6 +27,7 @@ SAME = 1e-3
 LARGEST = 250_000
 #: Why a call of a checkpoint stands beside one of the forward pass.
 RECOMPUTED = "computed again in the backward pass"
+_UNWRITTEN = operators_that("leave memory unwritten")
 
 Shapes = tuple[tuple[int, ...], ...]
 #: Phase and module.
@@ -334,7 +335,8 @@ def _sole_values(calls: Sequence[RecordedCall]) -> dict[Any, int]:
     places: dict[Any, list[int]] = defaultdict(list)
     for place, call in enumerate(calls):
         shown = call.shown
-        if shown.min != shown.max and shown.l2 is not None:
+        is_known = shown.min != shown.max and shown.l2 is not None
+        if is_known and not _is_unwritten(shown):
             statistics = (shown.min, shown.max, shown.l2)
             key = (call.operator, call.shapes, call.names, call.writes, *statistics)
             places[key].append(place)
@@ -491,8 +493,16 @@ def _distance(one: RecordedCall, other: RecordedCall) -> float:
 
 
 def _apart(one: RecordedRow, other: RecordedRow) -> float:
+    if _is_unwritten(one) and _is_unwritten(other):
+        return 0.0  # whatever stood there
     error = of_statistics(one, other).error
     return math.inf if error is None else error
+
+
+def _is_unwritten(row: RecordedRow) -> bool:
+    """Return True for new memory, and for the bytes of a storage, which may be new."""
+    are_bytes = row.base_operator == "set" and row.dtype == "uint8"
+    return are_bytes or row.base_operator in _UNWRITTEN
 
 
 def _common_blocks(

@@ -36,12 +36,16 @@ def differs_later(
         and row.status == MATCHED
         and row.phase == _FORWARD
         and (row.call or 0) >= 0
-        and reference[row.reference_record or 0].content in ours
-        and candidate[row.record or 0].content in theirs
+        and reference[row.reference_record or 0].content_in_steps in ours
+        and candidate[row.record or 0].content_in_steps in theirs
         for row in rows
     )
 
 
 def _read_from_before(rows: Rows) -> set[Content]:
     """Return what a step reads that is no parameter, and that none of its calls made."""
-    return {row.content for row in rows.values() if not row.is_call and not row.name}
+    return {
+        row.content_in_steps
+        for row in rows.values()
+        if not row.is_call and not row.name
+    }

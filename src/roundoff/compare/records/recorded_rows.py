@@ -75,6 +75,12 @@ class RecordedRow:
         return shape, self.dtype, self.hash, self.min, self.max, self.l2
 
     @property
+    def content_in_steps(self) -> Content:
+        """What tells a value from others in other steps too: where a call has made it, and
+        where it was there before, which alone has a hash."""
+        return tuple(self.shape or ()), self.dtype, self.min, self.max, self.l2
+
+    @property
     def is_call(self) -> bool:
         """True for the result of a call, False for a value from before the step."""
         return self.call >= 0

@@ -14,6 +14,7 @@ import torch
 
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
+from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.judging.step_causes import OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
 from roundoff.compare.loop.fed_data import data_causes, told_inputs
@@ -40,7 +41,6 @@ from roundoff.compare.portions.comparison import (
 from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.left_averages import left_average_causes
 from roundoff.compare.ports.port_comparison import by_different_hands
-from roundoff.compare.ports.read_later import differs_later
 from roundoff.compare.ports.rewritten_calls import (
     agreeing_by_values,
     compared_as_another_layer,
@@ -352,12 +352,14 @@ class _RankComparison:
         )
         is_same_before = not self._memory.parted
         before = self._memory.copy()
+        read_later = functools.cache(lambda: ReadLater.of(self._rows_of_next(step)))
         rows = compare_step(
             sides,
             self._memory,
             modules=self._settings.modules,
             floors=floors,
             portions=portions,
+            read_later=read_later,
         )
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
@@ -374,7 +376,9 @@ class _RankComparison:
             return rows
         is_by_events = self._is_explained_by_events(step)
         by_values = agreeing_by_values(sides, by_name if is_by_events else rows)
-        if by_values is not None and self._differs_later(sides, by_name, step):
+        if by_values is not None and read_later().differs(
+            sides.reference.rows, sides.candidate.rows, by_name
+        ):
             return rows
         if by_values is None and not self._is_explained(step):
             by_values = compared_by_values(sides, rows)
@@ -382,15 +386,6 @@ class _RankComparison:
             return rows
         self._differs = differed
         return self._believed(by_values, step, before)
-
-    def _differs_later(
-        self, sides: Sides, rows: Sequence[ComparedRow], step: int
-    ) -> bool:
-        """Return True where the next step of both runs reads what this one makes otherwise."""
-        later = self._rows_of_next(step)
-        return later is not None and differs_later(
-            sides.reference.rows, sides.candidate.rows, rows, later
-        )
 
     def _left_writes(
         self, sides: Sides, rows: Sequence[ComparedRow], step: int

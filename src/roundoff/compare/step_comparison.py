@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from roundoff.compare.judging.explain import (
 from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.gradient_scale import rescaling
 from roundoff.compare.judging.later_values import NORMS, clear_what_agrees_later
+from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.judging.table import ComparedRow, names_of_both
 from roundoff.compare.loop.step_results import clear_another_way
 from roundoff.compare.pairing.alignment import (
@@ -122,6 +123,7 @@ def compare_step(
     modules: Mapping[str, str],
     floors: NoiseFloors | None = None,
     portions: DataPortions | None = None,
+    read_later: Callable[[], ReadLater] = lambda: ReadLater.of(None),
 ) -> list[ComparedRow]:
     """Return the rows of the table for one step; ``memory`` is changed.
 
@@ -133,6 +135,7 @@ def compare_step(
         modules: module of the reference -> its name in the candidate.
         floors: of records that do not repeat themselves.
         portions: of the data, where the candidate works on others.
+        read_later: gives what the next step reads.
     """
     reference = sides.reference.rows
     candidate = sides.candidate.rows
@@ -155,8 +158,8 @@ def compare_step(
         guessed=_guessed(pairs),
     )
     findings = divergence.run()
-    clear_what_agrees_later(divergence)
-    clear_another_way(divergence)
+    clear_what_agrees_later(divergence, read_later)
+    clear_another_way(divergence, read_later)
     read = {record: candidate[record].values_read() for record in findings}
     shares = contributions(findings, read)
     extra_draws = ExtraDraws(reference, candidate)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from roundoff.compare.judging.divergence import Divergence
 from roundoff.compare.judging.explain import EarlierSteps
 from roundoff.compare.judging.later_values import clear_what_agrees_later
+from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.rounding.findings import (
@@ -122,7 +123,7 @@ def judged(
         guessed=guessed,
     )
     step.run()
-    clear_what_agrees_later(step)
+    clear_what_agrees_later(step, lambda: ReadLater.of(None))
     return step
 
 

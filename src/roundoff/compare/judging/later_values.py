@@ -7,13 +7,14 @@ other adds the negative of: what stands in between differs, and nothing after it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from roundoff.compare.judging.divergence import (
     EQUAL_INPUTS,
     NEARER,
     Divergence,
 )
+from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.findings import INHERITED, OWN, Finding
 from roundoff.ops import operators_that
@@ -24,7 +25,9 @@ NORMS = operators_that("sum") & operators_that("take roots")
 CREATED = operators_that("create")
 
 
-def clear_what_agrees_later(step: Divergence) -> None:
+def clear_what_agrees_later(
+    step: Divergence, read_later: Callable[[], ReadLater]
+) -> None:
     """Take the blame from values of which all that is made agrees again.
 
     Gradients of several uses of a value that are added in another order differ in
@@ -33,8 +36,12 @@ def clear_what_agrees_later(step: Divergence) -> None:
     read or inserted there and changes nothing after it is no fault. What a norm
     shows is, though a clip by that norm hides it later; and a loss of which the
     gradient's seed reads the shape alone.
+
+    Args:
+        step: of both runs; its findings are changed.
+        read_later: gives what the next step reads of this one: all of it counts.
     """
-    later = _LaterValues(step)
+    later = _LaterValues(step, read_later)
     forgiven = {
         record
         for record, finding in step.findings.items()
@@ -77,8 +84,9 @@ def _last_records(rows: Rows) -> dict[str, int]:
 class _LaterValues:
     """What one step of both runs makes of a value after it."""
 
-    def __init__(self, step: Divergence) -> None:
+    def __init__(self, step: Divergence, read_later: Callable[[], ReadLater]) -> None:
         self._step = step
+        self._read_later = read_later
         self._readers: Mapping[int, Sequence[int]] = _readers(step.candidate)
         #: By name, the record of the last value of each run.
         self._last = _last_records(step.candidate)
@@ -167,6 +175,8 @@ class _LaterValues:
             return False
         if any(map(self._is_state_left, tainted)):
             return False
+        if any(map(self._is_read_in_next_step, tainted)):
+            return False
         return all(
             self._is_read(reader)
             or (agrees_again and reader != record and self._is_left_in_both(reader))
@@ -252,6 +262,13 @@ class _LaterValues:
         ours = (self._step.reference, self._step.twin(record).record)
         theirs = (self._step.candidate, record)
         return all(_is_left_by_optimizer(*side) for side in (ours, theirs))
+
+    def _is_read_in_next_step(self, record: int) -> bool:
+        """Return True for what the next step of both runs reads: it may read other parts."""
+        if record not in self._step.counterpart:
+            return False
+        twin = self._step.twin(record)
+        return self._read_later().has(twin, self._step.candidate[record])
 
     def _is_read(self, record: int) -> bool:
         """Return False for what a step leaves, and nothing in it reads.

@@ -11,9 +11,10 @@ other ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from roundoff.compare.judging.divergence import HANDS_ON, NOISE, Divergence
+from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,
@@ -37,12 +38,15 @@ _OPTIMIZER = "optimizer"
 _SEED = "ones_like"
 
 
-def clear_another_way(divergence: Divergence) -> None:
+def clear_another_way(
+    divergence: Divergence, read_later: Callable[[], ReadLater]
+) -> None:
     """Take the blame from the calls of a step that leaves what the reference's leaves.
 
     A value that is a little off may be a fault of which the results show nothing more than
     rounding: it stays, unless it is another constant and they are the same bit for bit. So
-    do values from before the step, and calls that are wrong for the inputs they had.
+    do values from before the step, and calls that are wrong for the inputs they had; and
+    what the next step reads.
     """
     own = [f for f in divergence.findings.values() if f.cause == OWN]
     if not own or not divergence.measures.can_replay:
@@ -56,9 +60,18 @@ def clear_another_way(divergence: Divergence) -> None:
     is_without_effect = are_constants and _are_same(divergence, pairs)
     if not is_without_effect and not _differ_wholly(divergence, own):
         return
-    for finding in divergence.findings.values():
-        if finding.cause is not None:
-            _clear(finding)
+    differing = [f for f in divergence.findings.values() if f.cause is not None]
+    if any(_is_read_later(divergence, each, read_later()) for each in differing):
+        return
+    for finding in differing:
+        _clear(finding)
+
+
+def _is_read_later(
+    divergence: Divergence, finding: Finding, read_later: ReadLater
+) -> bool:
+    twin = divergence.twin(finding.record)
+    return read_later.has(twin, divergence.candidate[finding.record])
 
 
 def _may_be_another_way(divergence: Divergence, finding: Finding) -> bool:

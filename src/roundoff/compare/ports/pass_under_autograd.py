@@ -346,6 +346,8 @@ class Run:
         if record in self._inner:
             self._tensors[record] = self._inner_gradient(self._inner[record])
             return
+        if record not in self.flow.values:
+            return
         source = self._tensors.get(self.flow.behind(record).key)
         shape = tuple(self.flow.values[record].row.shape or ())
         if source is not None and tuple(source.shape) == shape:

@@ -529,6 +529,7 @@ class _RankComparison:
                     sides, *self._held, rank=self._rank, step=step
                 )
             return [*rows]
+        ours, theirs = self._names
         compared = ComparedStep(
             sides=sides,
             rows=rows,
@@ -539,11 +540,10 @@ class _RankComparison:
             modules=self._settings.modules,
             events=self._events(step),
             unstable=self._settings.unstable,
-            known=(
-                self._names[0].before(sides.reference.rows, renaming(modules)),
-                self._names[1].before(sides.candidate.rows, lambda name: name),
-            ),
+            known=(ours.before(theirs), theirs.before(ours)),
         )
+        ours.note(sides.reference.rows, renaming(modules))
+        theirs.note(sides.candidate.rows, lambda name: name)
         causes = [*self.causes, *causes_of_step(compared)]
         if not any(cause.kind == UPDATE for cause in causes):
             causes += self._left_writes(sides, rows, step)

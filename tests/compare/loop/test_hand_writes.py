@@ -222,3 +222,43 @@ def test_rows_that_move_too_far_are_found(keep, following):
         reference=following(class_by_class, keep), candidate=following(too_fast, keep)
     )
     assert "proto" in found.answer
+
+
+class Centres(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("slow", torch.zeros(3, 4))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def filled_then_moved(folder, *, moves):
+    """A buffer that is filled as the model is made, read once, and moved behind each step."""
+    torch.manual_seed(0)
+    with roundoff.capture(folder) as run:
+        model = Centres()
+        with torch.no_grad():
+            model.slow.copy_(torch.randn(3, 4) + 1)
+            targets = torch.randn(5, 4) @ model.slow.T
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            if step and moves:
+                with torch.no_grad():
+                    model.slow.lerp_(model.layer.weight, 0.1)
+            optimizer.zero_grad()
+            (model(torch.ones(5, 4)) - targets).square().mean().backward()
+            optimizer.step()
+            run.step()
+    return folder
+
+
+def test_a_buffer_that_both_fill_first_and_one_moves_later(tmp_path):
+    right = filled_then_moved(tmp_path / "right", moves=True)
+    wrong = filled_then_moved(tmp_path / "wrong", moves=False)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert not found.agrees
+    first = found.culprits()[0]
+    assert first.looks_like == "missing update"
+    assert "slow is not changed between the steps" in first.evidence

@@ -6,6 +6,7 @@ place to what was there before the step, outside of all modules.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container
 
 from roundoff.compare.judging.explain import Sides
@@ -152,19 +153,27 @@ class KnownNames:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._written: set[str] = set()
+        #: How often the last step wrote each.
+        self._written: Counter[str] = Counter()
 
-    def before(self, rows: Rows, rename: Callable[[str], str]) -> frozenset[str]:
-        """Return the names in the steps before this one, and note those of this one.
-
-        But for what the last step before it writes: the other run's loop may write it in
-        another step of the recording.
-        """
-        before = frozenset(self._names - self._written)
+    def note(self, rows: Rows, rename: Callable[[str], str]) -> None:
+        """Note the names of a step."""
         self._names |= {rename(row.name) for row in rows.values() if row.name}
         written = (rows[record].name for record in written_sources(rows))
-        self._written = {rename(name) for name in written if name}
-        return before
+        self._written = Counter(rename(name) for name in written if name)
+
+    def before(self, other: KnownNames) -> frozenset[str]:
+        """Return the names in the steps so far.
+
+        But for what the last of them writes oftener, or less often, than that of the other
+        run: its loop may write it in another step of the recording.
+        """
+        unlike = {
+            name
+            for name in self._written | other._written
+            if self._written[name] != other._written[name]
+        }
+        return frozenset(self._names - unlike)
 
 
 def _cause(

@@ -224,7 +224,7 @@ def test_rows_that_move_too_far_are_found(keep, following):
     assert "proto" in found.answer
 
 
-class Centres(nn.Module):
+class Filled(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -238,7 +238,7 @@ def filled_then_moved(folder, *, moves):
     """A buffer that is filled as the model is made, read once, and moved behind each step."""
     torch.manual_seed(0)
     with roundoff.capture(folder) as run:
-        model = Centres()
+        model = Filled()
         with torch.no_grad():
             model.slow.copy_(torch.randn(3, 4) + 1)
             targets = torch.randn(5, 4) @ model.slow.T

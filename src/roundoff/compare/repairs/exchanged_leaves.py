@@ -31,6 +31,7 @@ from roundoff.compare.repairs.exchanged_parts import (
     parts_of_several,
     parts_of_stacked,
 )
+from roundoff.compare.repairs.exchanged_words import exchanged_words
 from roundoff.compare.repairs.found_rows import moved_rows
 from roundoff.compare.repairs.goals import SEVERAL
 from roundoff.compare.repairs.leaf_changes import (
@@ -90,6 +91,7 @@ def exchanged_leaves(sides: Sides, trials: Trials, region: Region) -> Blamed | N
         with_zeros_filled(sides, present),
         of_other_sign(present),
         _exchanges(sides, leaves),
+        exchanged_words(sides.candidate, leaves),
         parts_of_all_read_alike(sides.candidate, present),
         _with_axes_exchanged(present),
         _alike(sides, leaves),

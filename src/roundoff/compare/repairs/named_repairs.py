@@ -9,6 +9,7 @@ from roundoff.compare.blame.known_leaves import is_right_elsewhere
 from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.blame.same_layouts import is_close
 from roundoff.compare.records.call_stacks import shared, stack_of
+from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.repairs.edits.added_calls import ADDED
 from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE
 from roundoff.compare.repairs.repair_trials import Repair
@@ -263,7 +264,7 @@ def _factor_beside(flow: Flow, moved: Value) -> Value | None:
 
 def stands_in_order(sides: Sides, value: Value) -> bool:
     """Return True where a value that agrees has the reference's elements one after the
-    other: of a matrix by rows or by columns."""
+    other, by some order of the axes."""
     held = sides.candidate.tensor(value.key)
     if held is None:
         return False
@@ -272,7 +273,7 @@ def stands_in_order(sides: Sides, value: Value) -> bool:
         content = sides.reference.tensor(key)
         if content is None or content.numel() != flat.numel():
             continue
-        forms = [content, content.mT] if content.dim() == 2 else [content]
+        forms = (content.permute(order) for order in axis_orders(content))
         if any(is_close(form.reshape(-1), flat) for form in forms):
             return True
     return False

@@ -117,7 +117,8 @@ def turned(content: Tensor, held: Tensor) -> Iterator[Tensor]:
     wanted = held.squeeze().shape
     for order in axis_orders(content):
         other = content.permute(order)
-        if other.dim() != held.dim() or other.squeeze().shape == wanted:
+        long_axes = other.squeeze().shape
+        if len(long_axes) != len(wanted) or long_axes == wanted:
             yield other.reshape(held.shape)
 
 

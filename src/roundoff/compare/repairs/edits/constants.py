@@ -62,10 +62,26 @@ def _other_constants(
             numbers.append(NEVER)
         if isinstance(value, int):
             numbers.sort(key=lambda number: not number.is_integer())
+            if not is_shared:
+                yield _counting_on(place, 1)
+                yield _counting_on(place, -1)
         for other in numbers:
             yield setting(
                 place, value, other, f"with {other:.6g}, not {float(value):.6g}"
             )
+
+
+def _counting_on(place: int | str, step: int) -> Template:
+    """The next whole number: for sides of other lengths it is another one."""
+
+    def template(call: TracedCall) -> Edit | None:
+        present = dict(numbers_of(call)).get(place)
+        if not isinstance(present, int):
+            return None
+        words = f"with {present + step}, not {present}"
+        return setting(place, present, present + step, words)(call)
+
+    return template
 
 
 def reciprocals(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:

@@ -47,6 +47,8 @@ def wrong_index(
     theirs = _whole_numbers(sides.candidate, part.region, sides.twins)
     found = _other_end(sides, part, trials, theirs, is_patient)
     if found is None:
+        found = _turned_round(sides, part, trials, is_patient)
+    if found is None:
         found = _first_right(sides, part, trials, theirs, ours, is_patient)
     if found is None:
         found = _changed_further(sides, part, trials, ours)
@@ -78,6 +80,43 @@ def _other_end(
             line = FaultLines(sides, part.region).of_operator(value)
             return Blamed(value, None, words, is_operator=True, line=line)
     return None
+
+
+def _turned_round(
+    sides: Sides, part: Part, trials: Trials, is_patient: bool
+) -> Blamed | None:
+    """Return the order of elements with which all is right the other way round.
+
+    It says where each goes where it should say from where each comes.
+    """
+    flow = sides.candidate
+    made_of = upstream(flow, sorted(part.region), lambda _value: True)
+    values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
+    for value in values:
+        order = None if value.is_number else flow.tensor(value.key)
+        if order is None or not _is_order(order) or trials.left < 0:
+            continue
+        inverse = order.argsort().to(order.dtype)
+        if torch.equal(inverse, order):
+            continue
+        if trials.outcome({}, {value.key: inverse}, is_patient=is_patient)[0]:
+            words = (
+                f"{value.row.name or value.row.site} says where each element goes; the "
+                "other way round, from where each comes, all is right"
+            )
+            return Blamed(value, None, words, is_operator=value.is_call)
+    return None
+
+
+def _is_order(numbers: Tensor) -> bool:
+    """Return True for all places of a row, each once.
+
+    >>> _is_order(torch.tensor([2, 0, 1])), _is_order(torch.tensor([2, 0, 2]))
+    (True, False)
+    """
+    if numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32):
+        return False
+    return torch.equal(numbers.sort().values, torch.arange(len(numbers)).to(numbers))
 
 
 def _first_right(

@@ -19,7 +19,9 @@ from roundoff.compare.repairs.replaceable_values import FEWEST
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.ops import operators_that
 
+_CUTS = operators_that("cut out")
 #: States that are given at once, in each order: of two layers with two each.
 MOST_STATES = 4
 
@@ -53,7 +55,7 @@ def _begun_otherwise(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
         if value.is_call
         and value.is_number
         and value.row.numel in begun
-        and value.key in sides.twins
+        and _is_right(sides, value)
         and not value.says_nothing
     ]
     for value in values:
@@ -83,6 +85,13 @@ def _read_by(flow: Flow, region: Collection[int]) -> list[Value]:
     read = {key for each in region for key in flow.values[each].inputs}
     values = [flow.values[key] for key in (*read, *region) if key in flow.values]
     return sorted(dict.fromkeys(values), key=lambda value: value.order)
+
+
+def _is_right(sides: Sides, value: Value) -> bool:
+    """Return True for a value that agrees, and for a part of one."""
+    if value.key in sides.twins or value.operator not in _CUTS:
+        return value.key in sides.twins
+    return all(key in sides.twins for key in value.inputs)
 
 
 def _is_zero(value: Value) -> bool:

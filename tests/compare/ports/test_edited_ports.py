@@ -188,7 +188,7 @@ def in_one_table(m, ids, fault):
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("", ""), ("rows", "of rows one later"), ("mean", "as sum, not mean")],
+    [("", ""), ("rows", "with 6, not 5"), ("mean", "as sum, not mean")],
 )
 def test_rows_and_reductions_are_named(at_fault, fault, words):
     rows = at_fault(looking_up, lambda m, x: in_one_table(m, x, fault), TABLES, IDS)

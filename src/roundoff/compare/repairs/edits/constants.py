@@ -62,13 +62,13 @@ def _other_constants(
             numbers.append(NEVER)
         if isinstance(value, int):
             numbers.sort(key=lambda number: not number.is_integer())
-            if not is_shared:
-                yield _counting_on(place, 1)
-                yield _counting_on(place, -1)
         for other in numbers:
             yield setting(
                 place, value, other, f"with {other:.6g}, not {float(value):.6g}"
             )
+        if isinstance(value, int) and not is_shared:
+            yield _counting_on(place, 1)
+            yield _counting_on(place, -1)
 
 
 def _counting_on(place: int | str, step: int) -> Template:

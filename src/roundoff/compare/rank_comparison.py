@@ -545,7 +545,7 @@ class _RankComparison:
         ours.note(sides.reference.rows, renaming(modules))
         theirs.note(sides.candidate.rows, lambda name: name)
         causes = [*self.causes, *causes_of_step(compared)]
-        if not any(cause.kind == UPDATE for cause in causes):
+        if is_same_before and all(cause.kind != UPDATE for cause in causes):
             causes += self._left_writes(sides, rows, step)
         self.causes = in_order(causes)
         tensors = sides.candidate.tensors is not None

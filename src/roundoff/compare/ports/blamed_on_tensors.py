@@ -37,6 +37,7 @@ from roundoff.compare.repairs.left_out_values import left_out, unmade
 from roundoff.compare.repairs.left_state import left_state
 from roundoff.compare.repairs.misordered_values import common_order
 from roundoff.compare.repairs.misread_values import exchanged, misread
+from roundoff.compare.repairs.moved_terms import moved_term
 from roundoff.compare.repairs.named_behind import (
     is_read_behind,
     is_rightly_filled,
@@ -302,6 +303,7 @@ def _between(sides: Sides, trials: Trials, part: Part) -> Blamed | None:
         or common_order(sides, trials, region.parted)
         or _exchanged(sides, trials, part)
         or exchanged_numbers(sides, trials, region)
+        or moved_term(sides, trials, part)
     )
 
 

@@ -121,7 +121,8 @@ def _loaded(rows: Rows, kept: Sequence[RecordedRow]) -> set[int]:
     for record in sorted(_behind(rows, [rows[record] for record in read_elsewhere])):
         row = rows[record]
         is_of_samples = bool(row.inputs) and samples.issuperset(row.inputs)
-        if is_of_samples if row.is_call else not row.name:
+        is_from_outside = not row.is_call and not row.name
+        if is_from_outside or (row.is_call and is_of_samples):
             samples.add(record)
     return behind - samples
 

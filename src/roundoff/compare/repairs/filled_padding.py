@@ -32,7 +32,7 @@ def filled_padding(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | Non
     flow = sides.candidate
     for value in _read(flow, rejoin.region):
         held = flow.tensor(value.key)
-        if held is None:
+        if held is None or held.is_complex():
             continue
         for twin, moved in _in_its_place(sides, value, held):
             other = (moved - held).abs() > sides.limit * held.abs().max()

@@ -18,7 +18,7 @@ from torch import Tensor
 from roundoff.compare.judging.explain import EarlierSteps, Paired
 from roundoff.compare.judging.explain import Sides as RecordedSides
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.step_results import have_same_losses
+from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import renaming
 from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.difference import Difference
@@ -231,6 +231,9 @@ class ValuesCompared:
 
     @property
     def _compares_all_written(self) -> bool:
+        """True in training; what a program without a loss writes is no result of one."""
+        if not losses_of(self.sides.candidate.step.rows):
+            return False
         pairs = counterparts(self.sides)
         ours = _written(self.sides.reference)
         theirs = _written(self.sides.candidate)

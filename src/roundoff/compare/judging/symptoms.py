@@ -16,7 +16,7 @@ from torch import Tensor
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.records.call_arguments import number_for_tensor
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, made_from
 from roundoff.compare.rounding.findings import Finding
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.tensors.structure import fewer_digits, structure, usual_error
@@ -254,7 +254,7 @@ def _number_for_tensor(fault: Fault) -> Symptom | None:
     """A number in the place of a tensor with other values, in either program."""
     here = number_for_tensor(fault.row, fault.twin)
     there = number_for_tensor(fault.twin, fault.row)
-    made = set() if there is None else _made_of(fault.candidate, there[1])
+    made = set() if there is None else made_from(fault.candidate, [there[1]])
     if fault.other_operator or not made.issuperset(fault.finding.region):
         return None
     reads = _READS.get(fault.row.base_operator, "reads")
@@ -271,18 +271,6 @@ def _number_for_tensor(fault: Fault) -> Symptom | None:
             "other input", f"{reads} {theirs} where the reference has {number:g}"
         )
     return None
-
-
-def _made_of(rows: Rows, record: int) -> set[int]:
-    """Return a value and all that it is computed from."""
-    behind: set[int] = set()
-    waiting = [record]
-    while waiting:
-        record = waiting.pop()
-        if record not in behind and record in rows:
-            behind.add(record)
-            waiting += rows[record].inputs
-    return behind
 
 
 def _holds_other_values(rows: Rows, number: float, record: int) -> bool:

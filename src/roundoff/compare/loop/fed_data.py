@@ -7,7 +7,7 @@ random is not fed: the operator that draws is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from roundoff.compare.loop.told_values import FOR_PYTHON, ToldValues
 from roundoff.compare.loop.unnamed_updates import unnamed_state
 from roundoff.compare.pairing.alignment import MATCHED
 from roundoff.compare.records.data_portions import DataPortions
-from roundoff.compare.records.recorded_rows import RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows, made_from
 from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.findings import OWN
@@ -108,8 +108,8 @@ def _loaded(rows: Rows, kept: Sequence[RecordedRow]) -> set[int]:
 
     Samples that are counted to begin a parameter with, and read by the model later, are data.
     """
-    behind = _behind(rows, kept)
     ends = {row.record for row in kept}
+    behind = made_from(rows, ends)
     read_elsewhere = {
         record
         for row in rows.values()
@@ -118,7 +118,7 @@ def _loaded(rows: Rows, kept: Sequence[RecordedRow]) -> set[int]:
         if record in behind and record not in ends
     }
     samples: set[int] = set()
-    for record in sorted(_behind(rows, [rows[record] for record in read_elsewhere])):
+    for record in sorted(made_from(rows, read_elsewhere)):
         row = rows[record]
         is_of_samples = bool(row.inputs) and samples.issuperset(row.inputs)
         is_from_outside = not row.is_call and not row.name
@@ -179,19 +179,6 @@ def _first_read_of_a_name(rows: Rows) -> int | None:
     return None
 
 
-def _behind(rows: Rows, named: Iterable[RecordedRow]) -> set[int]:
-    """Return these rows and what they were made of."""
-    waiting = [row.record for row in named]
-    behind: set[int] = set()
-    while waiting:
-        record = waiting.pop()
-        if record in behind or record not in rows:
-            continue
-        behind.add(record)
-        waiting += rows[record].inputs
-    return behind
-
-
 def _fed(
     sides: Sides, compared: Sequence[ComparedRow], ours: set[int], theirs: set[int]
 ) -> dict[tuple[int, int], RecordedRow]:
@@ -236,7 +223,7 @@ def _code_of(row: RecordedRow) -> tuple[str, str | None, str]:
 
 def _is_of_data(rows: Rows, record: int) -> bool:
     """Return True for what no parameter went into, and no module made."""
-    behind = (rows[each] for each in _behind(rows, [rows[record]]))
+    behind = (rows[each] for each in made_from(rows, [record]))
     return not any(row.name or row.module for row in behind)
 
 
@@ -406,7 +393,7 @@ def _without_portions(
 
 def _is_from_outside(rows: Rows, row: RecordedRow) -> bool:
     """Return True for an input, and for what is made of one."""
-    behind = _behind(rows, [row])
+    behind = made_from(rows, [row.record])
     return any(not rows[record].is_call for record in behind)
 
 

@@ -187,11 +187,6 @@ class _Side:
         """Return the record of a value before the first write in place to it."""
         return self.sources.get(record, record)
 
-    def leaves(self, record: int) -> bool:
-        """Return True for a value from before the step that nothing is written to."""
-        row = self.rows.get(record)
-        return _is_from_before(row) and record not in {*self.sources.values()}
-
     @property
     def is_stepped(self) -> bool:
         """True where an optimizer is seen to write anything."""
@@ -365,11 +360,13 @@ def _of_copies(
     """Return the cause for slow copies that one side alone moves."""
     if other.copies:
         return None
-    alone = [
+    written = {*other.sources.values()}
+    left = {
         record
-        for record in side.copies
-        if record not in twins or other.leaves(twins[record])
-    ]
+        for record, twin in twins.items()
+        if _is_from_before(other.rows.get(twin)) and twin not in written
+    }
+    alone = [record for record in side.copies if record not in twins or record in left]
     if not alone:
         return None
     write = side.copies[alone[0]]

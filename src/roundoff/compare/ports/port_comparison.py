@@ -172,7 +172,7 @@ class ValuesCompared:
         return any(self.sides.reference.values[k].is_call for k in (nearest, *others))
 
     def _is_of_right_ones(self, record: int) -> bool:
-        """Return True for elements of values that agree: taking and joining them computes nothing."""
+        """Return True for elements of values that agree: joining them computes nothing."""
         values = self.sides.candidate.values
         value = values[record]
         numbers = [key for key in value.inputs if values[key].is_number]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import polars as pl
@@ -214,6 +214,18 @@ def shape_read_first(rows: Rows, row: RecordedRow) -> Sequence[int] | None:
     """Return the shape of the first tensor that a call reads; None where nobody knows."""
     read = [rows[record] for record in row.inputs if record in rows]
     return read[0].shape if read else None
+
+
+def made_from(rows: Rows, records: Iterable[int]) -> set[int]:
+    """Return these records and all that they were made from, of those that are there."""
+    waiting = [*records]
+    made: set[int] = set()
+    while waiting:
+        record = waiting.pop()
+        if record not in made and record in rows:
+            made.add(record)
+            waiting += rows[record].inputs
+    return made
 
 
 def maker(

@@ -11,9 +11,9 @@ from itertools import permutations
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import with_line
+from roundoff.compare.repairs.edits.inputs import handing_on
 from roundoff.compare.repairs.goals import SEVERAL
 from roundoff.compare.repairs.trials import BUDGET, Trials
-from roundoff.compare.values.traced_calls import Edit, EditStep
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 
@@ -39,8 +39,11 @@ def moved_term(sides: Sides, trials: Trials, part: Part) -> Blamed | None:
             for total, rest in _sums_with(flow, part.region, term):
                 if trials.left < 0:
                     return None
-                step = EditStep("aten.clone.default", [[{"record": rest.key}], {}])
-                edits = {total.row.call: Edit((step,), "without the term")}
+                call = trials.program.calls[total.row.call]
+                edit = handing_on(total.inputs.index(rest.key))(call)
+                if edit is None:
+                    continue
+                edits = {total.row.call: edit}
                 agrees, gained = trials.outcome(edits, {value.key: held + added})
                 if agrees or len(gained) >= SEVERAL:
                     sources = (flow.behind(term.key), flow.behind(value.key))

@@ -158,7 +158,7 @@ def left_out_calls(call: TracedCall, ingredients: Ingredients) -> Iterator[Templ
     shape = tuple(call.first.shape or ())
     for place, record in enumerate(records_in(call.parsed)):
         if ingredients.shapes(record) == shape:
-            yield _handing_on(place)
+            yield handing_on(place)
 
 
 def not_turned(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
@@ -167,7 +167,9 @@ def not_turned(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]
         yield from left_out_calls(call, ingredients)
 
 
-def _handing_on(place: int) -> Template:
+def handing_on(place: int) -> Template:
+    """One of the tensors that a call is given in its place."""
+
     def template(call: TracedCall) -> Edit | None:
         records = records_in(call.parsed)
         if place >= len(records):

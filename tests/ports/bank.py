@@ -125,6 +125,7 @@ NETWORKS = (
     "pixelcnn",
     "fastpitch",
     "restormer",
+    "schnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -195,6 +196,7 @@ KEPT_APART = (
     "pixelcnn",
     "fastpitch",
     "restormer",
+    "schnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

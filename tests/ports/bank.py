@@ -126,6 +126,7 @@ NETWORKS = (
     "fastpitch",
     "restormer",
     "schnet",
+    "performer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -197,6 +198,7 @@ KEPT_APART = (
     "fastpitch",
     "restormer",
     "schnet",
+    "performer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

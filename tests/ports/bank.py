@@ -127,6 +127,7 @@ NETWORKS = (
     "restormer",
     "schnet",
     "performer",
+    "longformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -199,6 +200,7 @@ KEPT_APART = (
     "restormer",
     "schnet",
     "performer",
+    "longformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

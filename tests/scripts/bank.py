@@ -60,6 +60,8 @@ KEPT_APART = (
     "fedavg",
     "lora_encoder",
     "sac",
+    "energy",
+    "ranker",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -128,6 +128,7 @@ NETWORKS = (
     "schnet",
     "performer",
     "longformer",
+    "vitdet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -201,6 +202,7 @@ KEPT_APART = (
     "schnet",
     "performer",
     "longformer",
+    "vitdet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

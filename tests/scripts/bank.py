@@ -62,6 +62,8 @@ KEPT_APART = (
     "sac",
     "energy",
     "ranker",
+    "prune",
+    "qat",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -356,8 +356,8 @@ def convert_neck_and_head(ckpt):
                 new_k = f"neck.upsample.{kind}"
         elif parts[0] == "head" and "tower" in k:
             convs = {"cls_tower": "cls_convs", "bbox_tower": "reg_convs"}[parts[1]]
-            idx, module = divmod(int(parts[2]), 3)
-            new_k = f"bbox_head.{convs}.{idx}.{('conv', 'norm')[module]}.{parts[3]}"
+            idx, place = divmod(int(parts[2]), 3)
+            new_k = f"bbox_head.{convs}.{idx}.{('conv', 'norm')[place]}.{parts[3]}"
         elif k == "head.scales":
             for i, scale in enumerate(v):
                 new_ckpt[f"bbox_head.scales.{i}.scale"] = scale
@@ -495,8 +495,8 @@ def loss(output, batch):
         radius.append(
             points.new_full((len(points),), stride * cfg["center_sample_radius"])
         )
-    points = torch.cat(mlvl_points)
-    regress_ranges, radius = torch.cat(regress_ranges), torch.cat(radius)
+    all_points = torch.cat(mlvl_points)
+    all_ranges, all_radius = torch.cat(regress_ranges), torch.cat(radius)
 
     labels, bbox_targets = [], []
     for gt_bboxes, gt_labels in zip(batch["boxes"], batch["labels"]):
@@ -504,15 +504,15 @@ def loss(output, batch):
         img_labels, img_targets = get_targets_single(
             gt_bboxes[keep],
             gt_labels[keep],
-            points,
-            regress_ranges,
-            radius,
+            all_points,
+            all_ranges,
+            all_radius,
             num_classes,
         )
         labels.append(img_labels)
         bbox_targets.append(img_targets)
     flatten_labels, flatten_targets = torch.cat(labels), torch.cat(bbox_targets)
-    flatten_points = points.repeat(len(labels), 1)
+    flatten_points = all_points.repeat(len(labels), 1)
     flatten_cls_scores = output["logits"].reshape(-1, num_classes)
     flatten_bbox_preds = output["distances"].reshape(-1, 4)
 

@@ -335,8 +335,11 @@ def centerness(ltrb):
 
 
 def loss(output, batch):
-    where = locations(batch["image"].shape[1:3])
-    found = [assign(*where, b, k) for b, k in zip(batch["boxes"], batch["labels"])]
+    points, strides, ranges = locations(batch["image"].shape[1:3])
+    found = [
+        assign(points, strides, ranges, b, k)
+        for b, k in zip(batch["boxes"], batch["labels"])
+    ]
     labels = torch.cat([label for label, _ in found])
     targets = torch.cat([ltrb for _, ltrb in found])
     positive = labels < NUM_CLASSES

@@ -106,9 +106,7 @@ def runs(tmp_path_factory):
 
 
 def slowly(monkeypatch):
-    monkeypatch.setattr(
-        rank_comparison._RankComparison, "agreeing_steps", lambda *_: {}
-    )
+    monkeypatch.setattr(rank_comparison, "agreeing_steps", lambda *_: {})
 
 
 @pytest.mark.parametrize("candidate", ["same", "noisy", "wrong"])

@@ -22,6 +22,7 @@ from .judging.value_difference import ValueSides as ValueSides
 from .judging.value_difference import label_of as label_of
 from .judging.value_difference import side_of as side_of
 from .judging.value_difference import with_measures as with_measures
+from .layout_comparison import compare_layouts as compare_layouts
 from .loop.batch_data import BatchDifference as BatchDifference
 from .loop.batch_data import cause_of_batches as cause_of_batches
 from .loop.batch_data import differing_batches as differing_batches
@@ -41,7 +42,6 @@ from .pairing.module_names import check_modules as check_modules
 from .pairing.module_names import read_modules as read_modules
 from .rank_comparison import RankResult as RankResult
 from .rank_comparison import Settings as Settings
-from .rank_comparison import compare_layouts as compare_layouts
 from .rank_comparison import compare_rank as compare_rank
 from .records.parameter_content import relation as relation
 from .records.recorded_rows import RecordedRow as RecordedRow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
 import polars as pl
 import torch
 
+from roundoff.compare.agreeing_steps import agreeing_steps
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.read_later import ReadLater
@@ -29,16 +29,14 @@ from roundoff.compare.loop.hand_updates import does_all_updates
 from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.left_out_writes import left_write_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
-from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY, renaming
+from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
     in_other_portions,
     is_another_batch,
     share_of_work,
-    without_tensors,
 )
-from roundoff.compare.portions.stages import named_as_whole
 from roundoff.compare.ports.left_averages import left_average_causes
 from roundoff.compare.ports.port_comparison import by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
@@ -51,16 +49,8 @@ from roundoff.compare.ports.rewritten_calls import (
 )
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import Rows, rows_of
-from roundoff.compare.rounding.distance import (
-    COUNTS,
-    VALUES,
-    StatisticColumns,
-    largest_difference,
-)
 from roundoff.compare.rounding.reproducibility import UnstableRow
-from roundoff.compare.rounding.rounding_bound import MARGIN, unit
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
-from roundoff.compare.tensors.exact import Array
 from roundoff.compare.values.restored_step import (
     is_whole,
     restored_tensors,
@@ -74,38 +64,6 @@ from roundoff.record import (
     StepTensors,
     TensorContent,
     as_run,
-    site_name,
-)
-
-#: Two rows are at the same place of the program where these agree.
-_PLACE = (
-    "step",
-    "phase",
-    "module",
-    "operator",
-    "index",
-    "place",
-    "role",
-    "name",
-    "shape",
-)
-#: What aligned rows of steps that agree need; the others are read only where something
-#: is to be explained.
-_NEEDED = (
-    *_PLACE,
-    "rank",
-    "record",
-    "call",
-    "line",
-    "dtype",
-    "numel",
-    "view_of",
-    "hash",
-    "blob",
-    "reason",
-    "arguments",
-    *VALUES,
-    *COUNTS,
 )
 
 #: By rank and step: how far honest runs lie apart, by record.
@@ -157,8 +115,7 @@ def compare_rank(
 ) -> RankResult:
     """Return what is found in these steps of one rank.
 
-    Steps in which every row of one run has its counterpart at the same place, and no
-    distance is above the least that rounding explains, are compared as columns; the
+    Without tensors, steps that agree by their statistics are compared as columns; the
     others are aligned and explained row by row.
     """
     if torch.get_num_threads() != settings.threads:
@@ -167,7 +124,9 @@ def compare_rank(
     theirs = as_run(candidate)
     comparison = _RankComparison(ours, theirs, rank, settings)
     comparison.compare_loops(steps)
-    agreeing = comparison.agreeing_steps(steps)
+    goes_by_tensors = uses_tensors(settings, ours, theirs)
+    is_by_row = goes_by_tensors or bool(settings.modules)
+    agreeing = {} if is_by_row else agreeing_steps(ours, theirs, rank, steps)
     with nullcontext() if _are_own((ours, theirs), rank, steps) else calls_of_others():
         frames = [comparison.compare(step, agreeing.get(step)) for step in steps]
     table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
@@ -179,69 +138,20 @@ def _are_own(runs: Sequence[Run], rank: int, steps: Sequence[int]) -> bool:
     return all(run.is_own(rank, step) for run in runs for step in steps)
 
 
-def compare_layouts(
-    reference: str | Run,
-    candidate: str | Run,
-    ranks: Sequence[int],
-    steps: Sequence[int],
-    settings: Settings,
-) -> RankResult:
-    """Return what is found in steps that one process did, and several share.
+def uses_tensors(settings: Settings, *runs: Run) -> bool:
+    """Return True where kept tensors are compared: all runs have them."""
+    return settings.tensors and all(run.about.keep in ("tensors", None) for run in runs)
 
-    The values of the ranks are pieces of the reference's: stretches of it, or terms of
-    a sum. Without tensors they cannot be put together, and only those with the same
-    statistics are compared.
 
-    Args:
-        reference: of one rank.
-        candidate: of several.
-        ranks: of the candidate.
-        steps: that both have.
-        settings: as of ``compare_rank``.
+def recorded_step(run: Run, rank: int, step: int, *, tensors: bool) -> RecordedStep:
+    """Return a step of a run.
+
+    Tensors that were not kept are computed from the leaves of the step, if possible.
     """
-    ours = as_run(reference)
-    theirs = as_run(candidate)
-    only = _RankComparison(ours, theirs, ours.ranks[0], settings)
-    memory = PortionsMemory()
-    stages: dict[int, dict[str, str]] = {}
-    frames = []
-    for step in steps:
-        try:
-            whole = only.recorded(ours, step)
-            parts = {rank: only.recorded(theirs, step, rank) for rank in ranks}
-            whole, *others = tensors_of_all([whole, *parts.values()])
-            parts = dict(zip(ranks, others, strict=True))
-        except RunError as error:
-            only.damage.append(str(error).replace("\n", ";"))
-            continue
-        rename = renaming(settings.modules)
-        if whole.tensors is None:
-            rows = without_tensors(whole, parts, rename)
-        else:
-            if not settings.modules:
-                parts = {
-                    rank: named_as_whole(whole, part, stages.setdefault(rank, {}))
-                    for rank, part in parts.items()
-                }
-            rows = _of_ranks(whole, parts, rename, memory)
-        frames.append(frame_of(rows))
-    table = pl.concat(frames, how="diagonal") if frames else pl.DataFrame()
-    return RankResult(table, only.damage, [])
-
-
-def _of_ranks(
-    whole: RecordedStep,
-    parts: Mapping[int, RecordedStep],
-    rename: Callable[[str], str],
-    memory: PortionsMemory,
-) -> list[ComparedRow]:
-    """Compare a step of one process with that of several, without scales of losses."""
-    sides = {
-        rank: without_loss_scales(Sides(whole, part)) for rank, part in parts.items()
-    }
-    reference = next(iter(sides.values())).reference
-    candidates = {rank: side.candidate for rank, side in sides.items()}
-    return compare_portions(reference, candidates, rename, memory)
+    rows = rows_of(run, rank, step)
+    if not tensors:
+        return RecordedStep(rows, restored_tensors(run, rank, step, rows))
+    return RecordedStep(rows, StepTensors(run, rank, step))
 
 
 class _RankComparison:
@@ -254,9 +164,7 @@ class _RankComparison:
         self._candidate = candidate
         self._rank = rank
         self._settings = settings
-        self._tensors = settings.tensors and all(
-            run.about.keep in ("tensors", None) for run in (reference, candidate)
-        )
+        self._tensors = uses_tensors(settings, reference, candidate)
         self._memory = EarlierSteps()
         self._first_step: int | None = None
         self._differs = False
@@ -327,7 +235,9 @@ class _RankComparison:
         if self._first_step is None:
             self._first_step = step
         runs = (self._reference, self._candidate)
-        recorded = [self.recorded(run, step) for run in runs]
+        recorded = [
+            recorded_step(run, self._rank, step, tensors=self._tensors) for run in runs
+        ]
         sides = without_loss_scales(Sides(*tensors_of_all(recorded)))
         by_hands = by_different_hands(
             sides.reference.rows, sides.candidate.rows, self._settings.modules
@@ -567,137 +477,3 @@ class _RankComparison:
         except RunError:
             return (), frozenset()
         return (() if set_up is None else set_up.parameters), frozenset(names)
-
-    def recorded(self, run: Run, step: int, rank: int | None = None) -> RecordedStep:
-        """Return a step of a run; ``rank``: another one than that of this comparison.
-
-        Tensors that were not kept are computed from the leaves of the step, if possible.
-        """
-        number = self._rank if rank is None else rank
-        rows = rows_of(run, number, step)
-        if not self._tensors:
-            return RecordedStep(rows, restored_tensors(run, number, step, rows))
-        return RecordedStep(rows, StepTensors(run, number, step))
-
-    def agreeing_steps(self, steps: Sequence[int]) -> dict[int, pl.DataFrame]:
-        """Return the tables of the steps that agree by their statistics, by number.
-
-        Where tensors can be computed again, these have to be the same: rounding is told
-        from faults by the tensors.
-        """
-        if self._tensors or self._settings.modules:
-            return {}
-        try:
-            ours = self._columns(self._reference, steps)
-            theirs = self._columns(self._candidate, steps)
-        except RunError:
-            return {}  # step by step, so that the sound ones are compared
-        heights = ours.group_by("step", maintain_order=True).len().rows()
-        if heights != theirs.group_by("step", maintain_order=True).len().rows():
-            return {}
-        table, agrees = _compared_as_columns(ours, theirs)
-        agreeing: dict[int, pl.DataFrame] = {}
-        start = 0
-        for step, height in heights:
-            if agrees[start : start + height].all():
-                agreeing[int(step)] = table.slice(start, height)
-            start += height
-        return agreeing
-
-    def _columns(self, run: Run, steps: Sequence[int]) -> pl.DataFrame:
-        return (
-            run.part(self._rank)
-            .filter(pl.col("step").is_in(list(steps)))
-            .select(*_NEEDED, site_name())
-            .sort("step", "record")
-            .collect()
-        )
-
-
-def _compared_as_columns(
-    ours: pl.DataFrame, theirs: pl.DataFrame
-) -> tuple[pl.DataFrame, Array]:
-    """Return the rows of both runs side by side, and which of them agree.
-
-    Statistics agree where their difference is within the least that rounding explains
-    in the format.
-    """
-    same_place = ours.select(_PLACE).hash_rows() == theirs.select(_PLACE).hash_rows()
-    same_format = ours["dtype"].eq_missing(theirs["dtype"])
-    same_counts = functools.reduce(
-        pl.Series.__and__, (ours[c].eq_missing(theirs[c]) for c in COUNTS)
-    )
-    same_arguments = ours["arguments"].eq(theirs["arguments"]).fill_null(True)
-    measured = ours["nan"].is_not_null()
-    error, equal = _statistics_error(ours, theirs)
-    dtypes = ours["dtype"].drop_nulls().unique()
-    bounds = {dtype: MARGIN * 2 * unit(dtype) for dtype in dtypes}
-    bound = ours["dtype"].replace_strict(bounds, default=0.0, return_dtype=pl.Float64)
-    unmeasured = ~measured.to_numpy()
-    same_calls = same_place & same_arguments & same_format & same_counts
-    agrees = same_calls.to_numpy() & ((error <= bound.to_numpy()) | unmeasured)
-    if all(side["blob"].is_not_null().any() for side in (ours, theirs)):
-        same_leaves = ours["hash"].eq_missing(theirs["hash"]).to_numpy()
-        agrees &= (equal & same_leaves) | unmeasured
-    table = _side_by_side(ours, theirs).with_columns(
-        reason=pl.when(measured.not_()).then(
-            pl.coalesce("reason", pl.lit("no statistics on both sides"))
-        ),
-        error=pl.when(measured).then(pl.Series(error).fill_nan(None)),
-        equal=pl.Series(equal) & measured,
-        tolerance=bound,
-    )
-    return table, agrees
-
-
-def _statistics_error(ours: pl.DataFrame, theirs: pl.DataFrame) -> tuple[Array, Array]:
-    """Return the relative difference of the statistics of each row, and where it is none."""
-    our_columns = _statistic_columns(ours)
-    their_columns = _statistic_columns(theirs)
-
-    def maximum(*values: Array) -> Array:
-        return functools.reduce(np.fmax, values)
-
-    with np.errstate(all="ignore"):
-        error = largest_difference(our_columns, their_columns, maximum)
-    equal = np.ones(ours.height, dtype=bool)
-    for name in VALUES:
-        x = getattr(our_columns, name)
-        y = getattr(their_columns, name)
-        equal &= (x == y) | (np.isnan(x) & np.isnan(y))
-    error = np.where(np.isfinite(error), error, np.inf)
-    return np.where(equal, 0.0, error), equal
-
-
-def _statistic_columns(rows: pl.DataFrame) -> StatisticColumns:
-    names = (*VALUES, *COUNTS, "numel")
-    return StatisticColumns(**{name: rows[name].to_numpy() for name in names})
-
-
-def _side_by_side(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
-    """Return the names of both sides of rows at the same places."""
-    return ours.select(
-        "rank",
-        "step",
-        "phase",
-        "site",
-        "operator",
-        "place",
-        "role",
-        "name",
-        "dtype",
-        "shape",
-        "numel",
-        "reason",
-        pl.col("view_of").is_not_null().alias("view"),
-        pl.lit(MATCHED).alias("status"),
-        theirs["record"],
-        theirs["line"],
-        theirs["call"],
-        pl.col("site").alias("reference_site"),
-        pl.col("operator").alias("reference_operator"),
-        pl.col("dtype").alias("reference_dtype"),
-        pl.col("shape").alias("reference_shape"),
-        pl.col("line").alias("reference_line"),
-        pl.col("record").alias("reference_record"),
-    )

@@ -12,12 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from roundoff.compare.judging.step_causes import DATA, Cause
-from roundoff.compare.loop.fed_data import (
-    MOST,
-    OTHER_VALUES,
-    ROUNDINGS,
-    how_data_differ,
-)
+from roundoff.compare.loop.data_relations import OTHER_VALUES, how_data_differ
+from roundoff.compare.loop.fed_data import MOST, ROUNDINGS
 from roundoff.compare.rounding.distance import of_metrics
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.tensors.metrics import measure

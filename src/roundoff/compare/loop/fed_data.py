@@ -8,11 +8,7 @@ random is not fed: the operator that draws is named.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
 
 from roundoff.compare.judging.changing_values import (
     made_of,
@@ -23,19 +19,18 @@ from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import RecordedStep, Sides
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.fed_draws import draw_cause
-from roundoff.compare.loop.loaded_values import (
-    GRADIENT,
-    is_reordered,
-    statistics_factor,
-    values_before,
+from roundoff.compare.loop.data_records import data_records, first_read_of_a_name
+from roundoff.compare.loop.data_relations import (
+    OTHER_VALUES,
+    how_data_differ,
+    statistics_words,
 )
+from roundoff.compare.loop.fed_draws import draw_cause
+from roundoff.compare.loop.loaded_values import is_reordered
 from roundoff.compare.loop.told_values import FOR_PYTHON, ToldValues
-from roundoff.compare.loop.unnamed_updates import unnamed_state
 from roundoff.compare.pairing.alignment import MATCHED
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, made_from
-from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.rounding.distance import of_metrics, of_statistics
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.reproducibility import UnstableRow
@@ -45,16 +40,10 @@ from roundoff.ops import operators_that
 
 #: Data that were made otherwise may differ by this many roundings.
 ROUNDINGS = 16.0
-#: A fit leaves at most this share of the difference's squares.
-FIT = 1e-6
 #: Most inputs that are described, each in words.
 MOST = 3
-#: Of data that nothing leads to from the reference's.
-OTHER_VALUES = "has other values"
 #: Made of nothing, in the size that the program asks for.
 _CREATED = operators_that("create")
-#: Values of one channel that a factor and an offset are fitted to, at the least.
-_CHANNEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,116 +56,6 @@ class _FedPair:
     error: float | None
     #: What reads it in the place of another value; None for a value of its own.
     reader: RecordedRow | None = None
-
-
-def data_records(rows: Rows) -> set[int]:
-    """Return the records that no parameter went into, and no module made.
-
-    Of the forward pass: inputs from outside, and what is computed from them, or drawn,
-    outside of all modules. A value that becomes a parameter or buffer is none, nor is
-    one that an optimizer writes or that follows one, nor what is made of earlier data once the model is running.
-    """
-    running = _Running(rows, is_fed=False)
-    data = _data(rows, running)
-    if running.since is None:
-        data = _data(rows, _Running(rows, is_fed=True))
-    return data
-
-
-def _data(rows: Rows, running: _Running) -> set[int]:
-    state = unnamed_state(rows)
-    loaded = _loaded(rows, [*values_before(rows).values(), *state])
-    named = _named(rows)
-    held = {row.content for row in (*named, *state)}
-    first_name = min((row.record for row in named), default=0)
-    data: set[int] = set()
-    for record, row in rows.items():
-        running.pass_by(row, data)
-        if record in loaded or row.name or row.phase != "forward":
-            continue
-        is_held = row.content in held and row.min != row.max
-        if is_held and record > first_name:
-            continue  # a deep copy of a parameter
-        of_data = all(i in data for i in row.inputs)
-        if of_data and running.may_be_data(row):
-            data.add(record)
-    return data
-
-
-def _loaded(rows: Rows, kept: Sequence[RecordedRow]) -> set[int]:
-    """Return these values that a program keeps, and what only they were made of.
-
-    Samples that are counted to begin a parameter with, and read by the model later, are data.
-    """
-    ends = {row.record for row in kept}
-    behind = made_from(rows, ends)
-    read_elsewhere = {
-        record
-        for row in rows.values()
-        if row.is_call and row.record not in behind
-        for record in row.inputs
-        if record in behind and record not in ends
-    }
-    samples: set[int] = set()
-    for record in sorted(made_from(rows, read_elsewhere)):
-        row = rows[record]
-        is_of_samples = bool(row.inputs) and samples.issuperset(row.inputs)
-        is_from_outside = not row.is_call and not row.name
-        if is_from_outside or (row.is_call and is_of_samples):
-            samples.add(record)
-    return behind - samples
-
-
-class _Running:
-    """Where the model runs: from the first of its calls on that reads a parameter.
-
-    A call that no data went into before belongs to what the model is made with, as the
-    norm of a weight does, unless ``is_fed``.
-
-    Attributes:
-        since: the record of the first call; None before it.
-    """
-
-    def __init__(self, rows: Rows, *, is_fed: bool) -> None:
-        self.since: int | None = None
-        self._named: set[int] = set()
-        self._reads_names = _first_read_of_a_name(rows) is not None
-        self._is_fed = is_fed
-
-    def pass_by(self, row: RecordedRow, data: AbstractSet[int]) -> None:
-        """Look at a row; ``data`` are the records before it that are data."""
-        if self.since is None and row.is_call and row.module:
-            self._is_fed |= not data.isdisjoint(row.inputs)
-            if self._is_fed and not self._named.isdisjoint(row.inputs):
-                self.since = row.record
-        if row.name:
-            self._named.add(row.record)
-
-    def may_be_data(self, row: RecordedRow) -> bool:
-        """Return True for a row that is data if all that it reads is."""
-        if not row.is_call:
-            return row.operator in ("input", "alias")
-        if not self._reads_names or row.module:
-            return False
-        since = self.since
-        return since is None or all(i > since for i in row.inputs)
-
-
-def _named(rows: Rows) -> list[RecordedRow]:
-    """Return each value of a parameter or buffer."""
-    named = (row for row in rows.values() if row.name)
-    return [row for row in named if not str(row.name).endswith(GRADIENT)]
-
-
-def _first_read_of_a_name(rows: Rows) -> int | None:
-    """Return the first record that a parameter or buffer went into; None without any."""
-    named: set[int] = set()
-    for row in rows.values():
-        if row.is_call and row.module and named.intersection(row.inputs):
-            return row.record
-        if row.name:
-            named.add(row.record)
-    return None
 
 
 def _fed(
@@ -350,7 +229,7 @@ def _without_computed_sizes(
 
     Of boxes, words or nodes that a mask chooses there are more or fewer.
     """
-    running = _first_read_of_a_name(rows)
+    running = first_read_of_a_name(rows)
     wrong = [row.record for row in compared if row.cause == OWN and row.record]
     first = min(wrong, default=None)
     if running is None or first is None:
@@ -489,155 +368,4 @@ def _by_statistics(twin: RecordedRow, row: RecordedRow) -> _FedPair | None:
         return _FedPair(twin, row, words, distance.error)
     if distance.error <= ROUNDINGS * max(unit(twin.dtype), unit(row.dtype)):
         return None
-    return _FedPair(twin, row, _statistics_words(twin, row), distance.error)
-
-
-def _statistics_words(twin: RecordedRow, row: RecordedRow) -> str:
-    factor = statistics_factor(twin, row)
-    if factor is not None:
-        return f"is {factor:.6g} times the reference's, by its statistics"
-    affine = _affine(
-        (twin.min, twin.max, twin.mean), (row.min, row.max, row.mean), twin, row
-    )
-    if affine is not None:
-        return f"is the reference's {affine}, by its statistics: scaled otherwise"
-    return "has other values, by its statistics"
-
-
-def _affine(
-    ours: Sequence[float | None],
-    theirs: Sequence[float | None],
-    twin: RecordedRow,
-    row: RecordedRow,
-) -> str | None:
-    """Return the factor and offset that lead from one row's statistics to the other's."""
-    if None in (*ours, *theirs) or not twin.std or row.std is None or not row.std:
-        return None
-    factor = row.std / twin.std
-    low, _, mean = (value or 0.0 for value in ours)
-    other_low, other_high, other_mean = (value or 0.0 for value in theirs)
-    offset = other_mean - factor * mean
-    fits = [
-        abs(factor * a + offset - b) <= 1e-5 * max(abs(other_low), abs(other_high))
-        for a, b in ((low, other_low), (twin.max or 0.0, other_high))
-    ]
-    return f"times {factor:.4g} plus {offset:.4g}" if all(fits) else None
-
-
-def how_data_differ(ours: Tensor, theirs: Tensor) -> str:
-    """Return how the candidate's data differ from the reference's, in words.
-
-    >>> batch = torch.tensor([[1.0, 2.0], [3.0, 5.0], [4.0, 9.0]])
-    >>> how_data_differ(batch, batch.flip(0))
-    'has the same 3 samples in another order'
-    >>> how_data_differ(batch, 1.02 * batch)
-    "is 1.02 times the reference's"
-    >>> how_data_differ(batch, 2 * batch - 1)
-    "is the reference's times 2 plus -1: scaled otherwise"
-    >>> how_data_differ(batch, batch + torch.tensor([1e-5, 0.0]))
-    "is 1.5e-06 of its size apart from the reference's"
-    >>> how_data_differ(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 0]))
-    "has 1 of 4 values unlike the reference's"
-    """
-    return (
-        _same_samples(ours, theirs)
-        or _same_values(ours, theirs)
-        or _scaled(ours, theirs)
-        or _scaled_by_channel(ours, theirs)
-        or _few(ours, theirs)
-    )
-
-
-def _same_samples(ours: Tensor, theirs: Tensor) -> str | None:
-    if not ours.dim() or len(ours) < 2 or not ours.numel():
-        return None
-    mine = _samples(ours)
-    others = _samples(theirs)
-    if sorted(mine) == sorted(others):
-        return f"has the same {len(mine)} samples in another order"
-    if ours.dim() < 2:
-        return None  # labels: values that come again
-    common = len({*mine} & {*others})
-    if common:
-        return f"has {common} of the reference's {len(mine)} samples, and others"
-    return None
-
-
-def _samples(tensor: Tensor) -> list[bytes]:
-    """Return the bytes of each sample."""
-    flat = tensor.detach().contiguous().reshape(len(tensor), -1)
-    rows = flat.view(torch.uint8).numpy(force=True)
-    return [row.tobytes() for row in rows]
-
-
-def _same_values(ours: Tensor, theirs: Tensor) -> str | None:
-    mine = in_reals(ours.detach()).reshape(-1).sort().values
-    others = in_reals(theirs.detach()).reshape(-1).sort().values
-    if mine.numel() > 1 and torch.equal(mine, others):
-        return "has the same values in another order"
-    return None
-
-
-def _scaled(ours: Tensor, theirs: Tensor) -> str | None:
-    if not ours.is_floating_point() or not theirs.is_floating_point():
-        return None
-    x = ours.detach().to(torch.float64).reshape(-1)
-    y = theirs.detach().to(torch.float64).reshape(-1)
-    square = float(x @ x)
-    if not square or x.numel() < 3 or not bool((x.isfinite() & y.isfinite()).all()):
-        return None
-    factor = float(x @ y) / square
-    if factor and float((factor * x - y).square().sum()) <= FIT * float(y @ y):
-        times = f"{factor:.6g}"
-        if times != "1":
-            return f"is {times} times the reference's"
-        apart = float((x - y).norm() / x.norm())
-        return f"is {apart:.1e} of its size apart from the reference's"
-    centred = x - x.mean()
-    spread = float(centred @ centred)
-    if not spread:
-        return None
-    factor = float(centred @ (y - y.mean())) / spread
-    offset = float(y.mean() - factor * x.mean())
-    rest = float((factor * x + offset - y).square().sum())
-    if factor and rest <= FIT * float((y - y.mean()).square().sum()):
-        return (
-            f"is the reference's times {factor:.6g} plus {offset:.4g}: scaled otherwise"
-        )
-    return None
-
-
-def _scaled_by_channel(ours: Tensor, theirs: Tensor) -> str | None:
-    """Return the words for a factor and an offset for each entry of a dimension."""
-    if not ours.is_floating_point() or not theirs.is_floating_point():
-        return None
-    for dim in dict.fromkeys((1, ours.dim() - 1)):
-        if not 1 <= dim < ours.dim() or ours.shape[dim] < 2:
-            continue
-        channels = ours.shape[dim]
-        x = ours.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
-        y = theirs.detach().to(torch.float64).movedim(dim, 0).reshape(channels, -1)
-        if x.shape[1] >= _CHANNEL and _fits_by_row(x, y):
-            return (
-                f"is the reference's times a factor plus an offset for each of the "
-                f"{channels} entries of dimension {dim}: scaled otherwise"
-            )
-    return None
-
-
-def _fits_by_row(x: Tensor, y: Tensor) -> bool:
-    centred = x - x.mean(1, keepdim=True)
-    wanted = y - y.mean(1, keepdim=True)
-    spread = centred.square().sum(1, keepdim=True)
-    factors = (centred * wanted).sum(1, keepdim=True) / spread.clamp_min(1e-300)
-    rest = (factors * centred - wanted).square().sum()
-    size = wanted.square().sum()
-    return bool(size > 0) and bool(rest <= FIT * size)
-
-
-def _few(ours: Tensor, theirs: Tensor) -> str:
-    is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    differing = int((~is_same).sum())
-    if differing == ours.numel():
-        return OTHER_VALUES
-    return f"has {differing:,} of {ours.numel():,} values unlike the reference's"
+    return _FedPair(twin, row, statistics_words(twin, row), distance.error)

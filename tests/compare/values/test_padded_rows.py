@@ -31,6 +31,8 @@ LEAVES = {
     "q": drawn(8, 8, seed=2, scale=0.6),
     "b": drawn(5, 8, seed=3, scale=0.5),
 }
+#: Values of two programs in fp32 that are alike lie nearer.
+LIMIT = 1e-4
 LENGTHS = torch.tensor([7, 4, 5])
 MASK = torch.arange(7) < LENGTHS[:, None]
 X = drawn(3, 7, 6, seed=4)
@@ -96,6 +98,22 @@ def attends_to_padding(m, x, y, mask):
     return torch.where(mask, error, 0.0).sum() / mask.sum()
 
 
+def summed(m, x, y, mask):
+    """What packed places give, summed in each sequence."""
+    h = torch.tanh(F.linear(x[mask], m.a))
+    e = torch.exp(F.linear(torch.tanh(F.linear(h, m.q)), m.b))
+    sums = torch.zeros(3, 5).index_add(0, mask.nonzero()[:, 0], e)
+    return (sums.log() - y[:, 0]).square().mean()
+
+
+def summed_with_padding(m, x, y, mask):
+    """``summed`` over all places, as what stands in the padding was made zero before."""
+    h = torch.tanh(torch.einsum("bti,oi->bto", x, m.a)) * mask[..., None]
+    h = torch.tanh(torch.einsum("bti,oi->bto", h, m.q))
+    e = torch.exp(torch.einsum("bti,oi->bto", h, m.b))
+    return (e.sum(1).log() - y[:, 0]).square().mean()
+
+
 @pytest.fixture
 def recorded(program, tmp_path):
     """``recorded(function)``: the folder of a recorded step with its backward pass."""
@@ -154,9 +172,19 @@ def test_a_fault_among_packed_places_is_named(recorded):
 
 def test_places_that_a_gradient_reaches_count(flow):
     ours = flow(padded)
-    [mask] = padding_masks(ours, flow(packed))
+    [mask] = padding_masks(ours, flow(packed), LIMIT)
     assert torch.equal(mask, MASK)
-    assert padding_masks(ours, flow(attends_to_padding)) == ()
+    assert padding_masks(ours, flow(attends_to_padding), LIMIT) == ()
+
+
+def test_padding_that_counts_by_a_fault_is_padding(flow, recorded):
+    ours, theirs = flow(summed), flow(summed_with_padding)
+    [mask] = padding_masks(ours, theirs, LIMIT)
+    assert torch.equal(mask, MASK)
+    comparison = roundoff.compare(
+        reference=recorded(summed), candidate=recorded(summed_with_padding)
+    )
+    assert "e.sum(1)" in text(comparison.culprits()[0].line)
 
 
 def without(m, x, y, outside):
@@ -170,7 +198,7 @@ def without(m, x, y, outside):
 
 def test_what_is_left_out_is_a_mask_as_well(flow):
     ours = flow(without, ~MASK)
-    [mask] = padding_masks(ours, ours)
+    [mask] = padding_masks(ours, ours, LIMIT)
     assert torch.equal(mask, MASK)
 
 
@@ -183,7 +211,7 @@ def after_many_tables(m, x, y, mask):
 
 def test_tables_of_other_places_are_no_masks(flow):
     ours = flow(after_many_tables)
-    [mask] = padding_masks(ours, ours)
+    [mask] = padding_masks(ours, ours, LIMIT)
     assert torch.equal(mask, MASK)
 
 
@@ -198,7 +226,7 @@ def test_kept_values_are_those_of_a_program_without_padding(flow):
     ours, theirs = flow(padded), flow(packed)
     hidden = torch.tanh(X @ LEAVES["a"].T)[MASK]
     wanted = hidden.flatten().sort().values.double().numpy()
-    masks = padding_masks(ours, theirs)
+    masks = padding_masks(ours, theirs, LIMIT)
     sketches = [kept.sketch for kept in kept_values(ours, masks)]
     near = [s for s in sketches if s.numel == hidden.numel() and s.exact]
     assert min(abs(s.values - wanted).max() for s in near) < 1e-6

@@ -322,11 +322,12 @@ def _values_remembered(steps: RecordedSides, memory: EarlierSteps) -> Sides:
 def _values_of(steps: RecordedSides, paired: Paired = ()) -> Sides:
     reference = flow_of(steps.reference)
     candidate = flow_of(steps.candidate)
+    limit = limit_of(reference, candidate)
     sides = Sides(
         reference,
         candidate,
-        limit_of(reference, candidate),
-        padding=padding_masks(reference, candidate),
+        limit,
+        padding=padding_masks(reference, candidate, limit),
         paired=paired,
     )
     sides.match()

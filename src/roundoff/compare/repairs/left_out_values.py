@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+
+from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.near_leaves import leaves_of
+from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.named_repairs import there
 from roundoff.compare.repairs.read_by_region import (
     hands_on,
@@ -18,6 +21,7 @@ from roundoff.compare.repairs.transplants import in_layout_of
 from roundoff.compare.repairs.trials import Trials
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines, computing_readers
+from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
@@ -40,6 +44,7 @@ def left_out(
     reference = sides.reference
     wanted = [reference.values[key] for key in sorted(rejoin.expected)]
     wanted = [twin for twin in wanted if twin.computes and twin.is_number]
+    theirs = TracedProgram(reference)
     for value in values_read(flow, rejoin):
         held = flow.tensor(value.key)
         if held is None:
@@ -50,10 +55,7 @@ def left_out(
         for twin in wanted:
             if twin.key not in made_of_it:
                 continue
-            content = reference.tensor(twin.key)
-            if content is None:
-                continue
-            for moved in in_layout_of(sides, held, content):
+            for moved in _as_reference_has_it(sides, held, twin, twins, theirs):
                 instead = {value.key: moved}
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]
                 if is_wrong_everywhere or near.outcome({}, instead)[0]:
@@ -72,6 +74,40 @@ def left_out(
                         words = f"left out is all from {there(first)} to {there(twin)}"
                     return Blamed(named, first, words, is_operator=True, line=line)
     return None
+
+
+def _as_reference_has_it(
+    sides: Sides,
+    held: Tensor,
+    twin: Value,
+    twins: AbstractSet[int],
+    theirs: TracedProgram,
+) -> Iterator[Tensor]:
+    """Yield what the reference makes of a value, as it may stand in that value's place.
+
+    Where that has rows more or fewer, of padding, the reference's call is made on it.
+    """
+    content = sides.reference.tensor(twin.key)
+    if content is not None:
+        fitting = [*in_layout_of(sides, held, content)]
+        yield from fitting or _made_here(theirs, twin, twins, held)
+
+
+def _made_here(
+    program: TracedProgram, made: Value, sources: AbstractSet[int], held: Tensor
+) -> Iterator[Tensor]:
+    """Yield what one call makes of another value in the place of its source, as large."""
+    call = program.calls.get(made.row.call)
+    if call is None or sources.isdisjoint(made.row.inputs):
+        return
+    instead = {key: held for key in made.row.inputs if key in sources}
+    try:
+        results = program.one(call, instead)
+    except CannotRun:
+        return
+    for row, tensor in results:
+        if row.record == made.row.record and tensor.shape == held.shape:
+            yield tensor
 
 
 def unmade(sides: Sides, rejoin: Rejoin, region: frozenset[int]) -> Blamed | None:

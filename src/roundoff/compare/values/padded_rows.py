@@ -16,7 +16,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from roundoff.compare.records.value_sketch import Sketch, sketch_of_tensor
+from roundoff.compare.records.value_sketch import Sketch, SketchIndex, sketch_of_tensor
 from roundoff.compare.values.value_flow import Flow
 
 #: Masks that are tried, at most.
@@ -29,23 +29,35 @@ LEAST_GRADIENTS = 2
 LEAST_SHARE = 0.05
 #: The share of those with the places that may have them by chance.
 MOST_REACHING = 0.05
+#: Values of the other side that a mask has to keep, of which padding counts by a fault.
+LEAST_KEPT = 4
 _FORWARD = "forward"
 _BACKWARD = "backward"
 #: What a backward pass begins with.
 _ONES = "ones_like"
 
 
-def padding_masks(reference: Flow, candidate: Flow) -> tuple[Tensor, ...]:
+def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tensor, ...]:
     """Return the masks of either side outside which no gradient of either is.
 
-    None without tensors, or without a backward pass.
+    None without tensors, or without a backward pass. Or one that keeps what the other
+    side, which has no such places, computes: then a fault lets them count.
+
+    Args:
+        reference: its values.
+        candidate: its values.
+        limit: relative distance up to which values agree.
     """
     flows = (reference, candidate)
     places = {shape for flow in flows for shape in _places_of_gradients(flow)}
     fitting = ((m for m in _masks(flow) if tuple(m.shape) in places) for flow in flows)
     each = (islice(_different(masks), MOST_MASKS) for masks in fitting)
     masks = _different(chain.from_iterable(each))
-    return tuple(mask for mask in masks if _counts_for_nothing(flows, mask))
+    return tuple(
+        mask
+        for mask in masks
+        if _counts_for_nothing(flows, mask) or _keeps_others(flows, mask, limit)
+    )
 
 
 def _places_of_gradients(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -64,6 +76,28 @@ def _counts_for_nothing(flows: Sequence[Flow], mask: Tensor) -> bool:
     known = [share for share in shares if share is not None]
     allowed = MOST_REACHING if len(known) == 1 else 0.0
     return bool(known) and max(known) <= allowed
+
+
+def _keeps_others(flows: Sequence[Flow], mask: Tensor, limit: float) -> bool:
+    """Return True where one program alone has the places of a mask, and what it keeps there
+    are values of the other."""
+    padded = [flow for flow in flows if _reach(flow, mask) is not None]
+    if len(padded) != 1:
+        return False
+    [other] = (flow for flow in flows if flow is not padded[0])
+    index = SketchIndex(
+        (value.key, value.sketch)
+        for value in other.values.values()
+        if value.row.phase == _FORWARD and value.sketch is not None
+    )
+    kept = kept_values(padded[0], [mask])
+    found: set[int] = set()
+    for each in kept:
+        if index.near(each.sketch, limit):
+            found.add(each.key)
+        if len(found) == LEAST_KEPT:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from roundoff.compare.records.value_sketch import Sketch, SketchIndex, sketch_of_tensor
-from roundoff.compare.values.value_flow import Flow
+from roundoff.compare.rounding.rounding_bound import PRODUCTS
+from roundoff.compare.values.value_flow import Flow, Value
 
 #: Masks that are tried, at most.
 MOST_MASKS = 16
@@ -188,21 +189,40 @@ def _rows_of_sequences(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
 
 def _masks(flow: Flow) -> Iterator[Tensor]:
     """Yield the tables of zeros and ones that a forward pass reads or makes, as they are
-    and the other way round: what is left out is masked as well.
+    and the other way round: what is left out is masked as well. Behind them where factors
+    for whole rows are not zero.
 
     Axes of one element are for broadcasting, and no axes of places.
     """
+    factors = []
     for value in flow.in_order():
         row = value.row
         axes = [size for size in row.shape or () if size > 1]
         if row.phase != _FORWARD or row.name or len(axes) < 2:
             continue
         if value.is_number and (row.min, row.max) != (0.0, 1.0):
+            if row.zero and _is_factor_of_rows(flow, value):
+                factors.append(value.key)
             continue
         tensor = flow.tensor(value.key)
         if tensor is not None and bool(((tensor == 0) | (tensor == 1)).all()):
             mask = tensor.reshape(axes).to(torch.bool)
             yield from (mask, ~mask)
+        elif row.zero and _is_factor_of_rows(flow, value):
+            factors.append(value.key)
+    for key in factors:
+        tensor = flow.tensor(key)
+        if tensor is not None:
+            yield tensor.squeeze() != 0
+
+
+def _is_factor_of_rows(flow: Flow, value: Value) -> bool:
+    """Return True for what is multiplied with a value of more axes, or longer ones."""
+    readers = (flow.values[key] for key in flow.readers.get(value.key, ()))
+    return any(
+        reader.operator in PRODUCTS and (reader.numel or 0) > (value.numel or 0)
+        for reader in readers
+    )
 
 
 def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:

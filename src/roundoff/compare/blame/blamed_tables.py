@@ -30,7 +30,7 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
-            if _numel(twin) == _numel(value) and _may_be_one(kind, other_kind):
+            if _are_as_large(twin, value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
                 first = _first_wrong(sides, value)
                 return Blamed(first, twin, words, is_operator=True)
@@ -50,9 +50,22 @@ def _first_wrong(sides: Sides, table: Value) -> Value:
     return firsts[0] if len(firsts) == 1 and not firsts[0].inner else table
 
 
+def _are_as_large(one: Value, other: Value) -> bool:
+    """Return True for tables of as many elements, or of as many once each is laid out once."""
+    if _numel(one) == _numel(other):
+        return True
+    once = _numel_once(one)
+    return once is not None and once == _numel_once(other)
+
+
 def _numel(value: Value) -> int | None:
     """Return how many elements a value has; one that a call computes inside is not its row's."""
     return value.row.numel if value.tensor is None else value.tensor.numel()
+
+
+def _numel_once(value: Value) -> int | None:
+    """Return how many there are without what is laid out again, as angles of both halves are."""
+    return None if value.sketch is None else value.sketch.without_repeats.numel
 
 
 def _difference(sides: Sides, twin: Value, value: Value) -> str:
@@ -103,7 +116,7 @@ def _lost_tables(
     Each with how it is used. A mask is no loss where the other program has its opposite
     among ``masks``.
     """
-    constant = constants_of(flow)
+    constant = constants_of(flow, agreeing)
     lost = {}
     for key in region:
         if key in constant:

@@ -168,12 +168,13 @@ def _behind(
         blamed = unlike_behind(sides, end, likely)
         if blamed is None or blamed.is_sure:
             return blamed
+        constants = constants_of(sides.candidate, sides.twins)
+        lost_tables = constants.intersection(blamed.value.inputs) - sides.twins.keys()
+        if blamed.value.key not in constants and not lost_tables:
+            return blamed
         # how a table is made says nothing where its last value is known
-        constants = constants_of(sides.candidate)
         region = end.region | {end.value.key}
         behind = replace(part, region=region, expected=end.expected | {end.twin.key})
-        if blamed.value.key not in constants:
-            return blamed
         return blamed_table(sides, behind) or blamed
     trials = trials_of_value(sides, end)
     return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -31,6 +31,8 @@ _CREATE = operators_that("create")
 PARTS = ("real", "imag")
 #: What reads the numbers of which a program makes a tensor.
 _LITERAL = "lift_fresh"
+#: Or what another library made in its own format.
+_CAST = "_to_copy"
 #: More numbers are data.
 _FEW_NUMBERS = 4
 _FORWARD = "forward"
@@ -266,11 +268,13 @@ def _add_parts(flow: Flow) -> None:
         flow.parts[value.key] = tuple(keys)
 
 
-def constants_of(flow: Flow) -> set[int]:
+def constants_of(flow: Flow, agreeing: Container[int] | None = None) -> set[int]:
     """Return the values made of no parameter and no data.
 
     Buffers are constants, and what a program writes down as a tensor of a few numbers. What
-    it draws is none: data, or what parameters begin with.
+    it draws is none: data, or what parameters begin with. With ``agreeing``, what the other
+    program has too: also tensors that are written down and not among these, as a table that
+    another library makes. Both are fed the same data.
     """
 
     def is_constant(leaf: Value) -> bool:
@@ -278,15 +282,13 @@ def constants_of(flow: Flow) -> set[int]:
             return leaf.operator not in _DRAW
         if leaf.row.name:
             return leaf.row.name not in flow.trained
-        return _is_literal(flow, leaf)
+        readers = {flow.values[key].operator for key in flow.readers.get(leaf.key, ())}
+        if readers == {_LITERAL} and (leaf.row.numel or 0) <= _FEW_NUMBERS:
+            return True
+        is_unknown = agreeing is not None and leaf.key not in agreeing
+        return is_unknown and bool(readers) and readers <= {_LITERAL, _CAST}
 
     return _made_of_leaves(flow, is_constant, all)
-
-
-def _is_literal(flow: Flow, leaf: Value) -> bool:
-    readers = [flow.values[key].operator for key in flow.readers.get(leaf.key, ())]
-    is_written = bool(readers) and all(name == _LITERAL for name in readers)
-    return is_written and (leaf.row.numel or 0) <= _FEW_NUMBERS
 
 
 def values_of_parameters(flow: Flow) -> set[int]:

@@ -30,27 +30,36 @@ WRONG = (
 )
 
 
-def compared(port: Port, folder, *, tensors: bool):
-    reference, candidate = written(port, folder / "files")
-    workload = Workload.load(reference)
-    record(Variant("reference", workload), folder / "reference", port.steps)
-    record(variant(workload, candidate), folder / "candidate", port.steps)
-    return roundoff.compare(
-        reference=folder / "reference", candidate=folder / "candidate", tensors=tensors
-    )
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """``recorded(port)``: the runs of its reference and its own, once for both ways."""
+    folders = {}
+
+    def record_both(port: Port):
+        if port.title not in folders:
+            folder = tmp_path_factory.mktemp("port")
+            reference, candidate = written(port, folder / "files")
+            workload = Workload.load(reference)
+            record(Variant("reference", workload), folder / "reference", port.steps)
+            record(variant(workload, candidate), folder / "candidate", port.steps)
+            folders[port.title] = folder
+        folder = folders[port.title]
+        return {"reference": folder / "reference", "candidate": folder / "candidate"}
+
+    return record_both
 
 
 @pytest.mark.parametrize("tensors", [True, False], ids=["tensors", "statistics"])
 @pytest.mark.parametrize("title", RIGHT)
-def test_a_right_port_is_not_called_wrong(title, tensors, tmp_path):
+def test_a_right_port_is_not_called_wrong(title, tensors, recorded):
     [port] = [port for port in ports() if port.title == title]
-    comparison = compared(port, tmp_path, tensors=tensors)
+    comparison = roundoff.compare(**recorded(port), tensors=tensors)
     assert comparison.agrees
     assert not comparison.culprits()
 
 
 @pytest.mark.parametrize("title", WRONG)
-def test_the_wrong_line_or_parameter_is_named_first(title, tmp_path):
+def test_the_wrong_line_or_parameter_is_named_first(title, recorded):
     [port] = [port for port in faults() if port.title == title]
-    comparison = compared(port, tmp_path, tensors=True)
+    comparison = roundoff.compare(**recorded(port), tensors=True)
     assert port.names_truth(comparison.culprits()[0])

@@ -85,3 +85,54 @@ def test_which_optimizer_steps_inside_of_another_is_noted(tmp_path, fails):
     whole = [("Both", ""), ("SGD", "Both"), ("SGD#1", "Both")]
     first = whole[:2] if fails else whole
     assert steps == [*first, *whole, ("Adagrad", "")]
+
+
+class WarmingUp(torch.optim.SGD):
+    """Sets its own rate before it updates."""
+
+    def __init__(self, model, rate=0.1):
+        super().__init__(model.parameters(), lr=rate)
+        self.rate = rate
+        self.done = 0
+
+    def step(self, closure=None):
+        self.done += 1
+        self.param_groups[0]["lr"] = self.rate * min(1.0, self.done / 4)
+        return super().step(closure)
+
+
+def warmed_up(folder, optimizer_of):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = optimizer_of(model)
+    with roundoff.capture(folder, model) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)) - 1).square().mean().backward()
+            optimizer.step()
+            run.step()
+    return folder
+
+
+def scheduled(model):
+    """The same rates, by a schedule."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: (n + 1) / 4)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+def test_a_rate_that_a_step_sets_itself_is_the_one_that_it_takes(tmp_path):
+    own = warmed_up(tmp_path / "own", WarmingUp)
+    loop = roundoff.load(own).loop
+    events = [event for number in (0, 1) for event in loop(0, number)]
+    steps = [event for event in events if event.what == "optimizer.step"]
+    assert [(e.numbers["lr"], e.changed.get("lr")) for e in steps] == [
+        (0.1, 0.025),
+        (0.025, 0.05),
+    ]
+    other = warmed_up(tmp_path / "other", scheduled)
+    assert roundoff.compare(reference=own, candidate=other).agrees
+    wrong = warmed_up(tmp_path / "wrong", lambda model: WarmingUp(model, rate=0.3))
+    first = roundoff.compare(reference=own, candidate=wrong).culprits()[0]
+    assert first.name == "learning rate"

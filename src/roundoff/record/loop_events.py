@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from roundoff.unforeseen import OurPart
 
 #: What an event is called that tells which parameters want no gradient.
 FROZEN = "frozen"
+#: What the event of an optimizer's step is called.
+OPTIMIZER_STEP = "optimizer.step"
 #: The number of an optimizer's step that tells how many values a group holds.
 HELD = "values held"
 
@@ -43,6 +45,8 @@ class LoopEvent:
         names: of the parameters that it tells of.
         inside: of an optimizer's step, the optimizer whose step makes it: one that holds
             several, or wraps another.
+        changed: of an optimizer's step, the settings that it has changed itself, as one
+            with a schedule of its own does.
     """
 
     what: str
@@ -52,20 +56,21 @@ class LoopEvent:
     numbers: Mapping[str, float]
     names: Sequence[str] = ()
     inside: str = ""
+    changed: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_json(cls, entry: Any, where: str) -> LoopEvent:
         """Read one object of ``loop.json``. Raises ``RunError`` for anything else."""
         try:
-            numbers = {str(k): float(v) for k, v in entry["numbers"].items()}
             return cls(
                 what=str(entry["what"]),
                 of=str(entry["of"]),
                 line=entry["line"],
                 call=int(entry["call"]),
-                numbers=numbers,
+                numbers=_read_numbers(entry["numbers"]),
                 names=tuple(map(str, entry["names"])),
                 inside=str(entry.get("inside", "")),
+                changed=_read_numbers(entry.get("changed", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
@@ -234,7 +239,19 @@ class LoopLog:
 
     def _close_step(self, optimizer: Any) -> None:
         self._open_step = None
-        self._end_step(self._name(optimizer))
+        name = self._name(optimizer)
+        self._end_step(name)
+        self._note_changes(name, _settings_of(optimizer))
+
+    def _note_changes(self, name: str, settings: Mapping[str, float]) -> None:
+        """Note what an optimizer's last step has made of its settings."""
+        for place, event in reversed([*enumerate(self._events)]):
+            if (event.what, event.of) == (OPTIMIZER_STEP, name):
+                changed = {
+                    k: v for k, v in settings.items() if event.numbers.get(k) != v
+                }
+                self._events[place] = replace(event, changed=changed)
+                return
 
     def _end_step(self, name: str) -> None:
         """Note that an optimizer steps no more, nor does what it made step."""
@@ -242,20 +259,26 @@ class LoopLog:
             del self._stepping[self._stepping.index(name) :]
 
     def _add_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        numbers: dict[str, float] = {}
-        for place, group in enumerate(optimizer.param_groups):
-            suffix = f" (group {place})" if place else ""
-            held = sum(parameter.numel() for parameter in group["params"])
-            settings = _numbers(group | {HELD: held})
-            numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
         name = self._name(optimizer)
         self._end_step(name)  # which an exception may have ended
         inside = self._stepping[-1] if self._stepping else ""
         self._stepping.append(name)
-        self.add("optimizer.step", of=optimizer, numbers=numbers, inside=inside)
+        numbers = _settings_of(optimizer)
+        self.add(OPTIMIZER_STEP, of=optimizer, numbers=numbers, inside=inside)
         calls_back = any(map(callable, (*args[1:], *kwargs.values())))
         self._open_step = self._events[-1] if calls_back else None
-        self._told("optimizer.step", (optimizer,), {}, None)
+        self._told(OPTIMIZER_STEP, (optimizer,), {}, None)
+
+
+def _settings_of(optimizer: Any) -> dict[str, float]:
+    """Return the settings of each group of parameters that are numbers."""
+    numbers: dict[str, float] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        suffix = f" (group {place})" if place else ""
+        held = sum(parameter.numel() for parameter in group["params"])
+        settings = _numbers(group | {HELD: held})
+        numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
+    return numbers
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -268,6 +291,10 @@ def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:
             if number is not None:
                 numbers[f"{name}[{place}]" if len(entries) > 1 else name] = number
     return numbers
+
+
+def _read_numbers(entry: Any) -> dict[str, float]:
+    return {str(name): float(value) for name, value in entry.items()}
 
 
 def _number(value: Any) -> float | None:

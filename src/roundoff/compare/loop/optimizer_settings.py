@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 from roundoff.compare.judging.step_causes import listed
 from roundoff.record import HELD, LoopEvent, same_groups
@@ -32,33 +33,48 @@ def differing_settings(reference: LoopEvent, candidate: LoopEvent) -> dict[str, 
     Groups of parameters are paired by what they hold, in whatever order they stand.
     Where a setting is each of its numbers for as many values, it is the same however the
     values are cut into groups. Of a group that one of them lacks, nothing is said: its
-    parameters are not updated.
+    parameters are not updated. A setting that a step changes itself may be used before or
+    after: it differs where neither is the other's.
     """
-    ours = _by_group(reference)
-    theirs = _by_group(candidate)
-    names = dict.fromkeys(name for group in theirs.values() for name in group)
-    words = {
-        name: listed(list(_differences(ours, theirs, name)))
-        for name in names
-        if name not in _HOW_COMPUTED
-    }
-    return {name: text for name, text in words.items() if text}
+    forms = list(product(_forms(reference), _forms(candidate)))
+    names = dict.fromkeys(name for group in forms[0][1].values() for name in group)
+    words: dict[str, str] = {}
+    for name in names:
+        texts = [
+            listed(list(_differences(ours, theirs, name))) for ours, theirs in forms
+        ]
+        if name not in _HOW_COMPUTED and all(texts):
+            words[name] = texts[0]
+    return words
+
+
+def _forms(event: LoopEvent) -> list[_Groups]:
+    """Return the settings as they are before a step, and as it has changed them."""
+    before = _by_group(event.numbers)
+    return (
+        [before, _by_group({**event.numbers, **event.changed})]
+        if event.changed
+        else [before]
+    )
 
 
 def values_held(event: LoopEvent) -> float:
     """Return how many values the groups of an optimizer hold together; 0 where none says."""
-    return sum(group.get(HELD, 0.0) for group in _by_group(event).values())
+    groups = _by_group(event.numbers).values()
+    return sum(group.get(HELD, 0.0) for group in groups)
 
 
 def settings_of(event: LoopEvent) -> frozenset[str]:
     """Return the names of an optimizer's settings."""
-    return frozenset(name for group in _by_group(event).values() for name in group)
+    return frozenset(
+        name for group in _by_group(event.numbers).values() for name in group
+    )
 
 
-def _by_group(event: LoopEvent) -> _Groups:
+def _by_group(numbers: Mapping[str, float]) -> _Groups:
     """Return the settings by their names, for each group of parameters: `` (group 1)``."""
     groups: dict[str, dict[str, float]] = {}
-    for name, value in event.numbers.items():
+    for name, value in numbers.items():
         plain, mark, number = name.partition(_OF_GROUP)
         groups.setdefault(mark + number, {})[plain] = value
     return groups

@@ -125,6 +125,9 @@ def test_new_memory_that_an_operator_fills_is_not_written_unseen(rows):
     def run():
         torch.empty(5).fill_(2.0).add_(1.0)
         torch.add(torch.ones(2), torch.ones(2), out=torch.empty(2))
+        torch.nn.init.orthogonal_(torch.empty(3, 2))  # asks for more of its kind
+        blank = torch.empty(4)
+        blank.copy_(torch.zeros_like(blank) + torch.rand_like(blank))
 
     assert rows(run).filter(operator=UNSEEN).is_empty()
 

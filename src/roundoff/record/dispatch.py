@@ -43,6 +43,8 @@ _COLLECTIVE = (
     "_c10d_functional_autograd",
 )
 #: These write running statistics (arguments 3 and 4) without saying so in their schema.
+#: Operators that write in place are named otherwise.
+_MADE_ALIKE = operators_that("ignore their first operand")
 _WRITES_STATISTICS = operators_that("write running statistics")
 
 #: Takes what a call has made, their records, and the dictionary of own errors.
@@ -62,6 +64,7 @@ class OperatorSchema:
             ``_fused_adamw_``, the unscaling of gradients.
         kernel: file and line of the kernel, for one that the user has written in Python.
         is_view: it hands on memory, and reads none.
+        is_made_alike: of its first tensor it takes the shape and format alone.
     """
 
     name: str
@@ -71,6 +74,7 @@ class OperatorSchema:
     each: bool
     kernel: str | None = None
     is_view: bool = False
+    is_made_alike: bool = False
 
     @staticmethod
     @functools.cache
@@ -94,6 +98,7 @@ class OperatorSchema:
                 returned.alias_info is not None and not returned.alias_info.is_write
                 for returned in schema.returns
             ),
+            is_made_alike=namespace == "aten" and name in _MADE_ALIKE,
         )
 
     def at(
@@ -155,8 +160,12 @@ class _RunningCall:
         return tensors_in(self.args, self.kwargs.values())
 
     def read(self) -> list[Tensor]:
-        """Return the tensors whose values it reads, as far as its schema says so."""
-        return _without(self.tensors(), self.written())
+        """Return the tensors whose values it reads, as far as its schema says so.
+
+        One that is given for its shape and format, as to ``empty_like``, is none.
+        """
+        tensors = self.tensors()[self.schema.is_made_alike :]
+        return _without(tensors, self.written())
 
     def written(self) -> list[Tensor]:
         """Return the tensors that it writes."""

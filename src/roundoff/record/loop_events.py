@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from roundoff.errors import RunError
+from roundoff.record.nested_steps import is_part_of_a_step
 from roundoff.record.skipped_frames import skipped_by_compiler
 from roundoff.record.source_lines import user_line
 from roundoff.record.step_boundaries import patched
@@ -231,11 +232,13 @@ class LoopLog:
 
     @skipped_by_compiler
     def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._ours(self._add_step, optimizer, args, kwargs)
+        if not is_part_of_a_step(optimizer):
+            self._ours(self._add_step, optimizer, args, kwargs)
 
     @skipped_by_compiler
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        self._ours(self._close_step, optimizer)
+        if not is_part_of_a_step(optimizer):
+            self._ours(self._close_step, optimizer)
 
     def _close_step(self, optimizer: Any) -> None:
         self._open_step = None

@@ -32,6 +32,7 @@ from roundoff.record.environment import environment
 from roundoff.record.loop_events import FROZEN, LoopLog
 from roundoff.record.module_paths import Paths, quiet
 from roundoff.record.modules import ModuleRecording
+from roundoff.record.nested_steps import is_part_of_a_step
 from roundoff.record.noise import Noise
 from roundoff.record.other_threads import followed
 from roundoff.record.own_error import shadow as run_shadow
@@ -469,6 +470,8 @@ class Capture:
         return any(matches(pattern, name) for pattern in self.sites)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if is_part_of_a_step(optimizer):
+            return None
         return self.ours(self._prepare_update, optimizer, args, kwargs)
 
     def _prepare_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -502,7 +505,8 @@ class Capture:
         return closure
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
-        self.ours(self._end_update, optimizer)
+        if not is_part_of_a_step(optimizer):
+            self.ours(self._end_update, optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
         self._ends_stepping(optimizer)

@@ -15,9 +15,11 @@ from roundoff.compare.ports.counterparts import (
     with_gradient,
 )
 from roundoff.compare.ports.port_results import (
+    GradientPair,
     Results,
     change_of,
     gradient_limit,
+    gradient_pairs,
     gradients_left,
     least_gradient,
 )
@@ -32,6 +34,9 @@ UPDATE = 1e-3
 #: Averages of parameters move as far up to this: what each moves by is rounded where it is
 #: small beside the average, and what roundings add to a norm is their square.
 AVERAGE = 1e-2
+#: Gradients that are smaller than this share of what one surely is are taken for none, even
+#: if both programs have the same.
+LEAST_ALIKE = 1e-3
 _OPTIMIZER = "optimizer"
 #: The one call that is recorded of a compiled region.
 _COMPILED = "compiled"
@@ -236,14 +241,28 @@ def _starts_and_ends(flow: Flow) -> _StartsAndEnds:
 
 
 def _with_gradients(sides: Sides) -> set[str]:
-    """Return the reference's parameters whose gradients are more than rounding."""
+    """Return the reference's parameters whose gradients are more than rounding.
+
+    Beside the largest of all, or as both programs have the same: no two round alike.
+    """
+    pairs = gradient_pairs(sides, gradients_left)
     sizes = {
         name.removesuffix(".grad"): sides.reference.values[row.record].sketch
         for name, row in gradients_left(sides.reference.step.rows).items()
     }
     largest = max((s.size for s in sizes.values() if s), default=0.0)
     least = least_gradient(sides) * largest
-    return {n for n, s in sizes.items() if s and s.size >= least}
+    large = {n for n, s in sizes.items() if s and s.size >= least}
+    alike = {n for n, p in pairs.items() if _are_alike(p, sides.limit, least)}
+    return large | alike
+
+
+def _are_alike(pair: GradientPair, limit: float, least: float) -> bool:
+    """Return True for two gradients that agree, though not as two zeros do."""
+    ours, theirs = pair.sketch, pair.twin
+    if ours is None or theirs is None or ours.size < LEAST_ALIKE * least:
+        return False
+    return ours.distance(theirs) <= limit
 
 
 def _updates_apart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from roundoff.compare.loop.found_causes import (
 )
 from roundoff.compare.loop.hand_updates import does_all_updates
 from roundoff.compare.loop.hand_writes import KnownNames
-from roundoff.compare.loop.left_out_writes import left_write_causes
+from roundoff.compare.loop.left_out_writes import left_write_causes, untouched_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
 from roundoff.compare.portions.comparison import (
@@ -298,15 +298,40 @@ class _RankComparison:
         return self._believed(by_values, step, before)
 
     def _left_writes(
-        self, sides: Sides, rows: Sequence[ComparedRow], step: int
+        self,
+        sides: Sides,
+        rows: Sequence[ComparedRow],
+        step: int,
+        known: Collection[str],
     ) -> list[Cause]:
-        """Return what the reference alone writes for the next step."""
+        """Return what the reference alone writes for the next step.
+
+        ``known``: the names in the candidate's steps before.
+        """
         if all(row.status != REFERENCE_ONLY for row in rows):
             return []
         later = self._rows_of_next(step)
-        if later is None:
-            return []
-        return left_write_causes(sides, rows, later, rank=self._rank, step=step)
+        causes = []
+        if later is not None:
+            causes = left_write_causes(sides, rows, later, rank=self._rank, step=step)
+        if causes or any(row.cause is not None for row in rows):
+            return causes
+        rename = renaming(self._settings.modules)
+        idle = self._idle_from(step, known)
+        return untouched_causes(sides, idle, rename, rank=self._rank, step=step)
+
+    def _idle_from(self, step: int, known: Collection[str]) -> set[str]:
+        """Return what the candidate holds, and no step from one on reads or writes.
+
+        ``known``: the names in the steps before.
+        """
+        contents, last_steps = self._held
+        held = {content.name for content in contents}
+        return {
+            name
+            for name in held.difference(last_steps).union(known)
+            if last_steps.get(name, -1) < step
+        }
 
     def _rows_of_next(self, step: int) -> tuple[Rows, Rows] | None:
         """Return the rows of both in the step after one; None where it is not compared."""
@@ -440,6 +465,7 @@ class _RankComparison:
                 )
             return [*rows]
         ours, theirs = self._names
+        known = ours.before(theirs), theirs.before(ours)
         compared = ComparedStep(
             sides=sides,
             rows=rows,
@@ -450,13 +476,13 @@ class _RankComparison:
             modules=self._settings.modules,
             events=self._events(step),
             unstable=self._settings.unstable,
-            known=(ours.before(theirs), theirs.before(ours)),
+            known=known,
         )
         ours.note(sides.reference.rows, renaming(modules))
         theirs.note(sides.candidate.rows, lambda name: name)
         causes = [*self.causes, *causes_of_step(compared)]
         if is_same_before and all(cause.kind != UPDATE for cause in causes):
-            causes += self._left_writes(sides, rows, step)
+            causes += self._left_writes(sides, rows, step, known[1])
         self.causes = in_order(causes)
         tensors = sides.candidate.tensors is not None
         told = told_inputs(sides.candidate, rows)
@@ -468,12 +494,14 @@ class _RankComparison:
         ]
 
     @functools.cached_property
-    def _held(self) -> tuple[Sequence[TensorContent], frozenset[str]]:
-        """What the candidate held before its first step, and the names that its steps have."""
+    def _held(self) -> tuple[Sequence[TensorContent], Mapping[str, int]]:
+        """What the candidate held before its first step, and the last step with each name."""
         try:
             set_up = self._candidate.set_up(self._rank)
-            named = self._candidate.part(self._rank).select(pl.col("name").unique())
-            names = self._candidate.collected(named)["name"].drop_nulls()
+            named = self._candidate.part(self._rank).drop_nulls("name")
+            last = named.group_by("name").agg(pl.col("step").max())
+            names = self._candidate.collected(last)
         except RunError:
-            return (), frozenset()
-        return (() if set_up is None else set_up.parameters), frozenset(names)
+            return (), {}
+        last_steps = dict(names.select("name", "step").iter_rows())
+        return (() if set_up is None else set_up.parameters), last_steps

@@ -73,3 +73,59 @@ def test_the_same_rounds_agree(keep, tmp_path):
     found = roundoff.compare(reference=folders[0], candidate=folders[1])
     assert found.agrees
     assert not found.culprits()
+
+
+class Meter(nn.Module):
+    """An average that nothing in a step reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, new):
+        self.seen.add_(1)
+        self.value.mul_(0.9).add_(0.1 * new)
+        return self.value.item()
+
+
+class Metered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.meter = Meter()
+
+
+def metered(folder, keep, change):
+    """Two steps; after each an average is moved, or counted, or not."""
+    torch.manual_seed(0)
+    net = Metered()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with roundoff.capture(folder, net, keep=keep) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = net.layer(torch.ones(3, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if not change:
+                net.meter(loss.detach())
+            elif change == "not counted":
+                net.meter.value.mul_(0.9).add_(0.1 * loss.detach())
+            run.step()
+    return folder
+
+
+@KEEP
+def test_an_average_in_a_module_that_is_never_called(keep, tmp_path):
+    right = metered(tmp_path / "right", keep, "")
+    wrong = metered(tmp_path / "wrong", keep, "left out")
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "missing update"
+    assert first.name == "meter.value"
+
+
+@KEEP
+def test_a_counter_may_be_left_out(keep, tmp_path):
+    right = metered(tmp_path / "right", keep, "")
+    other = metered(tmp_path / "other", keep, "not counted")
+    assert roundoff.compare(reference=right, candidate=other).agrees

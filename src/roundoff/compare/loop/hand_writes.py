@@ -17,6 +17,7 @@ from roundoff.compare.loop.unnamed_updates import is_other_value, written_source
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
+    last_named,
     written_through_views,
 )
 
@@ -129,6 +130,10 @@ def _lacking(
     there."""
     there = {rename(name): row for name, row in values_before(other).items()}
     written = {*of_other, *map(rename, written_through_views(other))}
+    for name, row in last_named(other).items():
+        write = writes.get(rename(name))
+        if row.is_call and write is not None and not is_other_value(write, row):
+            written.add(rename(name))  # a module does
     lacking = [name for name in writes if name in there and name not in written]
     differs = any(is_other_value(writes[name], there[name]) for name in lacking)
     made_elsewhere = any(

@@ -6,7 +6,7 @@ reads: the step that lacks the write agrees, and the next one begins with other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
@@ -48,6 +48,37 @@ def left_write_causes(
         if (write.content_in_steps, before.content_in_steps) in read:
             lost.append(write)
     return [_cause(lost, rank, step)] if lost else []
+
+
+def untouched_causes(
+    sides: Sides,
+    idle: Container[str],
+    rename: Callable[[str], str],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the cause for named values that the reference alone writes, in any step.
+
+    Whole numbers count how often something happened, which a program may leave out.
+
+    Args:
+        sides: the step.
+        idle: what the candidate holds, and reads and writes in no step.
+        rename: gives names of the reference their name in the candidate.
+        rank: of the step.
+        step: its number.
+    """
+    rows = sides.reference.rows
+    writes = (rows[record] for record in written_sources(rows))
+    lost = {
+        row.name: row
+        for row in writes
+        if row.name
+        and rename(row.name) in idle
+        and not (row.dtype or "").startswith(("int", "uint", "bool"))
+    }
+    return [_cause([*lost.values()], rank, step)] if lost else []
 
 
 def _read_alike(reference: Rows, candidate: Rows) -> set[tuple[Content, Content]]:

@@ -65,6 +65,18 @@ def test_other_samples_of_another_length_are_other_data(
     assert "has the shape" in first.evidence
 
 
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+@pytest.mark.parametrize(("make", "data"), [(Words, ids), (Sounds, sound)])
+def test_the_first_batch_again_in_place_of_the_others_is_other_data(
+    make, data, keep, tmp_path
+):
+    ours = [data(length, length) for length in (9, 11, 7)]
+    right = trained(tmp_path / "right", make, ours, keep)
+    wrong = trained(tmp_path / "wrong", make, 3 * ours[:1], keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+
+
 @pytest.mark.parametrize(("make", "data"), [(Words, ids), (Sounds, sound)])
 def test_the_same_samples_one_by_one_are_no_other_batch(make, data, tmp_path):
     whole = data(9, 0)

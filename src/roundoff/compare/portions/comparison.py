@@ -24,6 +24,8 @@ from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
 from roundoff.ops import operators_that
 
+#: Calls of a module on one batch each that are held against each other.
+MOST_BATCHES = 16
 #: Portions are another schedule where this share of the parameters' readers work on
 #: other shapes.
 SHARE = 0.5
@@ -99,11 +101,14 @@ def is_another_batch(
     in other portions.
 
     Nothing of what the first of them makes stands in what it makes in the other run. The
-    rows of a table stand in any batch of the same words.
+    rows of a table stand in any batch of the same words. Or what the first call makes is the
+    same in both, and a later one makes what stands in none of the other run's.
     """
     ours = _results_by_module(reference)
     theirs = _results_by_module(candidate)
     common = [name for name in ours if name in theirs]
+    # what a script reads of the model's own buffers is no call of a module
+    common = [name for name in common if name] or common
     if not common or any(len(ours[name]) != len(theirs[name]) for name in common):
         return False
     if others:
@@ -111,7 +116,28 @@ def is_another_batch(
     results = [[*zip(ours[name], theirs[name], strict=True)] for name in common]
     computed = [[pair for pair in of if not _is_looked_up(pair[0])] for of in results]
     first = next((of for of in computed if of), results[0])
-    return not any(_stand_in_each_other(reference, candidate, *pair) for pair in first)
+    if not any(_stand_in_each_other(reference, candidate, *pair) for pair in first):
+        return True
+    return _is_left_out(reference, candidate, first[:MOST_BATCHES])
+
+
+def _is_left_out(
+    reference: RecordedStep,
+    candidate: RecordedStep,
+    results: Sequence[tuple[RecordedRow, RecordedRow]],
+) -> bool:
+    """Return True where both begin with one batch, and the candidate has none of a later one."""
+    ours, theirs = results[0]
+    are_cut_alike = ours.shape == theirs.shape
+    if not are_cut_alike or not _stand_in_each_other(
+        reference, candidate, ours, theirs
+    ):
+        return False
+    others = [other for _, other in results]
+    return not all(
+        any(_stand_in_each_other(reference, candidate, one, other) for other in others)
+        for one, _ in results
+    )
 
 
 def _are_others(

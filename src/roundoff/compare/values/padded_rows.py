@@ -54,11 +54,12 @@ def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tenso
     fitting = ((m for m in _masks(flow) if tuple(m.shape) in places) for flow in flows)
     each = (islice(_different(masks), MOST_MASKS) for masks in fitting)
     masks = _different(chain.from_iterable(each))
-    return tuple(
-        mask
-        for mask in masks
-        if _counts_for_nothing(flows, mask) or _keeps_others(flows, mask, limit)
-    )
+    sure: list[Tensor] = []
+    unsure: list[Tensor] = []
+    for mask in masks:
+        (sure if _counts_for_nothing(flows, mask) else unsure).append(mask)
+    kept = [mask for mask in unsure if _keeps_others(flows, mask, sure, limit)]
+    return (*sure, *kept)
 
 
 def _places_of_gradients(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -79,18 +80,22 @@ def _counts_for_nothing(flows: Sequence[Flow], mask: Tensor) -> bool:
     return bool(known) and max(known) <= allowed
 
 
-def _keeps_others(flows: Sequence[Flow], mask: Tensor, limit: float) -> bool:
+def _keeps_others(
+    flows: Sequence[Flow], mask: Tensor, sure: Sequence[Tensor], limit: float
+) -> bool:
     """Return True where one program alone has the places of a mask, and what it keeps there
-    are values of the other."""
+    are values of the other, or what masks that are ``sure`` keep of these."""
     padded = [flow for flow in flows if _reach(flow, mask) is not None]
     if len(padded) != 1:
         return False
     [other] = (flow for flow in flows if flow is not padded[0])
-    index = SketchIndex(
+    whole = [
         (value.key, value.sketch)
         for value in other.values.values()
         if value.row.phase == _FORWARD and value.sketch is not None
-    )
+    ]
+    kept_there = [(each.key, each.sketch) for each in kept_values(other, sure)]
+    index = SketchIndex([*whole, *kept_there])
     kept = kept_values(padded[0], [mask])
     found: set[int] = set()
     for each in kept:

@@ -15,7 +15,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone, parameters_of
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.compare.values.value_regions import Part, Sides, upstream
 
 
 def blamed_repeat(sides: Sides, part: Part) -> Blamed | None:
@@ -62,7 +62,8 @@ def _read_or_chosen(flow: Flow, region: Collection[int]) -> list[Value]:
     inputs = {key for each in region for key in flow.values[each].inputs}
     calls = [flow.values[key] for key in inputs if key in flow.values]
     chosen = [v.key for v in calls if v.is_call and of_leaves_alone(flow, v)]
-    return leaves_of(flow, sorted({*region, *chosen}))
+    made_of = upstream(flow, chosen, lambda _value: True)
+    return leaves_of(flow, sorted({*region, *made_of}))
 
 
 def _times_in_itself(held: Tensor | None) -> int:

@@ -21,6 +21,7 @@ from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 _JOIN = operators_that("join")
+_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather", "take"}
 _MOVE = operators_that("move values")
 #: Give all elements of their input, in other places.
 _TURNS = (
@@ -213,12 +214,15 @@ def _only_matrix(flow: Flow, product: Value) -> Value | None:
 def _only_turned(sides: Sides, value: Value) -> Value | None:
     """Return the parameter of which a call moves nothing but the elements.
 
-    None for one that another call reads rightly: then the call is wrong.
+    None for one that another call reads rightly: then the call is wrong. Nor where places
+    are looked up: then these are out of order.
     """
     flow = sides.candidate
     if not of_leaves_alone(flow, value):
         return None
     behind = [flow.values[key] for key in upstream(flow, [value.key], lambda _: True)]
+    if any(each.operator in _LOOK_UP for each in behind):
+        return None
     leaves = [each for each in behind if not each.is_call]
     if len(leaves) != 1:
         return None

@@ -49,6 +49,8 @@ def wrong_index(
     if found is None:
         found = _turned_round(sides, part, trials, is_patient)
     if found is None:
+        found = _transposed(sides, part, trials, is_patient)
+    if found is None:
         found = _first_right(sides, part, trials, theirs, ours, is_patient)
     if found is None:
         found = _changed_further(sides, part, trials, ours)
@@ -106,6 +108,43 @@ def _turned_round(
             )
             return Blamed(value, None, words, is_operator=value.is_call)
     return None
+
+
+def _transposed(
+    sides: Sides, part: Part, trials: Trials, is_patient: bool
+) -> Blamed | None:
+    """Return the table of places with which all is right once its axes are exchanged.
+
+    Distances from keys to queries hold the numbers of those from queries to keys.
+    """
+    flow = sides.candidate
+    made_of = upstream(flow, sorted(part.region), lambda _value: True)
+    values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
+    tables = [v for v in values if v.is_call and v.computes and not v.is_number]
+    seen: set[object] = set()
+    for value in filter(_is_square, tables):
+        if _place(value) in seen or len(seen) >= MOST_TRIED:
+            continue
+        seen.add(_place(value))
+        # a function makes it for several layers
+        alike = [value, *filter(_is_square, _made_alike(flow, value))]
+        held = {each.key: flow.tensor(each.key) for each in alike}
+        turned = {
+            key: tensor.mT.contiguous()
+            for key, tensor in held.items()
+            if tensor is not None and not torch.equal(tensor, tensor.mT)
+        }
+        if not turned or trials.left < 0:
+            continue
+        if trials.outcome({}, turned, is_patient=is_patient)[0]:
+            words = "with its last two axes exchanged all that follows is right"
+            return Blamed(value, None, words, is_operator=True)
+    return None
+
+
+def _is_square(value: Value) -> bool:
+    *_, rows, columns = (0, 1, *(value.row.shape or ()))
+    return rows == columns > 1
 
 
 def _is_order(numbers: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Self
 from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.pairing.alignment import MATCHED
 from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
+from roundoff.compare.rounding.distance import of_statistics
 from roundoff.compare.rounding.rounding_bound import REGION, unit
 
 _BACKWARD = "backward"
@@ -56,19 +57,33 @@ class ReadLater:
     ) -> bool:
         """Return True where both read later what the same call made otherwise.
 
+        Not where the reference reads later what the candidate's made, of another call: an
+        optimizer by hand may keep less, which names alone do not tell apart.
+
         Args:
             reference: the reference's rows of the step.
             candidate: the candidate's.
             rows: of their comparison by name.
         """
-        return any(
-            (row.error or 0.0) > REGION * unit(row.dtype)
+        kept = [r for r in reference.values() if r.content_in_steps in self.ours]
+        apart = (
+            candidate[row.record or 0]
+            for row in rows
+            if (row.error or 0.0) > REGION * unit(row.dtype)
             and row.status == MATCHED
             and self.has(
                 reference[row.reference_record or 0], candidate[row.record or 0]
             )
-            for row in rows
         )
+        return any(not any(_are_alike(twin, row) for twin in kept) for row in apart)
+
+
+def _are_alike(twin: RecordedRow, row: RecordedRow) -> bool:
+    """Return True for values of one shape with the same statistics, up to rounding."""
+    if twin.shape != row.shape or not twin.is_call:
+        return False
+    error = of_statistics(twin, row).error
+    return error is not None and error <= REGION * unit(row.dtype)
 
 
 def _read_from_before(rows: Rows) -> frozenset[Content]:

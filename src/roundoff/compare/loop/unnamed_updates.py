@@ -211,6 +211,12 @@ class _Side:
         steps = (row for row in self.rows.values() if row.phase == "optimizer")
         return {_shown(self.rows, record) for row in steps for record in row.inputs}
 
+    def read_beside_optimizer(self) -> set[int]:
+        """Return what calls read that are none of an optimizer, and write nothing."""
+        calls = (r for r in self.rows.values() if r.is_call and r.phase != "optimizer")
+        reading = (row for row in calls if not row.inplace)
+        return {_shown(self.rows, record) for row in reading for record in row.inputs}
+
     def computes_before_optimizer(self) -> bool:
         """Return True where new values are made of parameters there."""
         moved = operators_that("move values")
@@ -315,6 +321,9 @@ def _of_parameters(
         for record in side.parameters
         if record in twins and twins[record] not in other.parameters
     ]
+    # what nothing but an optimizer reads is its own state, which it may make before it steps
+    read = side.read_beside_optimizer() if alone else set()
+    alone = [record for record in alone if record in read]
     if not alone:
         return None
     write = side.parameters[alone[0]]

@@ -99,9 +99,12 @@ def agreeing_by_values(
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None or first.phase not in (_FORWARD, _BACKWARD, _OPTIMIZER):
         return None
-    if (first.call or 0) < 0 and first.operator != "input":
+    # the state of an optimizer by hand has no names
+    is_input = first.operator == "input"
+    if (first.call or 0) < 0 and not is_input:
         return None
-    if first.phase == _OPTIMIZER and first.looks_like not in _UNTOLD:
+    is_told = first.looks_like not in _UNTOLD and not is_input
+    if first.phase == _OPTIMIZER and is_told:
         return None
     if (first.error or 0.0) < _far_off(first):
         return None

@@ -549,3 +549,35 @@ def test_the_smaller_of_two_means_for_the_mean_of_the_smaller_ones(at_fault):
     )
     assert row.operator == "minimum"
     assert "before mean, not after it" in row.evidence
+
+
+def attending(m, x):
+    h = F.linear(x, m.enter)
+    scores = (h * 8**-0.5) @ h.t() + m.mix
+    return F.linear(torch.tanh(scores.softmax(-1) @ h), m.leave)
+
+
+def attending_at_once(m, x, scale):
+    """The bias and the products in one call, which has the scale by name."""
+    h = x @ m.enter.t()
+    scores = torch.addmm(m.mix, h, h.t(), alpha=scale)
+    weights = torch.exp(scores - scores.amax(-1, True))
+    mixed = (weights / weights.sum(-1, keepdim=True)) @ h
+    return (2 * torch.sigmoid(2 * mixed) - 1) @ m.leave.t()
+
+
+@pytest.mark.parametrize("scale", [8**-0.5, 24**-0.5])
+def test_a_scale_that_a_call_has_by_name(program, step_of, scale):
+    sides = Sides(
+        step_of(program(attending, **LEAVES), X, tensors=True),
+        step_of(
+            program(lambda m, x: attending_at_once(m, x, scale), **LEAVES),
+            X,
+            tensors=True,
+        ),
+    )
+    wrong = [r for r in compare_port(sides, EarlierSteps()) if r.cause == "own"]
+    assert bool(wrong) == (scale == 24**-0.5)
+    for row in wrong[:1]:
+        assert row.operator == "addmm"
+        assert "with 0.353553, not 0.204124" in row.evidence

@@ -186,7 +186,8 @@ def numbers_of(call: TracedCall) -> Iterator[tuple[int | str, int | float]]:
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         kind = str(declared.type).removeprefix("Optional[").rstrip("]")
-        if kind in _NUMBERS and declared.name != "alpha":
+        is_default = declared.name == "alpha" and value == 1
+        if kind in _NUMBERS and not is_default:
             yield place, value
 
 

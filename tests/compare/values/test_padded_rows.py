@@ -114,6 +114,22 @@ def summed_with_padding(m, x, y, mask):
     return (e.sum(1).log() - y[:, 0]).square().mean()
 
 
+def shifted(m, x, y, mask):
+    """Packed places through a layer whose activation is moved to go through zero."""
+    h = F.softplus(F.linear(x[mask], m.a)) - 0.7
+    e = torch.tanh(F.linear(h, m.q)) @ m.b.t()
+    sums = torch.zeros(3, 5).index_add(0, mask.nonzero()[:, 0], e)
+    return (sums - y[:, 0]).square().mean()
+
+
+def not_shifted(m, x, y, mask):
+    """``shifted`` over padded places, and not moved."""
+    h = torch.log(1 + torch.exp(torch.einsum("bti,oi->bto", x, m.a)))
+    e = torch.einsum("bti,oi->bto", h, m.q).tanh()
+    e = torch.einsum("bti,oi->bto", e, m.b) * mask[..., None]
+    return (e.sum(1) - y[:, 0]).square().mean()
+
+
 @pytest.fixture
 def recorded(program, tmp_path):
     """``recorded(function)``: the folder of a recorded step with its backward pass."""
@@ -185,6 +201,15 @@ def test_padding_that_counts_by_a_fault_is_padding(flow, recorded):
         reference=recorded(summed), candidate=recorded(summed_with_padding)
     )
     assert "e.sum(1)" in text(comparison.culprits()[0].line)
+
+
+def test_what_is_left_out_among_padded_places_is_named(recorded):
+    comparison = roundoff.compare(
+        reference=recorded(shifted), candidate=recorded(not_shifted)
+    )
+    first = comparison.culprits()[0]
+    assert "left out is sub" in first.evidence
+    assert "h = torch.log(1 + torch.exp(" in text(first.line)
 
 
 def without(m, x, y, outside):

@@ -199,26 +199,23 @@ def _masks(flow: Flow) -> Iterator[Tensor]:
 
     Axes of one element are for broadcasting, and no axes of places.
     """
-    factors = []
+    factors: list[Tensor] = []
     for value in flow.in_order():
         row = value.row
         axes = [size for size in row.shape or () if size > 1]
         if row.phase != _FORWARD or row.name or len(axes) < 2:
             continue
-        if value.is_number and (row.min, row.max) != (0.0, 1.0):
-            if row.zero and _is_factor_of_rows(flow, value):
-                factors.append(value.key)
+        may_be_table = not value.is_number or (row.min, row.max) == (0.0, 1.0)
+        is_factor = bool(row.zero) and _is_factor_of_rows(flow, value)
+        tensor = flow.tensor(value.key) if may_be_table or is_factor else None
+        if tensor is None:
             continue
-        tensor = flow.tensor(value.key)
-        if tensor is not None and bool(((tensor == 0) | (tensor == 1)).all()):
-            mask = tensor.reshape(axes).to(torch.bool)
+        mask = tensor.reshape(axes) != 0
+        if bool(((tensor == 0) | (tensor == 1)).all()):
             yield from (mask, ~mask)
-        elif row.zero and _is_factor_of_rows(flow, value):
-            factors.append(value.key)
-    for key in factors:
-        tensor = flow.tensor(key)
-        if tensor is not None:
-            yield tensor.squeeze() != 0
+        elif is_factor:
+            factors.append(mask)
+    yield from factors
 
 
 def _is_factor_of_rows(flow: Flow, value: Value) -> bool:

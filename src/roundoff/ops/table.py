@@ -63,6 +63,7 @@ Trait = Literal[
     "drop out",
     "repack",
     "look up",
+    "read at places",
     "choose values",
     "compute exactly",
     "move values",
@@ -193,6 +194,8 @@ _TRAITS: dict[Trait, str] = {
         _pad_packed_sequence""",
     # -- exact, but not moving
     "look up": "embedding",
+    # and where an index says which, of any tensor
+    "read at places": "embedding index_select index gather take",
     # each result is one of the operand's values, and moves no further than they do
     "choose values": """
         relu max_pool1d max_pool1d_with_indices max_pool2d

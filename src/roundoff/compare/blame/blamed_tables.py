@@ -14,7 +14,7 @@ from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, first_of, upstream
 from roundoff.ops import operators_that
 
-_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather", "take"}
+_LOOK_UP = operators_that("read at places")
 #: How a table is used: its elements are places of another value, or numbers and masks.
 _PLACES = "places"
 _NUMBERS = "numbers"

@@ -21,7 +21,7 @@ from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 _JOIN = operators_that("join")
-_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather", "take"}
+_LOOK_UP = operators_that("read at places")
 _MOVE = operators_that("move values")
 #: Give all elements of their input, in other places.
 _TURNS = (

@@ -22,7 +22,7 @@ from roundoff.compare.values.traced_calls import (
 from roundoff.ops import operators_that
 
 _PAD = operators_that("pad")
-_LOOK_UP = operators_that("look up") | {"index_select", "index", "gather"}
+_LOOK_UP = operators_that("read at places")
 
 
 def other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:

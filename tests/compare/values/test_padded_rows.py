@@ -130,6 +130,29 @@ def not_shifted(m, x, y, mask):
     return (e.sum(1) - y[:, 0]).square().mean()
 
 
+def filled_up(m, x, y, mask):
+    """``padded`` in sequences of eight places."""
+    more = (0, 0, 0, 1)
+    return padded(m, F.pad(x, more), F.pad(y, more), F.pad(mask, (0, 1)))
+
+
+def in_seven_places(m, x, y, mask, scale=8**-0.5):
+    """``padded`` by another hand."""
+    h = 2 * torch.sigmoid(2 * torch.einsum("bti,oi->bto", x, m.a)) - 1
+    s = torch.einsum("bti,ij,bsj->bts", h, m.q, h) * scale
+    s = torch.where(mask[:, None, :], s, -1e9)
+    h = (
+        torch.einsum("bts,bsj->btj", torch.exp(s - s.logsumexp(-1, keepdim=True)), h)
+        + h
+    )
+    error = ((torch.einsum("bti,oi->bto", h, m.b) - y) ** 2).sum(-1) / 5
+    return torch.where(mask, error, 0.0).sum() / mask.sum()
+
+
+def in_seven_places_and_wrong(m, x, y, mask):
+    return in_seven_places(m, x, y, mask, scale=6**-0.5)
+
+
 @pytest.fixture
 def recorded(program, tmp_path):
     """``recorded(function)``: the folder of a recorded step with its backward pass."""
@@ -201,6 +224,15 @@ def test_padding_that_counts_by_a_fault_is_padding(flow, recorded):
         reference=recorded(summed), candidate=recorded(summed_with_padding)
     )
     assert "e.sum(1)" in text(comparison.culprits()[0].line)
+
+
+def test_padding_may_have_another_length_on_each_side(flow, recorded):
+    masks = padding_masks(flow(filled_up), flow(in_seven_places_and_wrong), LIMIT)
+    assert {tuple(mask.shape) for mask in masks} == {(3, 7), (3, 8)}
+    right = roundoff.compare(
+        reference=recorded(filled_up), candidate=recorded(in_seven_places)
+    )
+    assert right.agrees
 
 
 def test_what_is_left_out_among_padded_places_is_named(recorded):

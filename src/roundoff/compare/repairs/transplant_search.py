@@ -37,6 +37,10 @@ from roundoff.compare.values.learnt_layouts import (
     stand_in,
 )
 from roundoff.compare.values.loop_turns import line_of_any_size
+from roundoff.compare.values.other_padding import (
+    behind_other_padding,
+    pairs_of_paddings,
+)
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
@@ -65,6 +69,7 @@ class Search:
         self._turns = Turns(sides.candidate, trials.families)
         theirs = TracedProgram(sides.reference)
         self._other_turns = Turns(sides.reference, families_of(theirs))
+        self._paddings = [*pairs_of_paddings(sides.padding)]
         self._lost = self._lost_by_size()
         self._kinds: dict[object, list[Value]] = {}
         self._loops: dict[int, list[Sequence[Value]]] | None = None
@@ -146,9 +151,19 @@ class Search:
             for value in (flow.values[key], *parts):
                 if not value.computes or not value.is_number or value.says_nothing:
                     continue
-                if value.sketch is not None:
-                    lost.setdefault(value.sketch.numel, []).append(value)
+                if value.sketch is None:
+                    continue
+                for numel in (value.sketch.numel, *self._padded_otherwise(value)):
+                    lost.setdefault(numel, []).append(value)
         return lost
+
+    def _padded_otherwise(self, value: Value) -> set[int]:
+        """Return how many elements a value has behind the candidate's paddings."""
+        content = self._sides.reference.tensor(value.key) if self._paddings else None
+        if content is None:
+            return set()
+        moved = (behind_other_padding(content, pair) for pair in self._paddings)
+        return {tensor.numel() for tensor in moved if tensor is not None}
 
     def transplants(self, *, in_parts: bool = False) -> Iterator[Transplant]:
         """Yield what is replaced, in order: of each place of a line the first value.

@@ -126,13 +126,15 @@ def _kept_places(sides: Sides, wanted: Tensor, present: Tensor) -> Tensor | None
 def in_layout_of(sides: Sides, held: Tensor, content: Tensor) -> Iterator[Tensor]:
     """Yield a tensor as it may stand in another one's place: broadcast, or in each layout
     that the shapes allow."""
-    if in_reals(content).numel() == in_reals(held).numel():
-        for layout in layouts_for(sides, content, held):
-            moved = stand_in(layout, content, held)
-            if moved is not None:
-                yield moved
-    elif held.is_complex() == content.is_complex() and _broadcasts(
-        held.shape, content.shape
+    for layout in layouts_for(sides, content, held):
+        moved = stand_in(layout, content, held)
+        if moved is not None:
+            yield moved
+    is_as_large = in_reals(content).numel() == in_reals(held).numel()
+    if (
+        not is_as_large
+        and held.is_complex() == content.is_complex()
+        and _broadcasts(held.shape, content.shape)
     ):
         yield content.to(held.dtype).contiguous()
 

@@ -15,6 +15,11 @@ from torch import Tensor
 
 from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.records.value_sketch import in_reals
+from roundoff.compare.values.other_padding import (
+    Pair,
+    behind_other_padding,
+    pairs_of_paddings,
+)
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -38,13 +43,18 @@ def layouts_for(sides: Sides, content: Tensor, held: Tensor) -> Iterator[Layout]
     As values that agree stand, then its axes in each order that the shapes allow: a
     product of two tensors is right in any order that both share. Where one is complex
     and the other is not, as pairs of real numbers, in their own order; ``stand_in`` makes
-    them complex.
+    them complex. What is padded to another length is padded as the candidate's.
     """
     is_one_kind = content.is_complex() == held.is_complex()
     if not is_one_kind:
         content = in_reals(content)
         held = in_reals(held)
     if content.numel() != held.numel():
+        for pair in pairs_of_paddings(sides.padding):
+            moved = behind_other_padding(content, pair)
+            if moved is not None and moved.numel() == held.numel():
+                for layout in layouts_for(sides, moved, held):
+                    yield _behind_padding(pair, layout)
         return
     for places in _learnt(sides, tuple(content.shape), tuple(held.shape)):
         yield _by_places(places)
@@ -66,6 +76,14 @@ def stand_in(layout: Layout, content: Tensor, held: Tensor) -> Tensor | None:
     if held.is_complex() and not moved.is_complex():
         moved = torch.view_as_complex(moved.contiguous())
     return moved.to(held.dtype).contiguous()
+
+
+def _behind_padding(pair: Pair, inner: Layout) -> Layout:
+    def layout(content: Tensor, shape: torch.Size) -> Tensor | None:
+        moved = behind_other_padding(content, pair)
+        return None if moved is None else inner(moved, shape)
+
+    return layout
 
 
 def _by_order(order: tuple[int, ...]) -> Layout:

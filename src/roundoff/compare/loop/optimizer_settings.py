@@ -50,12 +50,10 @@ def differing_settings(reference: LoopEvent, candidate: LoopEvent) -> dict[str, 
 
 def _forms(event: LoopEvent) -> list[_Groups]:
     """Return the settings as they are before a step, and as it has changed them."""
-    before = _by_group(event.numbers)
-    return (
-        [before, _by_group({**event.numbers, **event.changed})]
-        if event.changed
-        else [before]
-    )
+    forms = [_by_group(event.numbers)]
+    if event.changed:
+        forms.append(_by_group({**event.numbers, **event.changed}))
+    return forms
 
 
 def values_held(event: LoopEvent) -> float:

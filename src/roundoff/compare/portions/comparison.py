@@ -128,10 +128,9 @@ def _is_left_out(
 ) -> bool:
     """Return True where both begin with one batch, and the candidate has none of a later one."""
     ours, theirs = results[0]
-    are_cut_alike = ours.shape == theirs.shape
-    if not are_cut_alike or not _stand_in_each_other(
-        reference, candidate, ours, theirs
-    ):
+    if ours.shape != theirs.shape:
+        return False
+    if not _stand_in_each_other(reference, candidate, ours, theirs):
         return False
     others = [other for _, other in results]
     return not all(

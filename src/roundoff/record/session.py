@@ -470,11 +470,11 @@ class Capture:
         return any(matches(pattern, name) for pattern in self.sites)
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if is_part_of_a_step(optimizer):
-            return None
         return self.ours(self._prepare_update, optimizer, args, kwargs)
 
     def _prepare_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if is_part_of_a_step(optimizer):
+            return None
         self._ends_stepping(optimizer)  # which an exception may have ended
         self._stepping.append(id(optimizer))
         if self._mode is None:
@@ -505,10 +505,11 @@ class Capture:
         return closure
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
-        if not is_part_of_a_step(optimizer):
-            self.ours(self._end_update, optimizer)
+        self.ours(self._end_update, optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
+        if is_part_of_a_step(optimizer):
+            return
         self._ends_stepping(optimizer)
         mode = self._mode
         is_inside_of_another = bool(self._stepping)

@@ -194,9 +194,8 @@ class _Run:
 
     def run(self) -> None:
         """Run all; raise ``CannotRun`` where a call cannot."""
-        for row in self.flow.step.rows.values():
-            if row.phase == "forward" and not row.is_call and not row.inputs:
-                self.tensors[row.record] = _made_up(row)
+        for leaf in leaves_of_pass(self.flow):
+            self.tensors[leaf.key] = _made_up(leaf.row)
         for entry in self.program.order:
             self.step(entry)
 
@@ -235,10 +234,8 @@ class _CandidateRun(_Run):
 
     def run_all(self) -> None:
         """Choose what each leaf holds, and run all."""
-        rows = self.flow.step.rows
-        for row in rows.values():
-            if row.phase == "forward" and not row.is_call and not row.inputs:
-                self._start(row)
+        for leaf in leaves_of_pass(self.flow):
+            self._start(leaf.row)
         for number, entry in enumerate(self.program.order):
             for record in _read_by(entry):
                 if record in self._open:
@@ -532,7 +529,8 @@ def _alike(one: RecordedRow, other: RecordedRow) -> bool:
 
 
 def leaves_of_pass(flow: Flow) -> list[Value]:
-    """Return what the forward pass is given: parameters, buffers, data."""
+    """Return what the forward pass is given: parameters, buffers, data, and memory that was
+    there before, whose views it reads."""
     return [
         value
         for value in flow.values.values()

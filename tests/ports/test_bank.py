@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from roundoff.workload import Workload, named_tensors
 
@@ -35,8 +34,8 @@ def test_a_right_port_gives_the_numbers_of_its_reference(port, tmp_path):
     outputs = []
     for file in written(port, tmp_path):
         workload = Workload.load(file)
-        with torch.no_grad():
-            outputs.append(named_tensors(workload.run(workload.batches[0])))
+        named = named_tensors(workload.run(workload.batches[0]))  # some need gradients
+        outputs.append({name: tensor.detach() for name, tensor in named.items()})
     reference, candidate = outputs
     assert reference.keys() == candidate.keys()
     for name, expected in reference.items():

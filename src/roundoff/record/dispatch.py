@@ -164,7 +164,9 @@ class _RunningCall:
 
         One that is given for its shape and format, as to ``empty_like``, is none.
         """
-        tensors = self.tensors()[self.schema.is_made_alike :]
+        tensors = self.tensors()
+        if self.schema.is_made_alike:
+            tensors = tensors[1:]
         return _without(tensors, self.written())
 
     def written(self) -> list[Tensor]:

@@ -326,3 +326,59 @@ def test_an_optimizer_of_complex_parameters_is_right_or_wrong(of_parts, tmp_path
         candidate=recorded(tmp_path / "theirs", port, theirs),
     )
     assert comparison.agrees == of_parts
+
+
+class WithTable(Reference):
+    """A table that hardly counts: its gradient is a small share of the others'."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 12))
+
+    def forward(self, x, y):
+        return super().forward(x + 1e-3 * self.table, y)
+
+
+class PortWithTable(Port):
+    def __init__(self, reference):
+        super().__init__(reference)
+        self.places = nn.Parameter(reference.table.detach().clone())
+
+    def forward(self, x, y):
+        return super().forward(0.001 * self.places + x, y)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_update_of_a_parameter_that_hardly_counts_is_compared(decay, tmp_path):
+    torch.manual_seed(0)
+    reference = WithTable()
+    port = PortWithTable(reference)
+    settings = {"lr": RATE, "betas": (0.9, 0.99)}
+    ours = torch.optim.AdamW(reference.parameters(), weight_decay=0.0, **settings)
+    rest = [p for p in port.parameters() if p is not port.places]
+    groups = [
+        {"params": rest, "weight_decay": 0.0},
+        {"params": [port.places], "weight_decay": 0.0},
+    ]
+    theirs = DecayingByHand(groups, port.places, decay, **settings)
+    comparison = ro.compare(
+        reference=recorded(tmp_path / "ours", reference, ours),
+        candidate=recorded(tmp_path / "theirs", port, theirs),
+    )
+    assert comparison.agrees == (not decay)
+    assert {culprit.phase for culprit in comparison.culprits(3)} <= {"optimizer"}
+
+
+class DecayingByHand(torch.optim.AdamW):
+    """Takes a share of one parameter away beside its step."""
+
+    def __init__(self, groups, decayed, share, **settings):
+        super().__init__(groups, **settings)
+        self.decayed = decayed
+        self.share = share
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.share:
+            self.decayed.mul_(1 - self.param_groups[0]["lr"] * self.share)
+        return super().step(closure)

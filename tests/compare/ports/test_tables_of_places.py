@@ -1,9 +1,10 @@
-"""Tables of places that a port computes itself: which way round their axes stand."""
+"""Tables that a port makes itself: places whose axes stand the other way round, angles."""
 
 from __future__ import annotations
 
 import linecache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,3 +72,50 @@ def test_distances_from_keys_to_queries_are_named(step_of, fault):
         line = linecache.getline(__file__, int(row.blamed_line.rpartition(":")[2]))
         assert line.strip().startswith("relative = ")
         assert "its last two axes exchanged" in row.evidence
+
+
+class Turning(nn.Module):
+    """Both numbers of a pair are turned by the same angle, which the table has twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 8, bias=False)
+        self.leave = nn.Linear(8, 3)
+
+    def forward(self, x):
+        angles = torch.arange(LENGTH)[:, None] * 100.0 ** -(torch.arange(4) / 4)
+        angles = torch.cat([angles, angles], -1)
+        x = self.enter(x)
+        turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        return self.leave(torch.tanh(x * angles.cos() + turned * angles.sin()))
+
+
+def angles_of_another_library(base):
+    angles = np.arange(LENGTH)[:, None] / base ** (np.arange(4) / 4)
+    return torch.tensor(np.cos(angles)).float(), torch.tensor(np.sin(angles)).float()
+
+
+class TurningByPairs(nn.Module):
+    def __init__(self, reference, base):
+        super().__init__()
+        self.base = base
+        self.kernel = nn.Parameter(reference.enter.weight.detach().t().clone())
+        self.last = nn.Parameter(reference.leave.weight.detach().t().clone())
+        self.shift = nn.Parameter(reference.leave.bias.detach().clone())
+
+    def forward(self, x):
+        cos, sin = angles_of_another_library(self.base)
+        first, second = torch.matmul(x, self.kernel).chunk(2, -1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.matmul(2 * torch.sigmoid(2 * turned) - 1, self.last) + self.shift
+
+
+@pytest.mark.parametrize("base", [100.0, 10.0])
+def test_a_table_of_another_library_with_each_angle_once_is_named(step_of, base):
+    torch.manual_seed(0)
+    reference = Turning()
+    steps = Sides(step_of(reference, X), step_of(TurningByPairs(reference, base), X))
+    wrong = [row for row in compare_port(steps, EarlierSteps()) if row.cause == "own"]
+    assert bool(wrong) == (base == 10.0)
+    for row in wrong[:1]:
+        assert "a table of constants differs" in row.evidence

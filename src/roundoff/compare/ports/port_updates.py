@@ -35,7 +35,8 @@ UPDATE = 1e-3
 #: small beside the average, and what roundings add to a norm is their square.
 AVERAGE = 1e-2
 #: Gradients that are smaller than this share of what one surely is are taken for none, even
-#: if both programs have the same.
+#: if both programs have the same: of a hundredth of the largest that is 1e-5 of it, some
+#: hundred roundings of fp32, which two programs of the same calls may make alike.
 LEAST_ALIKE = 1e-3
 _OPTIMIZER = "optimizer"
 #: The one call that is recorded of a compiled region.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 
 import torch
@@ -30,7 +31,8 @@ LEAST_GRADIENTS = 2
 LEAST_SHARE = 0.05
 #: The share of those with the places that may have them by chance.
 MOST_REACHING = 0.05
-#: Values of the other side that a mask has to keep, of which padding counts by a fault.
+#: Values of the other side that a mask has to keep where a gradient reaches its padding: one
+#: of ``FEWEST`` elements may be another by chance, several of several calls are not.
 LEAST_KEPT = 4
 _FORWARD = "forward"
 _BACKWARD = "backward"
@@ -55,10 +57,19 @@ def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tenso
     each = (islice(_different(masks), MOST_MASKS) for masks in fitting)
     masks = _different(chain.from_iterable(each))
     sure: list[Tensor] = []
-    unsure: list[Tensor] = []
+    unsure: list[tuple[int, Tensor]] = []
     for mask in masks:
-        (sure if _counts_for_nothing(flows, mask) else unsure).append(mask)
-    kept = [mask for mask in unsure if _keeps_others(flows, mask, sure, limit)]
+        shares = [_reach(flow, mask) for flow in flows]
+        if _counts_for_nothing(shares):
+            sure.append(mask)
+        elif shares.count(None) == 1:
+            unsure.append((shares.index(None), mask))
+    index = cache(lambda number: _index_of(flows[number], sure))
+    kept = [
+        mask
+        for other, mask in unsure
+        if _keeps(flows[1 - other], mask, index(other), limit)
+    ]
     return (*sure, *kept)
 
 
@@ -69,37 +80,32 @@ def _places_of_gradients(flow: Flow) -> Iterator[tuple[int, ...]]:
         yield from (shape[:count] for count in range(2, len(shape) + 1))
 
 
-def _counts_for_nothing(flows: Sequence[Flow], mask: Tensor) -> bool:
-    """Return True where no gradient outside a mask goes on.
+def _counts_for_nothing(shares: Sequence[float | None]) -> bool:
+    """Return True where no gradient outside a mask goes on, by the share of each program's.
 
     Where one program alone has the places, some of its gradients have as many by chance.
     """
-    shares = [_reach(flow, mask) for flow in flows]
     known = [share for share in shares if share is not None]
     allowed = MOST_REACHING if len(known) == 1 else 0.0
     return bool(known) and max(known) <= allowed
 
 
-def _keeps_others(
-    flows: Sequence[Flow], mask: Tensor, sure: Sequence[Tensor], limit: float
-) -> bool:
-    """Return True where one program alone has the places of a mask, and what it keeps there
-    are values of the other, or what masks that are ``sure`` keep of these."""
-    padded = [flow for flow in flows if _reach(flow, mask) is not None]
-    if len(padded) != 1:
-        return False
-    [other] = (flow for flow in flows if flow is not padded[0])
+def _index_of(flow: Flow, masks: Sequence[Tensor]) -> SketchIndex:
+    """Return what a forward pass computes, whole and as these masks keep it."""
     whole = [
         (value.key, value.sketch)
-        for value in other.values.values()
+        for value in flow.values.values()
         if value.row.phase == _FORWARD and value.sketch is not None
     ]
-    kept_there = [(each.key, each.sketch) for each in kept_values(other, sure)]
-    index = SketchIndex([*whole, *kept_there])
-    kept = kept_values(padded[0], [mask])
+    kept = [(each.key, each.sketch) for each in kept_values(flow, masks)]
+    return SketchIndex([*whole, *kept])
+
+
+def _keeps(flow: Flow, mask: Tensor, others: SketchIndex, limit: float) -> bool:
+    """Return True where several of the values that a mask keeps are the other program's."""
     found: set[int] = set()
-    for each in kept:
-        if index.near(each.sketch, limit):
+    for each in kept_values(flow, [mask]):
+        if others.near(each.sketch, limit):
             found.add(each.key)
         if len(found) == LEAST_KEPT:
             return True

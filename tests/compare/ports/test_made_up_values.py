@@ -36,3 +36,17 @@ def test_views_take_no_memory(sides):
 def test_programs_are_run_again_by_what_they_take(sides, monkeypatch, most, is_run):
     monkeypatch.setattr(made_up_values, "MOST_ELEMENTS", most)
     assert (on_made_up_values(sides) is not None) == is_run
+
+
+#: Another view of what a program is given, made before it runs.
+TURNED = X.t()
+
+
+def beside_a_view(m, x):
+    return (x @ TURNED).tanh() * m.weight[:4]
+
+
+def test_a_view_from_before_is_given_as_well(sides_of, program):
+    nets = [program(beside_a_view, weight=WEIGHT) for _ in range(2)]
+    sides = sides_of(*nets, X, tensors=False)
+    assert on_made_up_values(sides) is not None

@@ -129,6 +129,7 @@ NETWORKS = (
     "performer",
     "longformer",
     "vitdet",
+    "dit",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -203,6 +204,7 @@ KEPT_APART = (
     "performer",
     "longformer",
     "vitdet",
+    "dit",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

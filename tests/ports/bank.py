@@ -130,6 +130,7 @@ NETWORKS = (
     "longformer",
     "vitdet",
     "dit",
+    "natten",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -205,6 +206,7 @@ KEPT_APART = (
     "longformer",
     "vitdet",
     "dit",
+    "natten",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -64,6 +64,8 @@ KEPT_APART = (
     "ranker",
     "prune",
     "qat",
+    "graphcl",
+    "movement",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

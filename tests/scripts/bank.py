@@ -66,6 +66,8 @@ KEPT_APART = (
     "qat",
     "graphcl",
     "movement",
+    "curriculum",
+    "detector",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

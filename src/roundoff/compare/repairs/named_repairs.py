@@ -30,6 +30,9 @@ _TURNS = (
     | operators_that("reorder")
 )
 _PRODUCTS = operators_that("multiply two matrices")
+_SCALES = operators_that("scale with their operand")
+#: Of a value and a number.
+_FACTORS = operators_that("scale elements") | operators_that("divide")
 #: A convolution of one place the other way round is one with a weight that is transposed.
 _TRANSPOSED = "transposed="
 _OTHER_SIGN = ("as sub, not add", "as add, not sub")
@@ -173,28 +176,31 @@ def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:
 
 
 def _weighed_sum(flow: Flow, value: Value) -> Value | None:
-    """Return the sum that a value goes into, if its other term is weighed on that line.
+    """Return the sum that a value goes into, if one of its terms is weighed on that line.
 
     The weights of a sum belong together.
     """
+    factors = []
     while True:
         readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        readers = [v for v in readers if v.row.phase == "forward"]
         if len(readers) != 1:
             return None
         [reader] = readers
-        if reader.operator in DIFFERENCES:
+        if reader.operator in DIFFERENCES and not reader.inner:
             break
-        if reader.computes and reader.operator not in _MOVE:
+        is_scaled = reader.operator in _FACTORS and len(reader.inputs) == 1
+        is_linear = is_scaled or reader.operator in _SCALES
+        if reader.computes and reader.operator not in _MOVE and not is_linear:
             return None
+        if is_scaled:
+            factors.append(reader)
         value = reader
     others = [
         flow.behind(k) for k in reader.inputs if k in flow.values and k != value.key
     ]
-    is_weighed = any(
-        other.operator in PRODUCTS and other.row.line == reader.row.line
-        for other in others
-    )
+    products = [*factors, *(each for each in others if each.operator in PRODUCTS)]
+    is_weighed = any(each.row.line == reader.row.line for each in products)
     return reader if is_weighed else None
 
 

@@ -66,9 +66,9 @@ def one_more(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
         if insertion.shape in ((), shape):
             yield _followed(insertion)
     for number in ingredients.constants:
-        step = EditStep("aten.mul.Tensor", [[{"record": BEFORE}, number], {}])
-        words = f"a product with {number:.6g}"
-        yield _followed(Insertion(step, {}, words, ()), scales=True)
+        yield _scaled("mul", number, "a product with")
+    for number in ingredients.divisors():
+        yield _scaled("div", number, "a division by")
     for choose in ingredients.similar(call, call.rows[0].record):
         yield _with_another("aten.add.Tensor", choose, ADDED)
     for place, record in enumerate(records_in(call.parsed)[:2]):
@@ -85,6 +85,11 @@ def _followed(insertion: Insertion, *, scales: bool = False) -> Template:
         return Edit((first, insertion.step), words, insertion.held, scales=scales)
 
     return template
+
+
+def _scaled(operator: str, number: float, words: str) -> Template:
+    step = EditStep(f"aten.{operator}.Tensor", [[{"record": BEFORE}, number], {}])
+    return _followed(Insertion(step, {}, f"{words} {number:.6g}", ()), scales=True)
 
 
 def _with_another(

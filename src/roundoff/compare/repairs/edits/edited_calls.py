@@ -123,6 +123,11 @@ class Ingredients:
         """Return the numbers of its region, and of the reference's calls of an operator."""
         return [*self.constants, *self._numbers.get(operator, ())]
 
+    def divisors(self) -> list[float]:
+        """Return the numbers of its region that the reference divides by."""
+        divides = self._numbers.get("div", {})
+        return [number for number in self.constants if number and number in divides]
+
 
 def schema_of(call: TracedCall) -> Sequence[Any]:
     """Return the declared arguments of a call; none where torch does not know it."""

@@ -66,6 +66,7 @@ from roundoff.compare.repairs.edits.windows import (
     moved_places,
     moved_ranges,
     moved_windows,
+    other_borders,
     other_ends,
     other_parts,
     other_rows,
@@ -92,6 +93,7 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
                 switched_arguments,
                 unshared_constants,
                 shared_constants,
+                other_axes,
             )
             exchanges = kind in (exchanged_parts, other_order_of_results)
             exchanges |= kind is exchanged_inputs and is_move(call, _JOIN)
@@ -117,6 +119,7 @@ _KINDS = (
     (CHANGE, exchanged_parts),
     (CHANGE, moved_windows),
     (CHANGE, other_sides),
+    (CHANGE, other_borders),
     (CHANGE, other_rows),
     (CHANGE, other_parts),
     (CHANGE, other_ends),

@@ -21,6 +21,7 @@ from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.replaceable_values import before
 from roundoff.compare.repairs.transplants import in_layout_of
 from roundoff.compare.repairs.trials import BUDGET, Trials
+from roundoff.compare.repairs.turned_values import first_turned
 from roundoff.compare.tensors.structure import WRONG_AXIS
 from roundoff.compare.values.fault_lines import FaultLines, handed_on
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
@@ -54,14 +55,16 @@ def misordered(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
             is_right = _stands_rightly(sides, value, right[0])
             if is_right and not _is_split(sides.candidate, value):
                 return _blamed_reader(sides, rejoin.region, value)
-            return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
+            first = _first_of_order(sides, trials, value)
+            return _blamed(sides, trials, rejoin, first)
     common = common_order(sides, trials, rejoin.region)
     if common is not None:
         return common
     trials.left = BUDGET
     for value in _in_other_places(sides, rejoin)[:MOST_TRIED]:
         if _twin_in_place(sides, trials, value):
-            return _blamed(sides, rejoin, _first_of_order(sides, trials, value))
+            first = _first_of_order(sides, trials, value)
+            return _blamed(sides, trials, rejoin, first)
     return None
 
 
@@ -76,14 +79,17 @@ def common_order(
     return None
 
 
-def _blamed(sides: Sides, rejoin: Rejoin, value: Value) -> Blamed:
+def _blamed(sides: Sides, trials: Trials, rejoin: Rejoin, value: Value) -> Blamed:
     twin = sides.reference.values[sides.all_twins(value)[0]]
+    turned = first_turned(sides, trials, value)
+    order = "in another order" if turned is None else "the other way round"
     words = (
         f"its values are those of {twin.operator} of {twin.row.site} "
-        f"({twin.row.line}) in another order"
+        f"({twin.row.line}) {order}"
     )
-    line = FaultLines(sides, rejoin.region).of_operator(value)
-    return Blamed(value, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
+    first = turned or value
+    line = FaultLines(sides, rejoin.region).of_operator(first)
+    return Blamed(first, twin, words, is_operator=True, line=line, label=WRONG_AXIS)
 
 
 def _blamed_reader(sides: Sides, region: Collection[int], value: Value) -> Blamed:

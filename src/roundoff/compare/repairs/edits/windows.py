@@ -23,6 +23,12 @@ from roundoff.ops import operators_that
 
 _PAD = operators_that("pad")
 _LOOK_UP = operators_that("read at places")
+#: Operators of so many axes, and what they fill places with.
+_BORDERS = (
+    ("constant_pad_nd", "zeros"),
+    ("replication_pad{}d", "the values of the border"),
+    ("reflection_pad{}d", "the values inside the border, mirrored"),
+)
 
 
 def other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
@@ -35,6 +41,28 @@ def other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     yield _padded(_centred, "alike on both sides")
     yield _padded(lambda before, after: (before + 1, after - 1), "one place earlier")
     yield _padded(lambda before, after: (before - 1, after + 1), "one place later")
+
+
+def other_borders(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Other values in the padding: zeros, those of the border, or of what lies beside it."""
+    if call.first.base_operator not in _PAD:
+        return
+    yield from (_bordered(operator, words) for operator, words in _BORDERS)
+
+
+def _bordered(operator: str, words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        positional = call.parsed[0]
+        sides = positional[1] if len(positional) > 1 else None
+        if not isinstance(sides, list):
+            return None
+        overload = f"aten.{operator.format(len(sides) // 2)}.default"
+        if overload == call.first.overload:
+            return None
+        step = EditStep(overload, [positional[:2], {}])
+        return Edit((step,), f"padded with {words}")
+
+    return template
 
 
 def _centred(before: int, after: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.named_repairs import there
 from roundoff.compare.repairs.read_by_region import (
     hands_on,
@@ -58,7 +59,8 @@ def left_out(
             for moved in _as_reference_has_it(sides, held, twin, twins, theirs):
                 instead = {value.key: moved}
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]
-                if is_wrong_everywhere or near.outcome({}, instead)[0]:
+                is_right = is_wrong_everywhere or near.outcome({}, instead)[0]
+                if is_right and not _is_made_after(sides, trials, rejoin, value, moved):
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
@@ -74,6 +76,31 @@ def left_out(
                         words = f"left out is all from {there(first)} to {there(twin)}"
                     return Blamed(named, first, words, is_operator=True, line=line)
     return None
+
+
+def _is_made_after(
+    sides: Sides, trials: Trials, rejoin: Rejoin, value: Value, made: Tensor
+) -> bool:
+    """Return True where what the candidate does next changes a value, and not this one.
+
+    What is normalized once more stays as it is. Then the reference does the one where the
+    candidate does the other, and nothing is left out.
+    """
+    flow = sides.candidate
+    held = flow.tensor(value.key)
+    places = rejoin.region | {rejoin.value.key}
+    try:
+        again = list(trials.program.again({}, {value.key: made}, places))
+    except CannotRun:
+        return False
+    for row, tensor in again:
+        is_same = row.record in places and apart(made, tensor) <= sides.limit
+        present = flow.tensor(row.record) if is_same else None
+        if present is None or held is None or not flow.values[row.record].computes:
+            continue
+        if apart(held, present) > sides.limit:
+            return True
+    return False
 
 
 def _as_reference_has_it(

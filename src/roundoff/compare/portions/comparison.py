@@ -95,7 +95,9 @@ def is_another_batch(
     candidate: RecordedStep,
     others: Sequence[tuple[RecordedRow, RecordedRow]],
 ) -> bool:
-    """Return True where all modules are called as often as in the reference, on other data.
+    """Return True where modules are called as often as in the reference, on other data.
+
+    Others may be called once for each place of a sequence, of which other data have more.
 
     ``others``: pairs of what is fed from outside, where no statistics are those of one
     in other portions.
@@ -109,7 +111,8 @@ def is_another_batch(
     common = [name for name in ours if name in theirs]
     # what a script reads of the model's own buffers is no call of a module
     common = [name for name in common if name] or common
-    if not common or any(len(ours[name]) != len(theirs[name]) for name in common):
+    common = [name for name in common if len(ours[name]) == len(theirs[name])]
+    if not common:
         return False
     if others:
         return _are_others(reference, candidate, others)

@@ -248,7 +248,8 @@ def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
 
     In the first step of a script, calls may have made these; a loop that hands on its
     parameters makes new ones, which have no name. What is written to a parameter, as to a
-    slow copy of it, is a parameter still.
+    slow copy of it, is a parameter still. What is made of parameters alone, as a weight that
+    is pruned, says nothing of the data.
     """
     named = {
         row.record: uncompiled(row.name).rpartition(".")[0]
@@ -261,8 +262,12 @@ def _results_by_module(step: RecordedStep) -> dict[str, list[RecordedRow]]:
         if row.phase == "forward" and row.is_call and row.record not in named
     ]
     readers = _readers(step, calls, named)
+    of_parameters = {*named}
     results: dict[str, list[RecordedRow]] = {}
     for row in calls:
+        if row.inputs and of_parameters.issuperset(row.inputs):
+            of_parameters.add(row.record)
+            continue
         if row.place or hands_on(row):
             continue
         for name in readers.get((row.module, row.base_operator), ()):

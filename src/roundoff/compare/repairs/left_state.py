@@ -18,7 +18,7 @@ from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.repairs.replaceable_values import FEWEST
 from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Part, Sides
+from roundoff.compare.values.value_regions import Part, Sides, upstream
 from roundoff.ops import operators_that
 
 _CUTS = operators_that("cut out")
@@ -38,7 +38,8 @@ def left_state(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
             first = next(value for value in theirs if value.key in tensors)
             line = _first_reader(sides.candidate, first).row.line
             return Blamed(first, None, words, line=line)
-    return _begun_otherwise(sides, part, trials)
+    begun = _begun_otherwise(sides, part, trials)
+    return begun or _begun_with_zeros(sides, part, trials)
 
 
 def _begun_otherwise(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
@@ -78,6 +79,48 @@ def _begun_otherwise(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
             twin = begun[value.row.numel]
             return Blamed(begins, twin, words, label="other input")
     return None
+
+
+def _begun_with_zeros(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
+    """Return the zeros that stand where the reference begins with what it has computed."""
+    zeros = _zeros_before(sides.candidate, part.region)
+    wanted = [
+        twin
+        for twin in _read_by(sides.reference, part.expected)
+        if twin.is_call and twin.computes and twin.is_number and not twin.says_nothing
+    ]
+    trials.left = BUDGET
+    for value, twin in product(zeros, wanted):
+        content = sides.reference.tensor(twin.key)
+        shape = list(value.row.shape or ())
+        if content is None or list(content.shape) != shape or trials.left < 0:
+            continue
+        if trials.outcome({}, {value.key: content.clone()}, is_patient=True)[0]:
+            source = with_line(f"{twin.operator} of {twin.row.site}", twin.row.line)
+            words = f"begins with zeros where the reference begins with {source}"
+            return Blamed(value, twin, words, label="other input", line=value.row.line)
+    return None
+
+
+def _zeros_before(flow: Flow, region: Collection[int]) -> list[Value]:
+    """Return the tensors of zeros that a region begins with, as they were made.
+
+    What is a product with them is zero too.
+    """
+
+    def is_followed(value: Value) -> bool:
+        return value.key in region or _is_zero(value)
+
+    made_of = [flow.values[key] for key in upstream(flow, sorted(region), is_followed)]
+    return [
+        value
+        for value in sorted(made_of, key=lambda each: each.order)
+        if _is_zero(value)
+        and value.is_number
+        and value.is_call
+        and not value.inputs
+        and (value.row.numel or 0) >= FEWEST
+    ]
 
 
 def _read_by(flow: Flow, region: Collection[int]) -> list[Value]:

@@ -17,6 +17,7 @@ from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.judging.step_causes import OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
+from roundoff.compare.loop.changing_numbers import with_schedules
 from roundoff.compare.loop.fed_data import data_causes, told_inputs
 from roundoff.compare.loop.found_causes import (
     ComparedStep,
@@ -179,12 +180,14 @@ class _RankComparison:
         self._portions = PortionsMemory()
         self.damage: list[str] = []
         self.causes: list[Cause] = []
-        #: The step after each.
+        #: The step after each, and before it.
         self._following: dict[int, int] = {}
+        self._preceding: dict[int, int] = {}
 
     def compare_loops(self, steps: Sequence[int]) -> None:
         """Find what the training loops do differently in all steps."""
         self._following = dict(itertools.pairwise(steps))
+        self._preceding = {after: step for step, after in self._following.items()}
         ours = [(step, event) for step in steps for event in self._events(step)[0]]
         theirs = [(step, event) for step in steps for event in self._events(step)[1]]
         self.causes += loop_causes(ours, theirs, self._rank)
@@ -278,6 +281,9 @@ class _RankComparison:
             by_values = self._as_another_layer(sides, rows, step, before)
             if by_values is not None:
                 return self._believed(by_values, step, before)
+        if is_same_before:
+            preceding = self._preceding.get(step)
+            rows = [*with_schedules(rows, sides, lambda: self._rows_of(preceding))]
         differed = self._differs
         self._differs |= any(row.cause is not None for row in rows)
         by_name = rows
@@ -335,12 +341,14 @@ class _RankComparison:
 
     def _rows_of_next(self, step: int) -> tuple[Rows, Rows] | None:
         """Return the rows of both in the step after one; None where it is not compared."""
-        following = self._following.get(step)
-        if following is None:
+        return self._rows_of(self._following.get(step))
+
+    def _rows_of(self, step: int | None) -> tuple[Rows, Rows] | None:
+        if step is None:
             return None
         try:
-            ours = rows_of(self._reference, self._rank, following)
-            return ours, rows_of(self._candidate, self._rank, following)
+            ours = rows_of(self._reference, self._rank, step)
+            return ours, rows_of(self._candidate, self._rank, step)
         except RunError:
             return None
 

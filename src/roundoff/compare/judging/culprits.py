@@ -144,7 +144,7 @@ def _places_of_edits(
     """
     best: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for culprit in culprits:
-        if culprit.looks_like == "wrong constant":
+        if culprit.looks_like in ("wrong constant", "other schedule"):
             edit = _edit(culprit)
             place = _likeliest_first(culprit)
             best[edit] = min(place, best.get(edit, place))

@@ -37,6 +37,7 @@ ADVICE = {
         "cheapest plan that does)"
     ),
     "wrong constant": "compare this argument in the two programs",
+    "other schedule": "look for what changes this number from step to step",
     "other operator": "compare the code of the two programs at these lines",
     "other input": "compare what the two programs hand to this operator",
     "other shape": "compare what is sliced, padded or reshaped before it",

@@ -19,6 +19,7 @@ from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import RecordedStep, Sides
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.changing_numbers import SCHEDULE
 from roundoff.compare.loop.data_records import data_records, first_read_of_a_name
 from roundoff.compare.loop.data_relations import (
     OTHER_VALUES,
@@ -156,6 +157,8 @@ def data_causes(
     changing_of_reference, changing = unstable_records(sides, unstable)
     drawn = other_draws(theirs, compared, data - changing)
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
+    scheduled = [row.record for row in compared if row.looks_like == SCHEDULE]
+    of_schedules = made_of(theirs, [key for key in scheduled if key is not None])
     readers = _fed(sides, compared, data_records(sides.reference.rows), data)
     read = [
         (sides.reference.rows[twin], theirs[record])
@@ -171,11 +174,11 @@ def data_causes(
     fed = [
         _by_its_reader(pair, readers, compared)
         for pair in differing
-        if pair.row.record not in of_draws
+        if pair.row.record not in of_draws | of_schedules
     ]
     if fed:
         return [_cause(fed, data - changing - of_draws, compared, rank, step)]
-    if differing:
+    if any(pair.row.record in of_draws for pair in differing):
         shown_by = data & of_draws
         return [draw_cause(sides, compared, drawn[0], shown_by, rank, step)]
     return []

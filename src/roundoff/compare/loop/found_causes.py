@@ -17,6 +17,7 @@ from roundoff.compare.judging.step_causes import (
     Cause,
 )
 from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.loop.changing_numbers import SCHEDULE
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
@@ -37,6 +38,7 @@ from roundoff.record import LoopEvent
 _OF_CALLS = frozenset(
     (
         "wrong constant",
+        SCHEDULE,
         "other operator",
         "missing operator",
         "extra operator",

@@ -27,7 +27,8 @@ def left_write_causes(
     """Return the cause for memory that the reference alone writes, and both read later.
 
     Where the next step of the reference reads what was written, that of the candidate
-    reads what was there before.
+    reads what was there before. What the candidate writes in another place, as before a
+    copy is made and not after it, is not left out.
 
     Args:
         sides: the step.
@@ -39,11 +40,17 @@ def left_write_causes(
     rows = sides.reference.rows
     alone = {r.reference_record for r in compared if r.status == REFERENCE_ONLY}
     read = _read_alike(*later)
+    theirs = sides.candidate.rows
+    elsewhere = {
+        theirs[record].content_in_steps for record in written_sources(theirs)
+    }
     lost = []
     for record in written_sources(rows):
         write = rows[record]
         before = rows.get(write.inputs[0]) if write.inputs else None
         if record not in alone or before is None or not _is_whole(write, before):
+            continue
+        if write.content_in_steps in elsewhere:
             continue
         if (write.content_in_steps, before.content_in_steps) in read:
             lost.append(write)

@@ -17,6 +17,7 @@ from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.judging.step_causes import listed, with_line
 from roundoff.compare.repairs.replaceable_values import FEWEST
 from roundoff.compare.repairs.trials import BUDGET, Trials
+from roundoff.compare.values.fault_lines import FaultLines
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
 from roundoff.ops import operators_that
@@ -36,7 +37,8 @@ def left_state(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
             return None
         if trials.outcome({}, tensors, is_patient=True)[0]:
             first = next(value for value in theirs if value.key in tensors)
-            line = _first_reader(sides.candidate, first).row.line
+            reader = _first_reader(sides.candidate, first)
+            line = FaultLines(sides, part.region).of_operator(reader)
             return Blamed(first, None, words, line=line)
     begun = _begun_otherwise(sides, part, trials)
     return begun or _begun_with_zeros(sides, part, trials)

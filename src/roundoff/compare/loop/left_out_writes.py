@@ -41,9 +41,7 @@ def left_write_causes(
     alone = {r.reference_record for r in compared if r.status == REFERENCE_ONLY}
     read = _read_alike(*later)
     theirs = sides.candidate.rows
-    elsewhere = {
-        theirs[record].content_in_steps for record in written_sources(theirs)
-    }
+    elsewhere = {theirs[record].content_in_steps for record in written_sources(theirs)}
     lost = []
     for record in written_sources(rows):
         write = rows[record]

@@ -15,6 +15,7 @@ from torch import Tensor
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.blamed_layouts import blamed_layout
 from roundoff.compare.blame.blamed_leaves import blamed_leaf
+from roundoff.compare.blame.blamed_places import blamed_places
 from roundoff.compare.blame.blamed_steps import blamed_step
 from roundoff.compare.blame.blamed_tables import blamed_table
 from roundoff.compare.blame.contained_values import blamed_after_contained
@@ -168,13 +169,16 @@ def _behind(
         blamed = unlike_behind(sides, end, likely)
         if blamed is None or blamed.is_sure:
             return blamed
+        region = end.region | {end.value.key}
+        behind = replace(part, region=region, expected=end.expected | {end.twin.key})
+        places = blamed_places(sides, behind)
+        if places is not None:
+            return places
         constants = constants_of(sides.candidate, sides.twins)
         lost_tables = constants.intersection(blamed.value.inputs) - sides.twins.keys()
         if blamed.value.key not in constants and not lost_tables:
             return blamed
         # how a table is made says nothing where its last value is known
-        region = end.region | {end.value.key}
-        behind = replace(part, region=region, expected=end.expected | {end.twin.key})
         return blamed_table(sides, behind) or blamed
     trials = trials_of_value(sides, end)
     return left_out(sides, trials, end) or left_out(sides, trials, end, several=True)
@@ -229,7 +233,8 @@ def _tried(
         if turns.agrees:
             end = turns
     named = None if end is None else _missing(sides, part, end, likely)
-    named = named or scaled_loss(sides) or blamed_table(sides, part)
+    named = named or scaled_loss(sides)
+    named = named or blamed_places(sides, part) or blamed_table(sides, part)
     named = named or _likely(sides, part, likely, end)
     if named is not None:
         return named

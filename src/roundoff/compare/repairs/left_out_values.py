@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from itertools import takewhile
 
 from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.near_leaves import leaves_of
 from roundoff.compare.records.recorded_calls import CannotRun
+from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.repairs.goals import apart
 from roundoff.compare.repairs.named_repairs import there
 from roundoff.compare.repairs.read_by_region import (
@@ -89,18 +92,31 @@ def _is_made_after(
     flow = sides.candidate
     held = flow.tensor(value.key)
     places = rejoin.region | {rejoin.value.key}
+    last = rejoin.value.order
     try:
-        again = list(trials.program.again({}, {value.key: made}, places))
+        changed = trials.program.again({}, {value.key: made})
+        again = list(takewhile(lambda each: _order(flow, each[0]) <= last, changed))
     except CannotRun:
         return False
     for row, tensor in again:
-        is_same = row.record in places and apart(made, tensor) <= sides.limit
-        present = flow.tensor(row.record) if is_same else None
-        if present is None or held is None or not flow.values[row.record].computes:
+        is_new = row.record in places and flow.values[row.record].computes
+        present = flow.tensor(row.record) if is_new else None
+        if present is None or held is None:
             continue
-        if apart(held, present) > sides.limit:
+        was_changed = _apart_in_any_order(held, present) > sides.limit
+        if was_changed and _apart_in_any_order(made, tensor) <= sides.limit:
             return True
     return False
+
+
+def _order(flow: Flow, row: RecordedRow) -> tuple[int, int]:
+    return flow.values[row.record].order
+
+
+def _apart_in_any_order(one: Tensor, other: Tensor) -> float:
+    """Return how far the elements of two tensors are apart, in rising order."""
+    ours, theirs = (in_reals(each).reshape(-1).sort().values for each in (one, other))
+    return apart(ours, theirs)
 
 
 def _as_reference_has_it(

@@ -129,3 +129,36 @@ def test_a_counter_may_be_left_out(keep, tmp_path):
     right = metered(tmp_path / "right", keep, "")
     other = metered(tmp_path / "other", keep, "not counted")
     assert roundoff.compare(reference=right, candidate=other).agrees
+
+
+def loaded_and_copied(folder, keep, is_copied_first):
+    """Two steps of a net that is loaded, with an average that begins as its copy."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    saved = torch.randn(6, generator=torch.Generator().manual_seed(3))
+    with roundoff.capture(folder, keep=keep) as run:
+        if is_copied_first:
+            average = copy.deepcopy(net)
+        with torch.no_grad():
+            net[1].running_mean.copy_(saved)
+        if not is_copied_first:
+            average = copy.deepcopy(net)
+        for _ in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(4))
+            net(x).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+                average[1].running_mean.add(net[1].running_mean).sum()
+            run.step()
+    return folder
+
+
+@KEEP
+def test_what_is_written_after_a_copy_is_not_called_left_out(keep, tmp_path):
+    right = loaded_and_copied(tmp_path / "right", keep, False)
+    wrong = loaded_and_copied(tmp_path / "wrong", keep, True)
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert not found.agrees
+    assert not any(c.looks_like == "missing update" for c in found.culprits())

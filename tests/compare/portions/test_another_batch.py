@@ -94,6 +94,34 @@ def test_the_same_samples_one_by_one_are_no_other_batch(make, data, tmp_path):
     assert not any(c.looks_like == "other data" for c in found.culprits())
 
 
+class Decoder(nn.Module):
+    """An encoder that is called once, and a cell for each place."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.encoder = nn.Linear(8, 8)
+        self.cell = nn.GRUCell(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        read = self.words(ids)
+        state = torch.tanh(self.encoder(read.mean(1)))
+        outputs = []
+        for place in range(ids.shape[1]):
+            state = self.cell(read[:, place], state)
+            outputs.append(self.head(state))
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_longer_samples_are_other_data_where_a_cell_runs_at_each_place(keep, tmp_path):
+    right = trained(tmp_path / "right", Decoder, [ids(3, 0)], keep)
+    wrong = trained(tmp_path / "wrong", Decoder, [ids(6, 10)], keep)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+
+
 class WordsAtPlaces(Words):
     """Reads labels beside the words, and places that are counted from their mask."""
 

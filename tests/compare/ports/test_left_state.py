@@ -98,3 +98,38 @@ def test_another_state_is_named_where_it_is_read(tmp_path, goes_on, left, words)
     assert words in first.evidence
     number = int(first.line.rpartition(":")[2])
     assert "h = self.carry + 0" in linecache.getline(__file__, number)
+
+
+class Summary(nn.Module):
+    """A cell that begins with a summary of what it will read, or with zeros."""
+
+    def __init__(self, *, begins_with_zeros):
+        super().__init__()
+        self.summary = nn.Linear(UNITS, UNITS)
+        self.cell = nn.GRUCell(UNITS, UNITS)
+        self.head = nn.Linear(UNITS, 1)
+        self.begins_with_zeros = begins_with_zeros
+
+    def forward(self, x):
+        if self.begins_with_zeros:
+            state = torch.zeros(BATCH, UNITS)
+        else:
+            state = torch.tanh(self.summary(x.mean(0)))
+        states = []
+        for now in x:
+            state = self.cell(now, state)
+            states.append(state)
+        return self.head(torch.stack(states))
+
+
+def test_zeros_where_the_reference_begins_with_what_it_has_computed(tmp_path):
+    folders = []
+    for begins_with_zeros in (False, True):
+        torch.manual_seed(0)
+        net = Summary(begins_with_zeros=begins_with_zeros)
+        folders.append(trained(tmp_path / str(begins_with_zeros), net))
+    found = roundoff.compare(reference=folders[0], candidate=folders[1])
+    first = found.culprits()[0]
+    assert "begins with zeros where the reference begins with tanh" in first.evidence
+    line = linecache.getline(__file__, int(first.line.rpartition(":")[2]))
+    assert line.strip() == "state = torch.zeros(BATCH, UNITS)"

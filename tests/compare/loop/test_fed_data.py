@@ -174,6 +174,30 @@ def test_draws_with_other_arguments_are_not_another_seed(keep, tmp_path):
     assert "draws with other arguments: high: 9, here 4" in first.evidence
 
 
+def dropping(both_ways):
+    """Of pairs of numbers some are dropped, both numbers of a pair or each by itself."""
+
+    def work(model):
+        generator = torch.Generator().manual_seed(1)
+        if both_ways:
+            is_kept = (torch.rand(15, generator=generator) > 0.3).repeat_interleave(2)
+        else:
+            is_kept = torch.rand(30, generator=generator) > 0.3
+        x = torch.linspace(-1, 1, 30).mul(is_kept).view(5, 6)
+        model(x).square().mean().backward()
+
+    return work
+
+
+@KEEP
+def test_draws_of_another_shape_are_not_another_seed(keep, tmp_path):
+    right = record(tmp_path / "right", keep, dropping(True))
+    wrong = record(tmp_path / "wrong", keep, dropping(False))
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "other data"
+    assert "draws numbers of the shape [30] where the reference's" in first.evidence
+
+
 def copying(factor):
     """A table outside of the model is copied, by way of storages, and used."""
 

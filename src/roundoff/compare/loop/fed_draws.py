@@ -125,11 +125,17 @@ def _other_draws(
     if stack:
         evidence += f"; what the candidate alone draws is called from {stack[-1]}"
     arguments = [] if twin is None else argument_differences(twin, row)
-    if row.arguments is None:
-        evidence += ", or other arguments, of which none are recorded"
-    elif arguments:
+    if arguments:
         label = "other data"
         evidence = f"{place} draws with other arguments: {'; '.join(arguments)}"
+    elif twin is not None and row.shape != twin.shape:
+        label = "other data"
+        evidence = (
+            f"the runs were fed other data: {place} draws numbers of the shape "
+            f"{row.shape} where the reference's have {twin.shape}"
+        )
+    elif row.arguments is None:
+        evidence += ", or other arguments, of which none are recorded"
     return Cause(
         kind=DATA,
         label=label,

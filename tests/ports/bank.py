@@ -131,6 +131,7 @@ NETWORKS = (
     "vitdet",
     "dit",
     "natten",
+    "tabnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -207,6 +208,7 @@ KEPT_APART = (
     "vitdet",
     "dit",
     "natten",
+    "tabnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

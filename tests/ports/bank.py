@@ -132,6 +132,7 @@ NETWORKS = (
     "dit",
     "natten",
     "tabnet",
+    "gmlp",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -209,6 +210,7 @@ KEPT_APART = (
     "dit",
     "natten",
     "tabnet",
+    "gmlp",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

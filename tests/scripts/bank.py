@@ -68,6 +68,8 @@ KEPT_APART = (
     "movement",
     "curriculum",
     "detector",
+    "cascade",
+    "voice",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -70,6 +70,8 @@ KEPT_APART = (
     "detector",
     "cascade",
     "voice",
+    "kge",
+    "pinn",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

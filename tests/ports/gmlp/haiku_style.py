@@ -6,6 +6,7 @@ values. Positions are the last axis where they are mixed: w is [heads, from, to]
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ NUM_LAYERS, NUM_GROUPS, MAX_LEN = 3, 2, 16
 
 class Scope:
     params = None
-    path = ()
+    path: tuple[str, ...] = ()
 
 
 def get_parameter(name):
@@ -40,6 +41,8 @@ def transform(function):
 
 
 class Module:
+    call: Any
+
     def __init__(self, name):
         self.name = name
 

@@ -162,7 +162,7 @@ class TabNetEncoder(nn.Module):
         output_aggregated = torch.zeros((batch_size, OUTPUT_DIM))
         prior_scales = torch.ones((batch_size, self.spread.shape[0]))
         masked_features = features
-        total_entropy = 0.0
+        total_entropy: torch.Tensor | float = 0.0
 
         for ni in range(NUM_DECISION_STEPS + 1):
             transformed = self.transform(ni, masked_features)
@@ -217,7 +217,7 @@ class TorchWeights:
         return AttentiveTransform(dense, norm)
 
     def layers(self):
-        layers = {}
+        layers: dict[str, nn.Module] = {}
         for i, name in enumerate(VOCABULARY):
             table = self.state[f"embedder.tables.{i}.weight"]
             layers[f"{name}_embedding"] = Embedding(table)

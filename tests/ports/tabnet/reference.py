@@ -114,7 +114,8 @@ class TabNet(nn.Module):
         x = self.initial_bn(self.embedder(numeric, category))
         prior = torch.ones(len(x), COLUMNS)
         att = self.splitter(x, self.shared)[:, N_D:]
-        decision, entropy = 0.0, 0.0
+        decision: torch.Tensor | float = 0.0
+        entropy: torch.Tensor | float = 0.0
         for attentive, features in zip(self.attentive, self.features):
             mask = attentive(prior, att)
             plogp = mask * torch.log(mask + ENTROPY_EPS)

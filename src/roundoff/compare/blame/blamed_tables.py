@@ -15,6 +15,8 @@ from roundoff.compare.values.value_regions import Part, Sides, first_of, upstrea
 from roundoff.ops import operators_that
 
 _LOOK_UP = operators_that("read at places")
+#: A mask shows or hides.
+MASK_NUMBERS = 2
 #: How a table is used: its elements are places of another value, or numbers and masks.
 _PLACES = "places"
 _NUMBERS = "numbers"
@@ -30,11 +32,19 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
+            if twin.inner and not _chooses(theirs, value):
+                continue  # how a kernel sums up to a place is no table
             if _are_as_large(twin, value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
                 first = _first_wrong(sides, value)
                 return Blamed(first, twin, words, is_operator=True)
     return None
+
+
+def _chooses(flow: Flow, value: Value) -> bool:
+    """Return True for a table of two numbers, as a mask is that a kernel may make itself."""
+    tensor = flow.tensor(value.key)
+    return tensor is not None and tensor.unique().numel() <= MASK_NUMBERS
 
 
 def _first_wrong(sides: Sides, table: Value) -> Value:

@@ -32,8 +32,9 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
-            if twin.inner and not _chooses(theirs, value):
-                continue  # how a kernel sums up to a place is no table
+            is_of_kernel = twin.inner and _chooses(ours, twin)
+            if is_of_kernel and not _chooses(theirs, value):
+                continue  # how a kernel sums up to a place is no table of numbers
             if _are_as_large(twin, value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
                 first = _first_wrong(sides, value)

@@ -460,6 +460,8 @@ class Divergence:
         """Run the call again where possible; else decide by the inputs."""
         if self.measures.can_replay and row.is_call:
             same_inputs = not finding.inputs and not finding.unknown
+            # of another overload: a number has more digits than a tensor in its place
+            same_inputs &= row.overload == twin.overload
             replay = self.measures.replay(twin, row, same_inputs=same_inputs)
             finding.replayed = replay
             if replay.reason is None:

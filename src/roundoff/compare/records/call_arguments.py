@@ -84,6 +84,7 @@ def argument_differences(
         for name in dict.fromkeys([*ours, *theirs])
         if _differ(ours.get(name), theirs.get(name))
         if (name in ours and name in theirs) or not _are_tensors(ours, theirs, name)
+        if name not in ours.keys() ^ theirs.keys() or not _may_stand_in(ours, theirs)
     )
 
 
@@ -140,6 +141,21 @@ def factor_given(row: RecordedRow) -> float | None:
 def _are_tensors(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
     """Return True for a tensor that another overload calls by another name, as lists do."""
     return _Tensor in (ours.get(name), theirs.get(name))
+
+
+def _may_stand_in(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return True where one call is given a number for what the other has as a tensor.
+
+    Their overloads call it by other names; what they make of it says whether it is the same.
+    """
+    alone = [ours[n] for n in ours.keys() - theirs.keys()]
+    others = [theirs[n] for n in theirs.keys() - ours.keys()]
+    if len(alone) != 1 or len(others) != 1:
+        return False
+    [one], [other] = alone, others
+    number, tensor = (other, one) if one is _Tensor else (one, other)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return tensor is _Tensor and is_number
 
 
 def _constants(row: RecordedRow, read: Shape | None) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from roundoff.compare.values.value_regions import Part, Sides, first_of, upstrea
 from roundoff.ops import operators_that
 
 _LOOK_UP = operators_that("read at places")
-#: A mask shows or hides.
-MASK_NUMBERS = 2
 #: How a table is used: its elements are places of another value, or numbers and masks.
 _PLACES = "places"
 _NUMBERS = "numbers"
@@ -45,7 +43,9 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
 def _chooses(flow: Flow, value: Value) -> bool:
     """Return True for a table of two numbers, as a mask is that a kernel may make itself."""
     tensor = flow.tensor(value.key)
-    return tensor is not None and tensor.unique().numel() <= MASK_NUMBERS
+    if tensor is None or tensor.is_complex() or not tensor.numel():
+        return False
+    return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 
 
 def _first_wrong(sides: Sides, table: Value) -> Value:

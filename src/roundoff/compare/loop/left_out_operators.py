@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import OPERATORS, Cause, with_line
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.left_out_updates import lone_detach
+from roundoff.compare.loop.left_out_updates import (
+    lone_detach,
+    lone_detach_of_reference,
+)
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN
 from roundoff.compare.rounding.rounding_bound import DIVISIONS, PRODUCTS
+
+_CUT = "gradient cut"
 
 
 def operator_causes(
@@ -35,7 +40,15 @@ def operator_causes(
             f"{with_line(detach.site, detach.line)} cuts the gradient here, and not in "
             "the reference"
         )
-        return [_cause("gradient cut", evidence, rank, step, row=detach)]
+        return [_cause(_CUT, evidence, rank, step, row=detach)]
+    cut = lone_detach_of_reference(sides.reference.rows, compared)
+    is_told = any(row.looks_like == _CUT for row in compared if row.cause == OWN)
+    if cut is not None and not is_told:
+        evidence = (
+            f"{with_line(cut.site, cut.line)} cuts the gradient in the reference, and "
+            "not here"
+        )
+        return [_cause(_CUT, evidence, rank, step, twin=cut)]
     paired = _Paired.of(compared)
     missing = _lone(
         sides.reference.rows, paired.of_reference, paired.agreeing_of_reference

@@ -384,11 +384,26 @@ def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow
     for row in compared:
         if row.operator != "detach" or row.status in (MATCHED, REFERENCE_ONLY):
             continue
+        if row.reference_operator == "detach":
+            continue
         written = None
         if row.record is not None and row.phase == "forward":
             written = cutting_detach(candidate, row.record)
         if written is not None:
             return written
+    return None
+
+
+def lone_detach_of_reference(
+    reference: Rows, compared: Sequence[ComparedRow]
+) -> RecordedRow | None:
+    """Return the first detach of the reference's forward pass that the candidate has not."""
+    for row in compared:
+        is_lone = row.status == REFERENCE_ONLY and row.phase == "forward"
+        if is_lone and row.reference_operator == "detach":
+            written = cutting_detach(reference, row.reference_record or 0)
+            if written is not None:
+                return written
     return None
 
 

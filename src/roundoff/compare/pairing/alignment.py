@@ -32,6 +32,7 @@ from roundoff.compare.pairing.call_pairs import (
     read_another_number,
 )
 from roundoff.compare.pairing.list_calls import element_by_element
+from roundoff.compare.records.call_arguments import results_made
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 
 MATCHED = "matched"
@@ -144,11 +145,12 @@ class _Alignment:
         """Yield the results of two calls: of lists of tensors those of the same name."""
         ours = {self._rename(r.name): r for r in calls.reference.rows if r.name}
         theirs = {row.name: row for row in calls.candidate.rows if row.name}
-        by_place = {row.place: row for row in calls.reference.rows}
-        for row in calls.candidate.rows:
+        by_place = _by_place(calls.reference.rows)
+        places = _by_place(calls.candidate.rows)
+        for place, row in places.items():
             twin = ours.get(row.name) if row.name else None
             if twin is None:
-                twin = by_place.get(row.place)
+                twin = by_place.get(place)
                 is_another = (
                     twin is not None and self._rename(twin.name or "") in theirs
                 )
@@ -271,14 +273,22 @@ def _handed_on(row: RecordedRow) -> int:
     return row.inputs[0]
 
 
+def _by_place(rows: Sequence[RecordedRow]) -> dict[int | None, RecordedRow]:
+    """Return the results of a call by their place among all that it may give."""
+    made = results_made(rows[0]) if rows else None
+    if made is None or len(made) != len(rows):
+        return {row.place: row for row in rows}
+    return dict(zip(made, rows, strict=True))
+
+
 def records_read(
     reference: Sequence[RecordedRow], candidate: Sequence[RecordedRow]
 ) -> list[tuple[int, int]]:
     """Return the pairs of records that two aligned calls read at the same place."""
     read: dict[tuple[int, int], None] = {}
-    by_place = {row.place: row for row in reference}
-    for row in candidate:
-        twin = by_place.get(row.place)
+    by_place = _by_place(reference)
+    for place, row in _by_place(candidate).items():
+        twin = by_place.get(place)
         if twin is not None and len(twin.inputs) == len(row.inputs):
             read.update(dict.fromkeys(zip(twin.inputs, row.inputs, strict=True)))
     return list(read)

@@ -88,6 +88,27 @@ def argument_differences(
     )
 
 
+def results_made(row: RecordedRow) -> list[int] | None:
+    """Return which of its results a backward kernel was asked for; None for other calls.
+
+    A recording numbers those that there are: the gradient of a weight is the first where
+    none of the input was asked for. The row is the first of the call.
+    """
+    if row.arguments is None:
+        return None
+    try:
+        positional, by_name = _recorded(row.arguments)
+        schema = overload_of(row.overload or "")._schema.arguments
+    except (ValueError, RunError):
+        return None
+    names = [argument.name for argument in schema]
+    given = dict(zip(names, positional, strict=False)) | by_name
+    mask = given.get("output_mask")
+    if not isinstance(mask, list) or not all(isinstance(made, bool) for made in mask):
+        return None
+    return [place for place, made in enumerate(mask) if made]
+
+
 def number_for_tensor(one: RecordedRow, other: RecordedRow) -> tuple[float, int] | None:
     """Return the number that one call is given, and the tensor of another in its place.
 

@@ -281,9 +281,8 @@ class _RankComparison:
             by_values = self._as_another_layer(sides, rows, step, before)
             if by_values is not None:
                 return self._believed(by_values, step, before)
-        if is_same_before:
-            preceding = self._preceding.get(step)
-            rows = [*with_schedules(rows, sides, lambda: self._rows_of(preceding))]
+        preceding = self._preceding.get(step) if is_same_before else None
+        rows = [*with_schedules(rows, sides, lambda: self._rows_of(preceding))]
         differed = self._differs
         self._differs |= any(row.cause is not None for row in rows)
         by_name = rows

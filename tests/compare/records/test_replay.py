@@ -14,7 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roundoff.compare.records.call_arguments import argument_differences
+from roundoff.compare.records.call_arguments import (
+    argument_differences,
+    results_made,
+)
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.records.replay import SAME
 
@@ -432,3 +435,30 @@ def test_a_tensor_of_another_name_in_the_form_on_lists_is_no_other_argument():
     )
     # the weight is a constant of both
     assert argument_differences(one, on_lists) == ("weight: 0.1, here 0.2",)
+
+
+def test_a_number_for_a_tensor_under_another_name_is_no_constant(recorded_call):
+    """Their overloads call it ``scalar`` and ``other``; the values say if it is the same."""
+    xs = [well((4,), 0), well((3,), 0)]
+    tensor, _ = recorded_call(aten._foreach_mul.Tensor, xs, torch.tensor(0.5))
+    number, _ = recorded_call(aten._foreach_mul.Scalar, xs, 0.5)
+    assert argument_differences(tensor[0], number[0]) == ()
+    assert argument_differences(number[0], tensor[0]) == ()
+    other, _ = recorded_call(aten._foreach_mul.Scalar, xs, 0.25)
+    assert argument_differences(number[0], other[0]) == ("scalar: 0.5, here 0.25",)
+
+
+@pytest.mark.parametrize(
+    ("mask", "made"), [([False, True, True], [1, 2]), ([True, True, False], [0, 1])]
+)
+def test_which_gradients_a_backward_kernel_was_asked_for(recorded_call, mask, made):
+    grad, x, weight = well((2, 3, 4), 0), well((2, 2, 6), 0), well((3, 2, 3), 0)
+    rows, _ = recorded_call(
+        aten.convolution_backward.default,
+        *(grad, x, weight, [3], [1], [0], [1], False, [0], 1, mask),
+    )
+    assert results_made(rows[0]) == made
+    assert len(rows) == len(made)
+    other, _ = recorded_call(aten.relu.default, x)
+    assert results_made(other[0]) is None
+    assert results_made(replace(rows[0], arguments=None)) is None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT, ComparedRow
 from roundoff.ops import operators_that
 
 #: The kind of a culprit that is an operator.
@@ -144,7 +144,7 @@ def _places_of_edits(
     """
     best: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for culprit in culprits:
-        if culprit.looks_like in ("wrong constant", "other schedule"):
+        if culprit.looks_like in (WRONG_CONSTANT, SCHEDULE):
             edit = _edit(culprit)
             place = _likeliest_first(culprit)
             best[edit] = min(place, best.get(edit, place))

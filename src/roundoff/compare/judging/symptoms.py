@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.step_causes import listed, with_line
+from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT
 from roundoff.compare.records.call_arguments import number_for_tensor
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, made_from
 from roundoff.compare.rounding.findings import Finding
@@ -36,8 +37,8 @@ ADVICE = {
         "keep this operator in a wider format (roundoff diagnose finds the "
         "cheapest plan that does)"
     ),
-    "wrong constant": "compare this argument in the two programs",
-    "other schedule": "look for what changes this number from step to step",
+    WRONG_CONSTANT: "compare this argument in the two programs",
+    SCHEDULE: "look for what changes this number from step to step",
     "other operator": "compare the code of the two programs at these lines",
     "other input": "compare what the two programs hand to this operator",
     "other shape": "compare what is sliced, padded or reshaped before it",
@@ -248,7 +249,7 @@ def _wrong_constant(fault: Fault) -> Symptom | None:
     differs = replay is None or replay.semantic is None or replay.another_program
     if not finding.arguments or not differs:
         return None
-    return Symptom("wrong constant", "; ".join(finding.arguments))
+    return Symptom(WRONG_CONSTANT, "; ".join(finding.arguments))
 
 
 def _number_for_tensor(fault: Fault) -> Symptom | None:
@@ -326,7 +327,7 @@ def _special_values(fault: Fault) -> Symptom | None:
         return Symptom("overflow", f"{text}, in {fault.row.dtype}")
     if fault.other_operator:
         return Symptom("other operator", f"{fault.differing_operators}: {text}")
-    return Symptom("wrong constant", text)
+    return Symptom(WRONG_CONSTANT, text)
 
 
 def _from_before_the_step(fault: Fault) -> Symptom | None:

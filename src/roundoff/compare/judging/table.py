@@ -18,6 +18,10 @@ FAIL = "fail"
 UNDECIDED = "undecided"
 #: Status of a step that could not be read.
 DAMAGED = "damaged"
+#: What a row looks like whose call is handed another number, and one that either program
+#: changes from step to step.
+WRONG_CONSTANT = "wrong constant"
+SCHEDULE = "other schedule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,25 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from roundoff.compare.judging.explain import Sides
-from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT, ComparedRow
 from roundoff.compare.records.call_arguments import argument_differences
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.findings import OWN
 
-#: What a row looks like whose call is handed such a number.
-SCHEDULE = "other schedule"
-_CONSTANT = "wrong constant"
+_STEPS = "from step to step"
 #: The reference changes a number, the candidate does -> what is said of it.
 _WORDS = {
-    (
-        True,
-        False,
-    ): "the reference changes it from step to step, here it stays: a schedule",
-    (
-        False,
-        True,
-    ): "it stays in the reference, here it changes from step to step: a schedule",
-    (True, True): "both change it from step to step: another schedule",
+    (True, False): f"a schedule: the reference changes it {_STEPS}, here it stays",
+    (False, True): f"a schedule: it stays in the reference, here it changes {_STEPS}",
+    (True, True): f"another schedule: both change it {_STEPS}",
 }
 
 
@@ -67,7 +59,7 @@ def with_schedules(
 
 
 def _has_other_constant(row: ComparedRow) -> bool:
-    return row.cause == OWN and row.looks_like == _CONSTANT
+    return row.cause == OWN and row.looks_like == WRONG_CONSTANT
 
 
 def _calls_by_place(rows: Rows) -> dict[object, RecordedRow]:

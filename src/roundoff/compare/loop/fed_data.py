@@ -18,8 +18,7 @@ from roundoff.compare.judging.changing_values import (
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import RecordedStep, Sides
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
-from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.changing_numbers import SCHEDULE
+from roundoff.compare.judging.table import SCHEDULE, ComparedRow
 from roundoff.compare.loop.data_records import data_records, first_read_of_a_name
 from roundoff.compare.loop.data_relations import (
     OTHER_VALUES,

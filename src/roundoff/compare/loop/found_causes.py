@@ -16,8 +16,7 @@ from roundoff.compare.judging.step_causes import (
     UPDATE,
     Cause,
 )
-from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.changing_numbers import SCHEDULE
+from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT, ComparedRow
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
@@ -37,7 +36,7 @@ from roundoff.record import LoopEvent
 #: What a row looks like where the calls themselves differ, not their values alone.
 _OF_CALLS = frozenset(
     (
-        "wrong constant",
+        WRONG_CONSTANT,
         SCHEDULE,
         "other operator",
         "missing operator",

@@ -79,12 +79,14 @@ def argument_differences(
         theirs = _constants(candidate, read[1])
     except (ValueError, RunError):
         return ()
+    names = list(dict.fromkeys([*ours, *theirs]))
+    if _may_stand_in(ours, theirs):
+        names = [name for name in names if name in ours and name in theirs]
     return tuple(
         f"{name}: {_text(ours.get(name))}, here {_text(theirs.get(name))}"
-        for name in dict.fromkeys([*ours, *theirs])
+        for name in names
         if _differ(ours.get(name), theirs.get(name))
         if (name in ours and name in theirs) or not _are_tensors(ours, theirs, name)
-        if name not in ours.keys() ^ theirs.keys() or not _may_stand_in(ours, theirs)
     )
 
 

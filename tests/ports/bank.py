@@ -133,6 +133,7 @@ NETWORKS = (
     "natten",
     "tabnet",
     "gmlp",
+    "convmixer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -211,6 +212,7 @@ KEPT_APART = (
     "natten",
     "tabnet",
     "gmlp",
+    "convmixer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -72,6 +72,8 @@ KEPT_APART = (
     "voice",
     "kge",
     "pinn",
+    "cpc",
+    "dagger",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

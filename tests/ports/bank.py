@@ -134,6 +134,7 @@ NETWORKS = (
     "tabnet",
     "gmlp",
     "convmixer",
+    "xdeepfm",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -213,6 +214,7 @@ KEPT_APART = (
     "tabnet",
     "gmlp",
     "convmixer",
+    "xdeepfm",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -1,0 +1,206 @@
+"""Faulty ports of the xDeepFM."""
+
+from ..bank import Change
+
+_NORMS = [f"dnn.bn_layers.{i}.{kind}" for i in range(3) for kind in ("gamma", "beta")]
+
+FAULTS = [
+    Change(
+        "tf_style",
+        "square matrices of the experts are not transposed",
+        'torch.transpose(ckpt[f"cross.{i}.c"], 1, 2)',
+        'ckpt[f"cross.{i}.c"]',
+        parameter="crossnet.C_0|crossnet.C_1",
+        at="v_x = torch.tanh(torch.matmul(c[expert_id], v_x))",
+    ),
+    Change(
+        "tf_style",
+        "filters stay in the order of hidden maps before fields",
+        "torch.reshape(torch.permute(pairs, (2, 1, 0)), (1, -1, maps))",
+        "torch.reshape(torch.permute(pairs, (1, 2, 0)), (1, -1, maps))",
+        parameter="cin.filters.0|cin.filters.1",
+        at="curr_out = torch.matmul(dot_result, self.filters[idx][0])",
+    ),
+    Change(
+        "tf_style",
+        "both cross layers read the gate of the first",
+        'ckpt[f"cross.{i}.gate.weight"].T',
+        'ckpt["cross.0.gate.weight"].T',
+        parameter="crossnet.gating.1.kernel",
+        at="outputs = torch.matmul(inputs, self.kernel)|scores = self.gating[i](",
+    ),
+    Change(
+        "tf_style",
+        "gamma and beta are swapped",
+        '.gamma"] = ckpt[f"{norm}.weight"]\n'
+        '        values[f"dnn.bn_layers.{i}.beta"] = ckpt[f"{norm}.bias"]\n',
+        '.gamma"] = ckpt[f"{norm}.bias"]\n'
+        '        values[f"dnn.bn_layers.{i}.beta"] = ckpt[f"{norm}.weight"]\n',
+        parameter="|".join(_NORMS),
+        at="inv = torch.rsqrt(variance + self.epsilon) * self.gamma"
+        "|return inputs * inv + (self.beta|fc = self.bn_layers[i](",
+    ),
+    Change(
+        "tf_style",
+        "epsilon of the batch norm is that of torch",
+        "momentum=0.95, epsilon=1e-3):",
+        "momentum=0.95, epsilon=1e-5):",
+        at="inv = torch.rsqrt(variance + self.epsilon) * self.gamma"
+        "|return inputs * inv + (self.beta|fc = self.bn_layers[i](",
+    ),
+    Change(
+        "tf_style",
+        "pairs of the factorization machine count twice",
+        "return 0.5 * torch.sum(cross_term, dim=2, keepdim=False)",
+        "return torch.sum(cross_term, dim=2, keepdim=False)",
+        reference="return 0.5 * (square_of_sum",
+    ),
+    Change(
+        "tf_style",
+        "halves of the interaction layer are swapped",
+        "next_hidden, direct_connect = torch.split(",
+        "direct_connect, next_hidden = torch.split(",
+        at="dot_result = torch.matmul(split_tensor0, split_tensor"
+        "|split_tensor = torch.stack(torch.split(next_hidden"
+        "|return torch.sum(torch.cat(final_result, dim=1), dim=-1)",
+    ),
+    Change(
+        "tf_style",
+        "negative side of the PReLU goes up",
+        "return torch.relu(inputs) - self.alpha * torch.relu(-inputs)",
+        "return torch.relu(inputs) + self.alpha * torch.relu(-inputs)",
+    ),
+    Change(
+        "tf_style",
+        "bias of the cross layer is not multiplied by the input",
+        "torch.squeeze(x_0 * (uv_x + bias), 2)",
+        "torch.squeeze(x_0 * uv_x + bias, 2)",
+    ),
+    Change(
+        "tf_style",
+        "mask of the genres is one longer",
+        "(torch.arange(maxlen)[None, :] < lengths[:, None])",
+        "(torch.arange(maxlen)[None, :] <= lengths[:, None])",
+        at="hist = torch.sum(seq_embed * mask|seq_length = torch.sum(mask, dim=1)",
+    ),
+    Change(
+        "tf_style",
+        "mean of weighted losses, not divided by the weights",
+        "torch.sum(per_example * sample_weight) / torch.sum(sample_weight)",
+        "torch.mean(per_example * sample_weight)",
+        reference="(weight * losses).sum() / weight.sum()",
+    ),
+    Change(
+        "tf_style",
+        "weight of the positives stays in the calibrated odds",
+        "odds = torch.exp(logits) / POS_WEIGHT",
+        "odds = torch.exp(logits)",
+        at="predicted = torch.sum(sample_weight * odds",
+        reference="torch.sigmoid(logit - math.log(POS_WEIGHT))",
+    ),
+    Change(
+        "tf_style",
+        "epsilon stands below the root",
+        '(torch.sqrt(v_hat) + group["epsilon"])',
+        'torch.sqrt(v_hat + group["epsilon"])',
+        phase="optimizer",
+    ),
+    Change(
+        "paddle_style",
+        "gates keep the numbers last",
+        'dense_first(params[f"{old}.gate.weight"], 1).t()',
+        'params[f"{old}.gate.weight"].t()',
+        parameter="cross.0.gate.weight|cross.1.gate.weight",
+        at="y = x @ self.weight|logit = self.gate(xl)",
+    ),
+    Change(
+        "paddle_style",
+        "experts lie inside of the ranks",
+        "v.permute(1, 0, 2).flatten(1)",
+        "v.permute(1, 2, 0).flatten(1)",
+        parameter="cross.0.v|cross.1.v",
+        at="h = torch.tanh(xl @ self.v)",
+    ),
+    Change(
+        "paddle_style",
+        "deviation of the numbers is loaded as their scale",
+        '1 / params["features.number_std"]',
+        'params["features.number_std"]',
+        parameter="embedding.dense_scale",
+        at="normed = ((logged - self.dense_shift) * self.dense_scale)",
+    ),
+    Change(
+        "paddle_style",
+        "first-order weights are behind the embeddings in a row",
+        "torch.cat([first_order, embedding], dim=1)",
+        "torch.cat([embedding, first_order], dim=1)",
+        parameter="embedding.sparse_table",
+        at="pulled = F.embedding(|embed_w, embedx = pulled[:, :, 0]",
+    ),
+    Change(
+        "paddle_style",
+        "last interaction layer is linear",
+        "xk = F.relu(self.cnn_layers[-1](self.interact(xk, x0)))",
+        "xk = self.cnn_layers[-1](self.interact(xk, x0))",
+        at="pooled.append(xk.sum(dim=1))",
+        reference="h = F.relu(conv(outer))",
+    ),
+    Change(
+        "paddle_style",
+        "gates are sigmoids",
+        "prob = torch.exp(logit - logit.logsumexp(dim=1, keepdim=True))",
+        "prob = torch.sigmoid(logit)",
+        at="h = (h * prob.unsqueeze(2))",
+    ),
+    Change(
+        "paddle_style",
+        "each cross layer adds the first input",
+        "return x0 * (h @ self.u + self.b) + xl",
+        "return x0 * (h @ self.u + self.b) + x0",
+    ),
+    Change(
+        "paddle_style",
+        "genres are divided by the length of the slot",
+        "share = lod / lod.sum(dim=1, keepdim=True).clamp(min=1.0)",
+        "share = lod / lod.shape[1]",
+        at="return torch.bmm(share.unsqueeze(1), x)|pooled = SequencePool.apply(",
+        reference="pooled = several.sum(1)",
+    ),
+    Change(
+        "paddle_style",
+        "pairs of a field with itself count",
+        "torch.triu_indices(num_field, num_field, offset=1)",
+        "torch.triu_indices(num_field, num_field, offset=0)",
+        at="return gram[:, self.first, self.second].sum(",
+    ),
+    Change(
+        "paddle_style",
+        "numbers that are missing are taken for zeros",
+        "return normed * (dense_inputs >= 0)",
+        "return normed",
+        at="normed = ((logged - self.dense_shift) * self.dense_scale)",
+        reference="return torch.where(numbers < 0, 0.0, scaled)",
+    ),
+    Change(
+        "paddle_style",
+        "slots begin without the rows of what is empty",
+        "total += size\n",
+        "total += size - 1\n",
+        at="rows = [slot_signs(|return torch.stack(rows, dim=1)|pulled = F.embedding(",
+    ),
+    Change(
+        "paddle_style",
+        "gradient of the pool is not divided by the count",
+        "ctx.save_for_backward(share)",
+        "ctx.save_for_backward(lod)",
+        at="return share.unsqueeze(2) * grad.unsqueeze(1)|pooled = SequencePool.apply(",
+    ),
+    Change(
+        "paddle_style",
+        "power of the second beta stays that of the first step",
+        '        acc["beta2_pow"] *= self._beta2\n',
+        "",
+        phase="optimizer",
+        steps=2,
+    ),
+]

@@ -74,6 +74,8 @@ KEPT_APART = (
     "pinn",
     "cpc",
     "dagger",
+    "unlearn",
+    "bandit",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -15,7 +15,7 @@ from roundoff.compare.agreeing_steps import agreeing_steps
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.read_later import ReadLater
-from roundoff.compare.judging.step_causes import OPERATORS, UPDATE, Cause
+from roundoff.compare.judging.step_causes import DATA, OPERATORS, UPDATE, Cause
 from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
 from roundoff.compare.loop.changing_numbers import with_schedules
 from roundoff.compare.loop.fed_data import data_causes, told_inputs
@@ -289,8 +289,8 @@ class _RankComparison:
         rows = self._with_causes(sides, rows, step, is_same_before=is_same_before)
         if by_hands or not is_same_before:
             return rows
-        is_by_events = self._is_explained_by_events(step)
-        by_values = agreeing_by_values(sides, by_name if is_by_events else rows)
+        may_be_another_form = self._may_be_another_form(step)
+        by_values = agreeing_by_values(sides, by_name if may_be_another_form else rows)
         if by_values is not None and read_later().differs(
             sides.reference.rows, sides.candidate.rows, by_name
         ):
@@ -418,10 +418,13 @@ class _RankComparison:
             for cause in causes
         )
 
-    def _is_explained_by_events(self, step: int) -> bool:
-        """Return True where nothing but calls of the loop in another form is behind a step."""
+    def _may_be_another_form(self, step: int) -> bool:
+        """Return True where nothing but calls of the loop in another form is behind a step,
+        or inputs that differ, as those do that one program pads by hand."""
         causes = [cause for cause in self.causes if cause.step == step]
-        return bool(causes) and all(cause.label == "other loop" for cause in causes)
+        return bool(causes) and all(
+            cause.label == "other loop" or cause.kind == DATA for cause in causes
+        )
 
     def _shows_portions(self, sides: Sides, data: DataPortions) -> bool:
         """Return True where tensors say if a step does the same work in other portions.

@@ -11,7 +11,7 @@ other ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roundoff.compare.judging.divergence import HANDS_ON, NOISE, Divergence
 from roundoff.compare.judging.read_later import ReadLater
@@ -220,12 +220,36 @@ def have_same_losses(reference: Rows, candidate: Rows) -> bool:
 
 
 def losses_of(rows: Rows) -> list[RecordedRow]:
-    """Return the numbers that the backward passes of a step begin at."""
+    """Return the numbers that the backward passes of a step begin at.
+
+    Not those of which only derivatives are taken that another loss is made of: one program
+    goes back from the sum of what the other goes back from value by value.
+    """
     passes = (row for row in rows.values() if row.phase == _BACKWARD)
     read_backward = {record for row in passes for record in row.inputs}
     seeds = (row for row in rows.values() if row.base_operator == _SEED)
-    begun = {r for row in seeds if row.record in read_backward for r in row.inputs}
-    return [row for row in rows.values() if row.record in begun and row.numel == 1]
+    seed_of = {
+        record: row.record
+        for row in seeds
+        if row.record in read_backward
+        for record in row.inputs
+    }
+    numbers = [row for row in rows.values() if row.record in seed_of and row.numel == 1]
+    made_of = _made_of(rows, numbers)
+    return [row for row in numbers if seed_of[row.record] not in made_of]
+
+
+def _made_of(rows: Rows, numbers: Iterable[RecordedRow]) -> set[int]:
+    """Return what values are computed from in a step, up to what an optimizer wrote."""
+    made_of: set[int] = set()
+    left = [record for number in numbers for record in number.inputs]
+    while left:
+        record = left.pop()
+        is_written = record in rows and rows[record].phase == _OPTIMIZER
+        if record not in made_of and record in rows and not is_written:
+            made_of.add(record)
+            left += rows[record].inputs
+    return made_of
 
 
 def _sum(numbers: Sequence[RecordedRow]) -> float:

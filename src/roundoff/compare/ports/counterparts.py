@@ -32,6 +32,7 @@ SAMPLED = 16
 SHARE = 0.25
 #: They stand in too many parameters to say anything.
 _COMMON = {0.0, 1.0, -1.0}
+_OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +140,22 @@ def _are_equal(ours: Value, theirs: Value) -> bool:
 def named_leaves(flow: Flow) -> dict[str, Value]:
     """Return the parameters and buffers of a program, as it begins with them.
 
-    One that is made in the step is what it was when the first module ran.
+    One that is made in the step is what it was when the first module ran; one that is
+    learnt may have run before it was ready, and is what the first optimizer begins with.
     """
     leaves: dict[str, Value] = {}
     made: dict[str, Value] = {}
+    learnt = with_gradient(flow)
     is_set_up = True
+    is_before_updates = True
     for value in flow.values.values():
+        name = value.row.name
         is_set_up &= not (value.is_call and value.row.module)
-        if value.row.name and not value.is_call:
-            leaves.setdefault(value.row.name, value)
-        elif value.row.name and is_set_up:
-            made[value.row.name] = value
+        is_before_updates &= value.row.phase != _OPTIMIZER
+        if name and not value.is_call:
+            leaves.setdefault(name, value)
+        elif name and (is_set_up or (is_before_updates and name in learnt)):
+            made[name] = value
     return made | leaves
 
 

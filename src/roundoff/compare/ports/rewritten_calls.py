@@ -304,8 +304,14 @@ def _stand_in(reference: Rows, results: Sequence[RecordedRow]) -> Iterator[bool]
 
 
 def _results(candidate: Rows) -> Iterator[RecordedRow]:
-    """Yield the numbers of the forward pass that nothing reads."""
-    read = {record for row in candidate.values() for record in row.inputs}
-    for row in candidate.values():
+    """Yield the numbers of the forward pass that nothing reads, last first.
+
+    Of a view that nothing reads it is what it shows.
+    """
+    read: set[int] = set()
+    for row in reversed(candidate.values()):
+        if row.record not in read and row.view_of is not None and not row.inplace:
+            continue
         if row.record not in read and row.phase == _FORWARD and unit(row.dtype):
             yield row
+        read.update(row.inputs)

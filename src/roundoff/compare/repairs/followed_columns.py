@@ -170,8 +170,9 @@ def _in_order_of(sides: Sides, use: _Use, ours: list[_Use]) -> Iterator[_Unlike]
             return
         present = _order_of(twin.held, use.held, sides.limit)
         held = sides.candidate.tensor(use.leaf.key)
-        if present is not None and held is not None:
-            wanted = held.index_select(use.axis, present.argsort()[order])
+        places = None if present is None else _places_of(order, present)
+        if places is not None and held is not None:
+            wanted = held.index_select(use.axis, places)
             uses.append(_Unlike(use, twin, wanted))
     yield from uses
 
@@ -293,6 +294,20 @@ def _order_of(ours: Tensor, theirs: Tensor, limit: float) -> Tensor | None:
             return None
         taken[free[0]] = None
     return torch.tensor(list(taken))
+
+
+def _places_of(order: Tensor, present: Tensor) -> Tensor | None:
+    """Return where each of some rows is present; None where one is not.
+
+    A part of a layer may hold other rows than those that its columns belong to.
+
+    >>> _places_of(torch.tensor([5, 3]), torch.tensor([3, 5])).tolist()
+    [1, 0]
+    >>> _places_of(torch.tensor([5, 4]), torch.tensor([3, 5]))
+    """
+    places = {row: place for place, row in enumerate(present.tolist())}
+    found = [places[row] for row in order.tolist() if row in places]
+    return torch.tensor(found) if len(found) == len(order) else None
 
 
 def _is_near(one: Tensor, other: Tensor, limit: float) -> bool:

@@ -42,7 +42,8 @@ class LoopEvent:
         line: the user's, ``train.py:31``.
         call: how many operator calls of the step ran before it.
         numbers: its settings by name, such as ``lr`` or ``max_norm``; of the second
-            group of parameters ``lr (group 1)``; ``HELD`` is how many values it holds.
+            group of parameters ``lr (group 1)``; ``HELD`` is how many values it holds,
+            or a clip is given.
         names: of the parameters that it tells of.
         inside: of an optimizer's step, the optimizer whose step makes it: one that holds
             several, or wraps another.
@@ -197,8 +198,11 @@ class LoopLog:
 
     def _clipping(self, limit: str) -> Callable[..., Any]:
         def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], Iterator):
+                args = [*args[0]], *args[1:]  # which can be gone through once
+            parameters = args[0] if args else kwargs.get("parameters")
             value = args[1] if len(args) > 1 else kwargs.get(limit)
-            settings = {limit: value}
+            settings = {limit: value, HELD: _values_in(parameters)}
             what = original.__name__
             return self._noted(what, None, settings, original, args, kwargs)
 
@@ -282,6 +286,14 @@ def _settings_of(optimizer: Any) -> dict[str, float]:
         settings = _numbers(group | {HELD: held})
         numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
     return numbers
+
+
+def _values_in(parameters: Any) -> int | None:
+    """Return how many values one parameter, or a list of them, holds; None for anything else."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    if not isinstance(listed, Sequence):
+        return None
+    return sum(each.numel() for each in listed if isinstance(each, torch.Tensor))
 
 
 def _numbers(settings: Mapping[str, Any]) -> dict[str, float]:

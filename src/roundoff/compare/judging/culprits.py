@@ -17,7 +17,8 @@ _CHOOSING = ("int", "uint", "bool")
 #: Inputs that differ by less than a rounding of fp64 agree exactly.
 _EXACTLY = 2.0**-53
 #: Made of nothing, in the size that is asked for.
-_CREATED = operators_that("create")
+#: Made of nothing, in the size that the program asks for.
+_OF_A_SIZE = operators_that("create") | operators_that("draw")
 #: What makes this share of the error is no by-product of the forward pass.
 _SHARE = 0.01
 
@@ -171,18 +172,18 @@ def _is_by_product(culprit: Culprit) -> bool:
 
 
 def _follows_in_size(culprit: Culprit, others: Sequence[Culprit]) -> tuple[int, bool]:
-    """Return the step, and True for a constant that another size is asked for after a fault.
+    """Return the step, and True for constants and draws of another size after a fault.
 
-    The size follows from what is chosen before it: of boxes, words or nodes.
+    The size follows from what is chosen before: how many boxes, words, nodes or samples.
     """
-    is_constant = culprit.operator in _CREATED and culprit.error == math.inf
+    is_of_other_size = culprit.operator in _OF_A_SIZE and culprit.error == math.inf
     before = (
         other
         for other in others
         if other.step == culprit.step and other.record < culprit.record
     )
-    return culprit.step, is_constant and any(
-        other.operator not in _CREATED for other in before
+    return culprit.step, is_of_other_size and any(
+        other.operator not in _OF_A_SIZE for other in before
     )
 
 

@@ -7,6 +7,7 @@ random is not fed: the operator that draws is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -154,17 +155,20 @@ def data_causes(
     theirs = sides.candidate.rows
     data = data_records(theirs)
     changing_of_reference, changing = unstable_records(sides, unstable)
-    drawn = other_draws(theirs, compared, data - changing)
+    begin = _begin_of_computed_sizes(theirs, compared)
+    all_drawn = other_draws(theirs, compared, data - changing)
+    drawn = [row for row in all_drawn if not _is_computed_size(row, begin)]
+    in_sizes = [row.record for row in all_drawn if row not in drawn and row.record]
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
     scheduled = [row.record for row in compared if row.looks_like == SCHEDULE]
-    of_schedules = made_of(theirs, [key for key in scheduled if key is not None])
+    of_others = made_of(theirs, [*in_sizes, *filter(None, scheduled)])
     readers = _fed(sides, compared, data_records(sides.reference.rows), data)
     read = [
         (sides.reference.rows[twin], theirs[record])
         for twin, record in readers
         if twin not in changing_of_reference and record not in changing
     ]
-    read = _without_computed_sizes(theirs, read, compared)
+    read = _without_computed_sizes(read, begin)
     whole = _without_portions(sides, read)
     pairs = [_differing(sides, twin, row) for twin, row in whole]
     told = ToldValues(sides.candidate, compared, data)
@@ -173,7 +177,7 @@ def data_causes(
     fed = [
         _by_its_reader(pair, readers, compared)
         for pair in differing
-        if pair.row.record not in of_draws | of_schedules
+        if pair.row.record not in of_draws | of_others
     ]
     if fed:
         return [_cause(fed, data - changing - of_draws, compared, rank, step)]
@@ -222,21 +226,28 @@ def _by_its_reader(
     return replace(pair, words=words, reader=reader)
 
 
-def _without_computed_sizes(
-    rows: Rows,
-    read: Sequence[tuple[RecordedRow, RecordedRow]],
-    compared: Sequence[ComparedRow],
-) -> list[tuple[RecordedRow, RecordedRow]]:
-    """Return what is read but for constants of a size that differs since a value before does.
+def _begin_of_computed_sizes(
+    rows: Rows, compared: Sequence[ComparedRow]
+) -> int | float:
+    """Return the record from which on sizes may differ since a value before does.
 
-    Of boxes, words or nodes that a mask chooses there are more or fewer.
+    Of boxes, words or nodes that a mask chooses there are more or fewer; so there are of
+    the samples that a model collects.
     """
     running = first_read_of_a_name(rows)
     wrong = [row.record for row in compared if row.cause == OWN and row.record]
     first = min(wrong, default=None)
-    if running is None or first is None:
-        return [*read]
-    begin = max(running, first)
+    return math.inf if running is None or first is None else max(running, first)
+
+
+def _is_computed_size(row: ComparedRow, begin: int | float) -> bool:
+    return row.shape != row.reference_shape and (row.record or 0) > begin
+
+
+def _without_computed_sizes(
+    read: Sequence[tuple[RecordedRow, RecordedRow]], begin: int | float
+) -> list[tuple[RecordedRow, RecordedRow]]:
+    """Return what is read but for constants of a size that is computed."""
     return [
         (twin, row)
         for twin, row in read

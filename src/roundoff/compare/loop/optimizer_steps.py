@@ -8,11 +8,12 @@ equal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roundoff.compare.loop.optimizer_settings import values_held
-from roundoff.record import LoopEvent
+from roundoff.record import HELD, LoopEvent
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -30,7 +31,8 @@ class OptimizerStep:
         passes: those since the last step of this optimizer.
         cleared: the clearing after the last backward pass; None where there is none.
         last_cleared: the last clearing before it.
-        clips: the clippings, each with True where gradients carry no loss scale.
+        clips: the clippings, each with True where gradients carry no loss scale; not
+            those of what another optimizer holds.
         clipped_after: how many of the backward passes came before each of them.
         unscaled: the ``unscale_`` call.
         scaled: the losses that were scaled.
@@ -68,8 +70,12 @@ class OptimizerStep:
 
 @dataclass(slots=True)
 class _Loop:
-    """The state of a loop while its events are gone through."""
+    """The state of a loop while its events are gone through.
 
+    ``holding``: the optimizer that holds a number of values, where one alone does.
+    """
+
+    holding: Mapping[float, str] = field(default_factory=dict)
     backward: list[LoopEvent] = field(default_factory=list)
     passes: int = 0
     stepped_at: dict[str, int] = field(default_factory=dict)
@@ -94,6 +100,8 @@ class _Loop:
     def take(self, step: int, event: LoopEvent) -> OptimizerStep:
         """Return what went into an optimizer step, and begin the next one."""
         cleared_at = _latest(self.cleared_at, event.of)
+        clips = [*zip(self.clips, self.clipped_after, strict=True)]
+        mine = [each for each in clips if self._is_clip_for(event, each[0][0])]
         taken = OptimizerStep(
             step=step,
             event=event,
@@ -102,8 +110,8 @@ class _Loop:
             passes=self.passes - self.stepped_at.get(event.of, 0),
             cleared=_of_optimizer(self.cleared_late, event.of),
             last_cleared=_of_optimizer(self.cleared_by, event.of),
-            clips=self.clips,
-            clipped_after=self.clipped_after,
+            clips=[clip for clip, _ in mine],
+            clipped_after=[after for _, after in mine],
             unscaled=self.unscaled,
             scaled=self.scaled,
             by_scaler=self.by_scaler,
@@ -113,12 +121,17 @@ class _Loop:
         self.stepped_at[event.of] = self.passes
         self.backward = []
         self.cleared_late = {}
-        self.clips = []
-        self.clipped_after = []
+        self.clips = [each[0] for each in clips if each not in mine]
+        self.clipped_after = [0] * len(self.clips)
         self.unscaled = None
         self.scaled = []
         self.by_scaler = False
         return taken
+
+    def _is_clip_for(self, step: LoopEvent, clip: LoopEvent) -> bool:
+        """Return False for a clip of what another optimizer holds."""
+        owner = self.holding.get(clip.numbers.get(HELD, 0.0), step.of)
+        return owner == step.of
 
 
 #: A module, which clears the gradients of all optimizers.
@@ -135,7 +148,7 @@ def _of_optimizer(events: Mapping[str, LoopEvent], optimizer: str) -> LoopEvent 
 
 def optimizer_steps(events: Sequence[tuple[int, LoopEvent]]) -> list[OptimizerStep]:
     """Return what went into each optimizer step; ``events`` have the number of their step."""
-    loop = _Loop()
+    loop = _Loop(holding=_holding([event for _, event in events]))
     steps = []
     for number, event in events:
         if event.what == "optimizer.step":
@@ -143,6 +156,14 @@ def optimizer_steps(events: Sequence[tuple[int, LoopEvent]]) -> list[OptimizerSt
         else:
             _go_on(loop, event)
     return steps
+
+
+def _holding(events: Sequence[LoopEvent]) -> dict[float, str]:
+    """Return the optimizer that holds a number of values, where one alone does."""
+    steps = [event for event in events if event.what == "optimizer.step"]
+    held = {event.of: values_held(event) for event in steps}
+    counted = Counter(held.values())
+    return {values: name for name, values in held.items() if counted[values] == 1}
 
 
 def _go_on(loop: _Loop, event: LoopEvent) -> None:

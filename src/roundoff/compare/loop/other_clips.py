@@ -8,7 +8,7 @@ from roundoff.compare.judging.step_causes import Cause, listed
 from roundoff.compare.loop.loop_words import called, loop_cause
 from roundoff.compare.loop.optimizer_settings import same_number
 from roundoff.compare.loop.optimizer_steps import OptimizerStep
-from roundoff.record import LoopEvent
+from roundoff.record import HELD, LoopEvent
 
 
 def other_clips(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:
@@ -128,7 +128,7 @@ def _other_clip(
     other, is_unscaled = theirs
     if mine.what != other.what:
         return f"clipped by {called(other)} where the reference has {called(mine)}"
-    if not _same_numbers(mine.numbers, other.numbers):
+    if not _same_numbers(_limits_of(mine), _limits_of(other)):
         return f"clipped to {_limits(other)} where the reference has {_limits(mine)}"
     if was_unscaled == is_unscaled:
         return None
@@ -150,7 +150,11 @@ def _unscaled_by(twin: OptimizerStep) -> str:
 
 
 def _limits(event: LoopEvent) -> str:
-    return listed([f"{name} {value:g}" for name, value in event.numbers.items()])
+    return listed([f"{name} {value:g}" for name, value in _limits_of(event).items()])
+
+
+def _limits_of(event: LoopEvent) -> dict[str, float]:
+    return {name: value for name, value in event.numbers.items() if name != HELD}
 
 
 def _same_numbers(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:

@@ -309,7 +309,7 @@ def _results(candidate: Rows) -> Iterator[RecordedRow]:
     Of a view that nothing reads it is what it shows.
     """
     read: set[int] = set()
-    for row in reversed(candidate.values()):
+    for row in reversed([*candidate.values()]):
         if row.record not in read and row.view_of is not None and not row.inplace:
             continue
         if row.record not in read and row.phase == _FORWARD and unit(row.dtype):

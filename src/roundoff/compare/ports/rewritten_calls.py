@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch import Tensor
 
 from roundoff.compare.judging.explain import EarlierSteps, Sides
-from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.judging.table import WRONG_CONSTANT, ComparedRow
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED, REFERENCE_ONLY
@@ -157,10 +157,12 @@ def is_mispaired(rows: Sequence[ComparedRow]) -> bool:
     """Return True where the first fault is a call with a counterpart of another shape.
 
     In a layer by another hand one operator does two things: a mask is filled here, and
-    scores are there. Names say nothing then.
+    scores are there. Names say nothing then; another number beside the same operands does.
     """
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None or first.status != MATCHED or (first.call or 0) < 0:
+        return False
+    if first.looks_like == WRONG_CONSTANT and first.inputs_error == 0.0:
         return False
     if first.phase != _FORWARD or first.shape is None or first.reference_shape is None:
         return False

@@ -45,7 +45,7 @@ def left_write_causes(
     lost = []
     for record in written_sources(rows):
         write = rows[record]
-        before = rows.get(write.inputs[0]) if write.inputs else None
+        before = _before_all(rows, write, alone)
         if record not in alone or before is None or not _is_whole(write, before):
             continue
         if write.content_in_steps in elsewhere:
@@ -91,6 +91,17 @@ def _read_alike(reference: Rows, candidate: Rows) -> set[tuple[Content, Content]
     theirs = {row.site: row.content_in_steps for row in candidate.values()}
     pairs = ((row.content_in_steps, theirs.get(row.site)) for row in reference.values())
     return {(ours, other) for ours, other in pairs if other and ours != other}
+
+
+def _before_all(
+    rows: Rows, write: RecordedRow, alone: Container[int | None]
+) -> RecordedRow | None:
+    """Return what a memory held before this write, and those before it in the reference
+    alone: sample by sample, as sums are kept."""
+    before: RecordedRow | None = write
+    while before is not None and before.record in alone and before.inplace:
+        before = rows.get(before.inputs[0]) if before.inputs else None
+    return before
 
 
 def _is_whole(write: RecordedRow, before: RecordedRow) -> bool:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.blamed_leaves import TRIALS, tried_leaves
+from roundoff.compare.blame.blamed_tables import holds_two_numbers
 from roundoff.compare.blame.near_leaves import (
     MOST_LEAVES,
     between,
@@ -16,7 +17,7 @@ from roundoff.compare.blame.near_leaves import (
 from roundoff.compare.blame.same_layouts import is_close, same_layout
 from roundoff.compare.values.padded_rows import kept_rows
 from roundoff.compare.values.traced_calls import TracedProgram
-from roundoff.compare.values.value_flow import Flow, Value
+from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides
 from roundoff.ops import operators_that
 
@@ -36,10 +37,13 @@ def blamed_layout(sides: Sides, part: Part) -> Blamed | None:
         return None
     expected = edge_of_agreement(sides.reference, [part.reference.key], sides.agreeing)
     read = edge_of_agreement(sides.candidate, [part.candidate.key], sides.twins)
+    constant = constants_of(sides.candidate)
     for key in read:
         value = sides.candidate.values[key]
         if not value.is_call or value.says_nothing or not value.is_number:
             continue
+        if key not in constant and holds_two_numbers(sides.candidate, value):
+            continue  # a choice has the elements of any other that chooses as many
         twins = [k for k in sides.all_twins(value) if k in expected]
         if not twins:
             continue

@@ -30,8 +30,8 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     wanted = _lost_tables(ours, part.expected, sides.agreeing, _masks(theirs))
     for value, kind in tables:
         for twin, other_kind in wanted:
-            is_of_kernel = twin.inner and _chooses(ours, twin)
-            if is_of_kernel and not _chooses(theirs, value):
+            is_of_kernel = twin.inner and holds_two_numbers(ours, twin)
+            if is_of_kernel and not holds_two_numbers(theirs, value):
                 continue  # how a kernel sums up to a place is no table of numbers
             if _are_as_large(twin, value) and _may_be_one(kind, other_kind):
                 words = _difference(sides, twin, value)
@@ -40,7 +40,7 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     return None
 
 
-def _chooses(flow: Flow, value: Value) -> bool:
+def holds_two_numbers(flow: Flow, value: Value) -> bool:
     """Return True for a table of two numbers, as a mask is that a kernel may make itself."""
     tensor = flow.tensor(value.key)
     if tensor is None or tensor.is_complex() or not tensor.numel():

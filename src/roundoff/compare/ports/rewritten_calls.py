@@ -99,9 +99,12 @@ def agreeing_by_values(
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None or first.phase not in (_FORWARD, _BACKWARD, _OPTIMIZER):
         return None
-    # the state of an optimizer by hand has no names
+    # the state of an optimizer by hand has no names; a view is computed without a call
     is_input = first.operator == "input"
-    if (first.call or 0) < 0 and not is_input:
+    is_computed = (first.call or 0) >= 0 or _is_view_of_some(
+        sides.candidate.rows, first
+    )
+    if not is_computed and not is_input:
         return None
     is_told = first.looks_like not in _UNTOLD and not is_input
     if first.phase == _OPTIMIZER and is_told:
@@ -112,6 +115,11 @@ def agreeing_by_values(
     if compared is None or not compared.compares_all_results:
         return None
     return compared.rows() if _agree(sides, rows, compared) else None
+
+
+def _is_view_of_some(rows: Rows, row: ComparedRow) -> bool:
+    recorded = rows.get(row.record or -1)
+    return recorded is not None and bool(recorded.inputs)
 
 
 def _far_off(row: ComparedRow) -> float:

@@ -27,7 +27,13 @@ from roundoff.compare.repairs.goals import SEVERAL
 from roundoff.compare.repairs.ingredients import ingredients_of
 from roundoff.compare.repairs.lost_values import loses
 from roundoff.compare.repairs.suspects import suspects
-from roundoff.compare.repairs.trials import Region, Trials, calls_by_line, edits_of
+from roundoff.compare.repairs.trials import (
+    Region,
+    Trials,
+    calls_by_function,
+    calls_by_line,
+    edits_of,
+)
 from roundoff.compare.values.fault_lines import alike_inside
 from roundoff.compare.values.traced_calls import Edit, TracedCall, TracedProgram
 from roundoff.compare.values.value_regions import Sides
@@ -83,6 +89,7 @@ def _of_kinds(
     program = trials.program
     families = trials.families
     by_line = calls_by_line(program)
+    by_function = calls_by_function(program)
     ingredients = ingredients_of(sides, trials, region)
     waiting = [
         (proposal, call)
@@ -99,6 +106,9 @@ def _of_kinds(
             if proposal.on_line:
                 edited = by_line.get(call.first.line or "", edited)
             repair = _tried(trials, proposal, call, edited)
+            if repair is None and proposal.in_function:
+                beside = by_function.get(call.first.callers or "", [])
+                repair = _tried_in_function(trials, proposal, call, edited, beside)
             if repair is None and proposal.is_copied:
                 repair = _tried_in_copies(trials, proposal, call, edited)
             if repair is None and kind != LAYOUT:
@@ -117,6 +127,20 @@ def _moves_the_fault(sides: Sides, trials: Trials, repair: Repair) -> bool:
     if not is_alone or not repair.ends:
         return False
     return loses(sides, trials.program, repair.edits, {})
+
+
+def _tried_in_function(
+    trials: Trials,
+    proposal: Proposal,
+    call: TracedCall,
+    line: Sequence[TracedCall],
+    function: Sequence[TracedCall],
+) -> Repair | None:
+    """Return what an edit repairs in all lines of a function, where several have it."""
+    in_all = edits_of(proposal.template, function).keys()
+    if in_all <= edits_of(proposal.template, line).keys():
+        return None
+    return _tried(trials, proposal, call, function)
 
 
 def _tried_where_wrong(

@@ -366,6 +366,15 @@ def calls_by_line(program: TracedProgram) -> dict[str, list[TracedCall]]:
     return by_line
 
 
+def calls_by_function(program: TracedProgram) -> dict[str, list[TracedCall]]:
+    """Return the calls of each function that is called from a line, by who calls it."""
+    by_callers: dict[str, list[TracedCall]] = defaultdict(list)
+    for call in program.calls.values():
+        if call.first.callers:
+            by_callers[call.first.callers].append(call)
+    return by_callers
+
+
 def period_of(names: Sequence[str]) -> int:
     """Return after how many names a sequence repeats itself."""
     for period in range(1, len(names) // 2 + 1):

@@ -17,6 +17,8 @@ from roundoff.ops import operators_that
 
 #: Orders of the axes that are tried: of up to this many axes.
 MOST_AXES = 5
+#: Axes that a line works along together.
+MOST_TOGETHER = 2
 _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
@@ -55,41 +57,62 @@ def _sets_of(dimensions: int) -> list[list[int]]:
 
 
 def axes_of_line(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """Another axis in all that a line computes along one: a softmax written out."""
+    """Other axes in all that a line, or a function, computes along one: a softmax written out."""
     records = records_in(call.parsed[0])
     if not records or is_move(call, _RESHAPE | _PERMUTE | _CUT):
         return
     dimensions = len(ingredients.shapes(records[0]))
-    axis = _axis_of(call, dimensions)
-    if axis is None:
+    axes = _axes_of(call, dimensions)
+    if axes is None:
         return
-    for other in range(dimensions):
-        if other != axis:
-            yield _along(axis, other, dimensions)
+    for others in _other_or_neighbours(axes, dimensions):
+        yield _along(axes, others, dimensions)
 
 
-def _axis_of(call: TracedCall, dimensions: int) -> int | None:
-    """Return the one axis that a call works along; None for none or several."""
+def _other_or_neighbours(axes: Sequence[int], dimensions: int) -> Iterator[list[int]]:
+    """Yield other single axes; one and its neighbour in the place of one, which are one axis
+    of a program that does not part it.
+
+    >>> [*_other_or_neighbours([2], 3)], [*_other_or_neighbours([1, 2], 3)]
+    ([[0], [1], [1, 2]], [[0], [1], [2]])
+    """
+    yield from ([axis] for axis in range(dimensions) if [axis] != [*axes])
+    if len(axes) == 1:
+        for first in (axes[0] - 1, axes[0]):
+            if 0 <= first < dimensions - 1:
+                yield [first, first + 1]
+
+
+def _axes_of(call: TracedCall, dimensions: int) -> list[int] | None:
+    """Return the axes that a call works along, rising; None for none, all, and more than two."""
     for _place, declared, value in places_of(call):
         if declared.name not in ("dim", "dims", "axis"):
             continue
         axes = value if isinstance(value, list) else [value]
-        if len(axes) == 1 and type(axes[0]) is int and dimensions:
-            return int(axes[0]) % dimensions
+        if 0 < len(axes) <= MOST_TOGETHER and type(axes[0]) is int and dimensions:
+            return sorted(int(axis) % dimensions for axis in axes)
     return None
 
 
-def _along(axis: int, other: int, dimensions: int) -> Template:
-    words = f"along axis {other}, not {axis}, with what else this line does along it"
+def _along(axes: Sequence[int], others: Sequence[int], dimensions: int) -> Template:
+    along, instead = _in_words(others), _in_words(axes)
+    words = f"along {along}, not {instead}, with what else is done along it here"
 
     def template(call: TracedCall) -> Edit | None:
-        if is_move(call) or _axis_of(call, dimensions) != axis:
+        if is_move(call) or _axes_of(call, dimensions) != axes:
             return None
         for place, declared, value in places_of(call):
             if declared.name in ("dim", "dims", "axis"):
-                changed = [other] if isinstance(value, list) else other
+                if not isinstance(value, list) and len(others) > 1:
+                    return None
+                changed = [*others] if isinstance(value, list) else others[0]
                 arguments = with_argument(call.parsed, place, changed)
                 return Edit((EditStep(call.first.overload or "", arguments),), words)
         return None
 
     return template
+
+
+def _in_words(axes: Sequence[int]) -> str:
+    noun = "axis" if len(axes) == 1 else "axes"
+    return f"{noun} {' and '.join(map(str, axes))}"

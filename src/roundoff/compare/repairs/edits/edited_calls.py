@@ -43,6 +43,8 @@ class Proposal:
             made it.
         exchanges: it exchanges parts of one value.
         is_copied: other lines may have it too: those of key and value have one layout.
+        in_function: other lines of its function may have it too, as a softmax that is
+            written out takes two.
     """
 
     unlikely: int
@@ -51,6 +53,7 @@ class Proposal:
     everywhere: bool = False
     exchanges: bool = False
     is_copied: bool = False
+    in_function: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -331,7 +331,8 @@ def _first(
 ) -> tuple[Value, Value]:
     """Return where a gradient is lost first, going back, and the other program's value.
 
-    Of what a value is made of, one may hand its gradient on in one program alone too.
+    Of what a value is made of, one may hand its gradient on in one program alone too. What
+    a backward pass computes again is no value that one is made of.
     """
     losing = pair.losing(is_candidate)
     other = pair.losing(not is_candidate)
@@ -341,7 +342,12 @@ def _first(
         for key in twin.inputs:
             if not other.hands_on(key) or not other.flow.values[key].is_call:
                 continue
-            twins = list(_twins(pair.sides, key, not is_candidate))
+            phase = other.flow.values[key].row.phase
+            twins = [
+                each
+                for each in _twins(pair.sides, key, not is_candidate)
+                if losing.flow.values[each].row.phase == phase
+            ]
             if twins and not any(losing.hands_on(each) for each in twins):
                 cut = losing.flow.values[min(twins)]
                 twin = other.flow.values[key]

@@ -15,7 +15,7 @@ from roundoff.compare.pairing.alignment import (
     REFERENCE_ONLY,
     align,
 )
-from roundoff.compare.pairing.call_pairs import LARGEST, _numbers_read
+from roundoff.compare.pairing.call_pairs import LARGEST, calls_of
 from roundoff.compare.records.recorded_rows import RecordedRow
 
 
@@ -399,7 +399,8 @@ def test_what_memory_held_before_a_number_is_drawn_is_not_read(operator, reads):
         numel=1,
         inplace=True,
     )
-    assert _numbers_read(number, {0: memory, 1: number}) == ((memory,) if reads else ())
+    drawn = calls_of([memory, number], str)[-1]
+    assert drawn.read == ((memory,) if reads else ())
 
 
 def in_blocks(x, *, scaled):

@@ -11,7 +11,7 @@ other ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from roundoff.compare.judging.divergence import HANDS_ON, NOISE, Divergence
 from roundoff.compare.judging.read_later import ReadLater
@@ -20,6 +20,7 @@ from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
     last_named,
+    made_from,
     maker,
 )
 from roundoff.compare.rounding.findings import OWN, Finding
@@ -235,21 +236,10 @@ def losses_of(rows: Rows) -> list[RecordedRow]:
         for record in row.inputs
     }
     numbers = [row for row in rows.values() if row.record in seed_of and row.numel == 1]
-    made_of = _made_of(rows, numbers)
+    before_updates = {key: row for key, row in rows.items() if row.phase != _OPTIMIZER}
+    read = (record for number in numbers for record in number.inputs)
+    made_of = made_from(before_updates, read)
     return [row for row in numbers if seed_of[row.record] not in made_of]
-
-
-def _made_of(rows: Rows, numbers: Iterable[RecordedRow]) -> set[int]:
-    """Return what values are computed from in a step, up to what an optimizer wrote."""
-    made_of: set[int] = set()
-    left = [record for number in numbers for record in number.inputs]
-    while left:
-        record = left.pop()
-        is_written = record in rows and rows[record].phase == _OPTIMIZER
-        if record not in made_of and record in rows and not is_written:
-            made_of.add(record)
-            left += rows[record].inputs
-    return made_of
 
 
 def _sum(numbers: Sequence[RecordedRow]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.compare.rounding.distance import of_statistics
+from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.ops import operators_that
 
 #: Hand the values on, maybe in another format: an extra one of them is no difference
@@ -408,15 +409,19 @@ def _by_value(
 
 
 def _interchangeable(one: RecordedCall, other: RecordedCall) -> bool:
-    """Return True for calls that compute the same of the same, by statistics.
+    """Return True for calls with the same result, by statistics.
 
-    In a loop each turn's values are about as large as those of the next.
+    In a loop each turn's values are about as large as those of the next; places and masks
+    have the same statistics by chance, unless they are made of the same.
     """
     if one.shapes != other.shapes or not _score(one, other):
         return False
-    if len(one.read) != len(other.read) or not _are_one_value(one.shown, other.shown):
+    if not _are_one_value(one.shown, other.shown):
         return False
-    return all(map(_are_one_value, one.read, other.read))
+    if unit(one.shown.dtype):
+        return True
+    are_as_many = len(one.read) == len(other.read)
+    return are_as_many and all(map(_are_one_value, one.read, other.read))
 
 
 def _are_one_value(one: RecordedRow, other: RecordedRow) -> bool:

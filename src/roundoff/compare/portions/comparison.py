@@ -13,12 +13,13 @@ from roundoff.compare.judging.explain import RecordedStep
 from roundoff.compare.judging.symptoms import ADVICE
 from roundoff.compare.judging.table import ComparedRow, names_of_both
 from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.loop.step_results import losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED, uncompiled
 from roundoff.compare.portions.accumulated_rounding import left_behind
 from roundoff.compare.portions.blame import Blame, blame
 from roundoff.compare.portions.location import locate
 from roundoff.compare.portions.pieces import Piece, StepPieces, hands_on
-from roundoff.compare.records.recorded_rows import Content, RecordedRow
+from roundoff.compare.records.recorded_rows import Content, RecordedRow, made_from
 from roundoff.compare.rounding.distance import of_statistics
 from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.rounding.rounding_bound import REGION, REGION_LIMIT, unit
@@ -204,14 +205,32 @@ def share_of_work(reference: RecordedStep, candidate: RecordedStep) -> float:
     """Return how many elements the modules with parameters make, for one of the reference.
 
     1 where a step does all of its work in other portions, less where a part is left
-    out; 1 too where nothing can be compared.
+    out; 1 too where nothing can be compared. What no loss is made of, as a pass over all
+    data that sets the model up, is no work of the loop.
     """
-    ours = _results_by_module(reference)
-    theirs = _results_by_module(candidate)
+    ours = _for_losses(reference)
+    theirs = _for_losses(candidate)
     common = ours.keys() & theirs.keys()
     wanted = sum(row.numel or 0 for name in common for row in ours[name])
     elements = sum(row.numel or 0 for name in common for row in theirs[name])
     return elements / wanted if wanted else 1.0
+
+
+def _for_losses(step: RecordedStep) -> dict[str, list[RecordedRow]]:
+    """Return the results of each module with parameters that the losses are made of.
+
+    All of them where there is no loss.
+    """
+    results = _results_by_module(step)
+    losses = [row.record for row in losses_of(step.rows)]
+    if not losses:
+        return results
+    unnamed = {key: row for key, row in step.rows.items() if not row.name}
+    made_of = made_from(unnamed, losses)
+    return {
+        name: [row for row in rows if row.record in made_of]
+        for name, rows in results.items()
+    }
 
 
 def _shapes(rows: Sequence[RecordedRow]) -> list[tuple[int, ...]]:

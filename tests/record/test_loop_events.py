@@ -10,6 +10,7 @@ from torch import nn
 
 import roundoff
 from roundoff.compare.loop.optimizer_steps import optimizer_steps
+from roundoff.record import HELD
 
 
 def searched(folder, *, clears=True):
@@ -136,3 +137,20 @@ def test_a_rate_that_a_step_sets_itself_is_the_one_that_it_takes(tmp_path):
     wrong = warmed_up(tmp_path / "wrong", lambda model: WarmingUp(model, rate=0.3))
     first = roundoff.compare(reference=own, candidate=wrong).culprits()[0]
     assert first.name == "learning rate"
+
+
+@pytest.mark.parametrize(
+    "handed", [nn.Module.parameters, lambda model: [*model.parameters()]]
+)
+def test_a_clip_says_how_many_values_it_is_given(handed, tmp_path):
+    """The parameters of a generator are clipped though they were counted."""
+    model = nn.Linear(4, 1)
+    with roundoff.capture(tmp_path / "run", model) as run:
+        model(torch.ones(2, 4)).sum().mul(100).backward()
+        nn.utils.clip_grad_norm_(handed(model), 1.0)
+        run.step()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    # clip_grad_norm_ divides by the norm and 1e-6
+    assert gradients.norm().item() == pytest.approx(1.0, abs=1e-5)
+    [clip] = [e for e in roundoff.load(tmp_path / "run").loop(0, 0) if "clip" in e.what]
+    assert clip.numbers == {"max_norm": 1.0, HELD: 5.0}

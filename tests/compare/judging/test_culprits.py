@@ -300,3 +300,10 @@ def test_a_size_that_follows_from_what_is_chosen_comes_behind_it():
     # alone, or before anything else, it is the fault
     assert named([size]) == ["/zeros"]
     assert named([row(2, "/zeros", error=math.inf), chosen]) == ["/zeros", "/where"]
+
+
+def test_a_draw_of_another_size_follows_from_what_is_wrong_before_it():
+    wrong = row(2, "/add", contribution=0.0)
+    drawn = row(5, "/randperm", error=math.inf, dtype="int64")
+    assert named([wrong, drawn]) == ["/add", "/randperm"]
+    assert named([row(1, "/randperm", error=math.inf), wrong])[0] == "/randperm"

@@ -446,3 +446,28 @@ def test_samples_that_a_parameter_was_counted_from_are_data(keep, tmp_path):
     assert first.looks_like == "other data"
     assert "it begins at /arange" in first.evidence
     assert "arange where the reference has randperm" in first.evidence
+
+
+def collected(limit):
+    """What the model likes is collected, and samples of it are drawn."""
+
+    def work(model):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.linspace(-1, 1, 144).sin().reshape(24, 6)
+        with torch.no_grad():
+            liked = limit(model(x).sum(1)) > 0.1
+        kept = x[liked]
+        rows = torch.randperm(len(kept), generator=generator)[:4]
+        model(kept[rows]).square().mean().backward()
+
+    return work
+
+
+@KEEP
+def test_how_many_samples_a_model_collects_is_no_other_data(keep, tmp_path):
+    right = record(tmp_path / "right", keep, collected(lambda told: torch.tanh(told)))
+    wrong = record(tmp_path / "wrong", keep, collected(lambda told: told - 0.2))
+    found = roundoff.compare(reference=right, candidate=wrong)
+    assert found.culprits()[0].operator in ("sub", "tanh")
+    drawn = [each for each in found.culprits() if each.operator == "randperm"]
+    assert all("fed other data" not in each.evidence for each in drawn)

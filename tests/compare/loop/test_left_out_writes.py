@@ -162,3 +162,32 @@ def test_what_is_written_after_a_copy_is_not_called_left_out(keep, tmp_path):
     found = roundoff.compare(reference=right, candidate=wrong)
     assert not found.agrees
     assert not any(c.looks_like == "missing update" for c in found.culprits())
+
+
+def counted(folder, keep, *, observes=True):
+    """Two steps of a head whose evidence is summed up sample by sample."""
+    torch.manual_seed(0)
+    body = nn.Linear(4, 3)
+    evidence = torch.eye(3)
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(3)
+    with roundoff.capture(folder, body, keep=keep) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            seen = body(torch.randn(5, 4, generator=draw))
+            (seen @ evidence).square().mean().backward()
+            optimizer.step()
+            if observes:
+                for sample in seen.detach():
+                    evidence += torch.outer(sample, sample)
+            run.step()
+    return folder
+
+
+@KEEP
+def test_sums_that_are_not_kept_sample_by_sample(keep, tmp_path):
+    right = counted(tmp_path / "right", keep)
+    wrong = counted(tmp_path / "wrong", keep, observes=False)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert first.looks_like == "missing update"
+    assert "/add_" in first.evidence

@@ -375,3 +375,28 @@ def test_groups_that_are_clipped_by_norms_of_their_own_are_told():
     values = tuple(name.replace("norm", "value") for name in once)
     several = tuple(name.replace("norm", "value") for name in groups)
     assert loop_causes(loop(*values), loop(*several), rank=0) == []
+
+
+def of_two(*names, held=(8.0, 3.0)):
+    """Two steps of a loop with two optimizers, each of which holds some of the values."""
+    sizes = dict(zip(("SGD", "Adam"), held, strict=True))
+    settings = {
+        "clip": ("clip_grad_norm_", "", {"max_norm": 1.0, HELD: sizes["SGD"]}),
+        **{of: ("optimizer.step", of, {HELD: n}) for of, n in sizes.items()},
+    }
+    events = []
+    for step in range(2):
+        for call, name in enumerate(names):
+            what, of, numbers = settings.get(name, (name, "", {}))
+            events.append((step, event(what, call, of, **numbers)))
+    return events
+
+
+def test_a_clip_goes_with_the_optimizer_that_holds_what_it_clips():
+    usual = of_two("backward", "Adam", "backward", "clip", "SGD")
+    late = of_two("backward", "Adam", "backward", "SGD", "clip")
+    assert loop_causes(usual, usual, rank=0) == []
+    causes = loop_causes(usual, late, rank=0)
+    assert "the gradients are not clipped before SGD steps" in causes[0].evidence
+    assert not any("Adam" in cause.evidence for cause in causes)
+    assert len(causes) == 1

@@ -9,13 +9,26 @@ from torch import nn
 import roundoff
 
 
-def record(folder, parts, *, rows=8, scale=1.0, clip=None, weight=1.0, taken=None):
+def record(
+    folder,
+    parts,
+    *,
+    rows=8,
+    scale=1.0,
+    clip=None,
+    weight=1.0,
+    taken=None,
+    looks_first=False,
+):
     """Train one step on the first ``rows`` of a batch, in so many equal parts."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 6)
     with roundoff.capture(folder, model, keep="tensors") as run:
+        if looks_first:
+            with torch.no_grad():
+                model[2].bias.copy_(-model(x.repeat(8, 1)).mean(0))
         optimizer.zero_grad()
         portions = x[:rows].chunk(parts)
         for part in portions if taken is None else [portions[n] for n in taken]:
@@ -50,6 +63,14 @@ def test_a_part_that_is_left_out_is_told_by_the_loop(compared):
     found = compared({"parts": 2}, {"parts": 1, "rows": 4})
     assert names(found)[:1] == ["backward"]
     assert "1 backward pass before" in found.answer
+
+
+def test_a_part_is_left_out_though_the_model_looked_at_all_data_before(compared):
+    found = compared(
+        {"parts": 2, "looks_first": True},
+        {"parts": 1, "rows": 4, "looks_first": True},
+    )
+    assert "backward" in names(found)
 
 
 def test_a_fault_in_halves_is_none_of_the_loop(compared):

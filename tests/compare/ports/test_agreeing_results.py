@@ -12,6 +12,7 @@ from torch import nn
 
 import roundoff
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
+from roundoff.compare.loop.step_results import losses_of
 from roundoff.compare.ports.port_comparison import values_compared
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.record import StepTensors
@@ -156,9 +157,51 @@ def parts_together(net, scale=1.0):
     F.cross_entropy(net.last(mixed), Y).backward()
 
 
+def slope_at(net, x):
+    """How fast each output changes with the input: a loss is made of it."""
+    x = x.clone().requires_grad_()
+    told = net(x).square().sum(1)
+    return told, x
+
+
+def slopes_of_the_sum(net):
+    told, x = slope_at(net, X)
+    (slope,) = torch.autograd.grad(told.sum(), x, create_graph=True)
+    (told.mean() + (slope.sum(1) - 0.3).square().mean()).backward()
+
+
+def slopes_by_hand(net, wanted=0.3):
+    """The pull of ones, and the same square by its parts."""
+    told, x = slope_at(net, X)
+    slope = torch.autograd.grad(told, x, torch.ones(len(X)), create_graph=True)[0]
+    total = slope @ torch.ones(5)
+    away = total * total - 2 * wanted * total + wanted**2
+    (torch.ones(len(X)) @ (told + away) / len(X)).backward()
+
+
+def padded(fill):
+    """Two lines of a batch, the second shorter; what is behind it does not count."""
+    return torch.cat([X[:3], torch.cat([X[3:5], fill(X[5:])])]).view(2, 3, 5)
+
+
+def with_zeros_behind(net):
+    lines = padded(torch.zeros_like)
+    there = torch.tensor([[True, True, True], [True, True, False]])
+    F.cross_entropy(net(lines)[there], Y[:5]).backward()
+
+
+def with_a_number_behind(net, counted=False):
+    lines = padded(lambda row: torch.full_like(row, -7.5))
+    there = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, float(counted)]])
+    losses = F.cross_entropy(net(lines).flatten(0, 1), Y, reduction="none")
+    ((losses * there.flatten()).sum() / 5).backward()
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
+        (slopes_of_the_sum, slopes_by_hand),
+        (with_zeros_behind, with_a_number_behind),
         (at_once, partial(at_once, before=0.5, after=2.0)),
         (weighed_in_pairs, weighed_at_once),
         (by_cross_entropy, by_trace),
@@ -175,6 +218,8 @@ def test_another_way_to_the_same_results_agrees(recorded, ours, theirs):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
+        (slopes_of_the_sum, partial(slopes_by_hand, wanted=0.31)),
+        (with_zeros_behind, partial(with_a_number_behind, counted=True)),
         (at_once, partial(at_once, before=0.5)),
         (weighed_in_pairs, partial(weighed_at_once, last=2.02)),
         (at_once, partial(at_once, before=0.5, after=2.01)),
@@ -289,3 +334,10 @@ def test_another_average_of_parameters_that_are_put_together(averaged, share):
         reference=averaged(joint=False), candidate=averaged(joint=True, share=share)
     )
     assert not found.agrees
+
+
+def test_a_loss_is_not_what_another_is_made_of(recorded):
+    for step, size in ((slopes_of_the_sum, 1), (in_halves, 2)):
+        folder = recorded(step)
+        rows = rows_of(roundoff.load(folder), 0, 0)
+        assert len(losses_of(rows)) == size

@@ -581,3 +581,29 @@ def test_a_scale_that_a_call_has_by_name(program, step_of, scale):
     for row in wrong[:1]:
         assert row.operator == "addmm"
         assert "with 0.353553, not 0.204124" in row.evidence
+
+
+# -- a softmax that is written out in a function of several lines ---------------------------
+
+
+def over_all(m, x):
+    share = F.linear(x, m.enter).softmax(-1)
+    return F.linear(share, m.leave)
+
+
+def share_of(x, axis):
+    above = torch.exp(x - torch.amax(x, dim=axis, keepdim=True))
+    return above / torch.sum(above, dim=axis, keepdim=True)
+
+
+def over_blocks(m, x, fault):
+    x = (x @ m.enter.t()).unflatten(-1, (2, 4))
+    share = share_of(x, -1 if fault else (-2, -1))
+    return share.flatten(1) @ m.leave.t()
+
+
+@pytest.mark.parametrize("fault", ["", "each block"])
+def test_the_axes_of_a_function_are_named_together(at_fault, fault):
+    rows = at_fault(over_all, lambda m, x: over_blocks(m, x, fault), LEAVES, X)
+    assert len(rows) == bool(fault)
+    assert all("along axes 1 and 2, not axis 2" in row.evidence for row in rows)

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import polars as pl
 import torch
@@ -31,6 +31,7 @@ from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.left_out_writes import left_write_causes, untouched_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
+from roundoff.compare.portions.blame import WRITTEN_LESS
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     compare_portions,
@@ -50,6 +51,7 @@ from roundoff.compare.ports.rewritten_calls import (
 )
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import Rows, rows_of
+from roundoff.compare.rounding.findings import INHERITED
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.values.restored_step import (
@@ -359,8 +361,15 @@ class _RankComparison:
         """
         parts = {self._rank: sides.candidate}
         rename = renaming(self._settings.modules)
-        self._is_other_schedule |= self._is_all_work_done(sides, step)
+        is_all_done = self._is_all_work_done(sides, step)
+        self._is_other_schedule |= is_all_done
         rows = compare_portions(sides.reference, parts, rename, self._portions)
+        if not is_all_done:
+            # what each backward pass goes with is written as often as there are passes
+            rows = [
+                replace(row, cause=INHERITED) if row.looks_like == WRITTEN_LESS else row
+                for row in rows
+            ]
         self._memory.noise |= self._portions.noise
         if all(row.cause is None for row in rows):
             return rows

@@ -7,11 +7,12 @@ parameter that is not the reference's, or a result that nothing reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from roundoff.compare.loop.loop_words import times
 from roundoff.compare.portions.earlier_causes import EARLIER
 from roundoff.compare.portions.location import holds_stretch, locate, multiple
 from roundoff.compare.portions.pieces import (
@@ -26,6 +27,8 @@ from roundoff.compare.rounding.rounding_bound import unit
 
 #: The label of a value of which nothing is known but that it stands nowhere.
 _UNEXPLAINED = "value of its own"
+#: What a name looks like that holds what the reference's does before it is written again.
+WRITTEN_LESS = "stale or shared buffer"
 
 
 @dataclass
@@ -319,6 +322,15 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     if factor is not None and piece.term_of is None:
         evidence = f"it is {factor:.4g} times the reference's value"
         return "constant factor", evidence
+    written = _times_written(step, piece)
+    if written is not None:
+        here, there = written
+        evidence = (
+            f"{piece.row.name} is written {times('time', here)} in this step, in the "
+            f"reference {times('time', there)}: it holds what the reference's does before "
+            "the last"
+        )
+        return WRITTEN_LESS, evidence
     terms = [each for each in step.read_by(piece) if each.term_of is not None]
     if terms and piece.row.phase != "collective":
         over = "portions"
@@ -337,6 +349,35 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     if inputs:
         evidence += f"; those that it reads do: {inputs}"
     return _UNEXPLAINED, evidence
+
+
+def _times_written(step: StepPieces, piece: Piece) -> tuple[int, int] | None:
+    """Return how often a name is written here and in the reference, where less often here.
+
+    None for a last value that the reference's name never holds.
+    """
+    row = piece.row
+    values = values_of(step.candidates[piece.rank], row)
+    here = _writes(step.candidates[piece.rank].rows, row.name)
+    there = _writes(step.reference.rows, row.name, step.rename)
+    if values is None or not row.is_call or len(here) >= len(there):
+        return None
+    for twin in there.values():
+        whole = step.reference.tensor(twin.record)
+        if whole is not None and holds_stretch(whole, values, step.allowed(twin)):
+            return len(here), len(there)
+    return None
+
+
+def _writes(
+    rows: Rows, name: str | None, rename: Callable[[str], str] = str
+) -> dict[int, RecordedRow]:
+    """Return what each call leaves that writes a name in place."""
+    return {
+        row.call: row
+        for row in rows.values()
+        if row.name and row.inplace and rename(row.name) == name
+    }
 
 
 def _factor(step: StepPieces, piece: Piece) -> float | None:

@@ -169,10 +169,10 @@ def _sources_in_place(rows: Rows) -> dict[int, int]:
     sources: dict[int, int] = {}
     last: dict[object, int] = {}
     for row in rows.values():
-        held = row.memory, row.content
+        held = row.memory, row.content_in_steps
         if row.operator == "alias" and len(row.inputs) == 1 and held in last:
             written = rows.get(row.inputs[0])
-            if written is not None and written.content != row.content:
+            if written is not None and written.content_in_steps != row.content_in_steps:
                 sources[row.record] = last[held]
         if row.memory is not None and row.l2 is not None:
             last[held] = row.record

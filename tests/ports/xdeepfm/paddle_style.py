@@ -5,12 +5,13 @@ The first column of a row is its first-order weight, the others are its embeddin
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "slot_sizes": [41, 61, 13, 7, 24, 19],
     "sparse_feature_dim": 8,
     "dense_input_dim": 4,

@@ -74,8 +74,8 @@ def parse_example(batch):
     genre = hash_bucket(batch["genres"], salt, VARLEN_COLUMN.vocabulary_size)
     features["genre"] = genre
     features["genre_mask"] = sequence_mask(batch["genre_count"], VARLEN_COLUMN.maxlen)
-    for i, column in enumerate(DENSE_COLUMNS):
-        features[column.name] = normalizer_fn(column, batch["numbers"][:, i : i + 1])
+    for i, dense in enumerate(DENSE_COLUMNS):
+        features[dense.name] = normalizer_fn(dense, batch["numbers"][:, i : i + 1])
     return features
 
 

@@ -607,3 +607,27 @@ def test_the_axes_of_a_function_are_named_together(at_fault, fault):
     rows = at_fault(over_all, lambda m, x: over_blocks(m, x, fault), LEAVES, X)
     assert len(rows) == bool(fault)
     assert all("along axes 1 and 2, not axis 2" in row.evidence for row in rows)
+
+
+# -- numbers that a kernel has inside -------------------------------------------------------
+
+LABELS = torch.tensor([0, 2, 1, 4, 3, 0])
+
+
+def smoothed_inside(m, x):
+    return F.cross_entropy(F.linear(x, m.leave), LABELS, label_smoothing=0.1)
+
+
+def by_table(m, x, fault):
+    off = 0.1 / (4 if fault else 5)
+    table = torch.full((5, 5), off)
+    table.fill_diagonal_(0.9 + off)
+    return -(table[LABELS] * (x @ m.leave.t()).log_softmax(1)).sum() / 6
+
+
+@pytest.mark.parametrize("fault", ["", "shared by the others alone"])
+def test_the_numbers_of_each_class_are_named(at_fault, fault):
+    rows = at_fault(smoothed_inside, lambda m, x: by_table(m, x, fault), LEAVES, X)
+    assert len(rows) == bool(fault)
+    assert all("made of numbers alone" in row.evidence for row in rows)
+    assert all(row.operator == "full" for row in rows)

@@ -40,6 +40,40 @@ def blamed_table(sides: Sides, part: Part) -> Blamed | None:
     return None
 
 
+def blamed_numbers(sides: Sides, part: Part) -> Blamed | None:
+    """Return the first numbers of what the first wrong value reads, where no data are in them.
+
+    All else that it reads agrees: numbers for each class, say, that stand nowhere in the
+    reference, as its kernel computes with them inside. For where nothing that was tried
+    makes the programs agree.
+    """
+    flow = sides.candidate
+    if part.candidate is None:
+        return None
+    read = [flow.values[key] for key in part.candidate.inputs if key in flow.values]
+    lost = [each for each in read if each.key not in sides.twins]
+    if len(lost) != 1 or len(read) < 2 or not _is_table(lost[0]):
+        return None
+    made_of = upstream(flow, [lost[0].key], lambda value: value.key not in sides.twins)
+    values = [flow.values[key] for key in made_of]
+    sources = [
+        flow.values[k] for value in values for k in value.inputs if k in flow.values
+    ]
+    is_of_data = any(
+        source.is_number and (source.key in sides.twins or source.row.is_leaf)
+        for source in sources
+    )
+    numbers = [each for each in values if each.is_call and each.is_number]
+    if is_of_data or not numbers:
+        return None
+    words = (
+        "made of numbers alone, and not of data: they stand nowhere in the reference, and "
+        "all else that is read with them agrees"
+    )
+    first = min(numbers, key=lambda value: value.order)
+    return Blamed(first, part.reference, words, is_operator=True, is_sure=False)
+
+
 def holds_two_numbers(flow: Flow, value: Value) -> bool:
     """Return True for a table of two numbers, as a mask is that a kernel may make itself."""
     tensor = flow.tensor(value.key)

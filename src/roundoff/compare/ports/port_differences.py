@@ -14,7 +14,7 @@ from functools import partial
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.blamed_leaves import blamed_leaf
 from roundoff.compare.blame.blamed_steps import blamed_step
-from roundoff.compare.blame.blamed_tables import blamed_table
+from roundoff.compare.blame.blamed_tables import blamed_numbers, blamed_table
 from roundoff.compare.blame.duplicated_leaves import blamed_duplicate
 from roundoff.compare.blame.known_leaves import blamed_values
 from roundoff.compare.blame.misused_leaves import as_misused
@@ -356,6 +356,7 @@ def _at_fault(
 ) -> Blamed | None:
     blamed = _blamed(sides, part, results) or _beside_gradients(sides, part)
     blamed = as_own_leaf(sides, part, as_misused(sides, blamed))
+    blamed = blamed or blamed_numbers(sides, part)
     return with_other_reading(sides, blamed)
 
 

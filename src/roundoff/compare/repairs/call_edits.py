@@ -52,6 +52,7 @@ from roundoff.compare.repairs.edits.inputs import (
 from roundoff.compare.repairs.edits.layouts import other_layouts
 from roundoff.compare.repairs.edits.operators import (
     bounds_and_summands,
+    inclusive_comparisons,
     other_activations,
     other_operators,
 )
@@ -115,6 +116,7 @@ _KINDS: tuple[tuple[int, Callable[[TracedCall, Ingredients], Iterator[Template]]
 _KINDS = (
     (ARGUMENT, transferred_arguments),
     (ARGUMENT, other_activations),
+    (ARGUMENT, inclusive_comparisons),
     (CHANGE, switched_arguments),
     (CHANGE, other_copies),
     (CHANGE, unshared_constants),

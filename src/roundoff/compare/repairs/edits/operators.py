@@ -19,6 +19,8 @@ _UNARY = operators_that("work element by element") | {"relu", "abs", "neg"}
 _PAIRS = operators_that("pair elements")
 _REDUCE = operators_that("reduce axes")
 _COMPARE = operators_that("say which is larger")
+#: Comparisons that differ for equal values alone.
+_INCLUSIVE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 #: Ports write them out, as other libraries have them.
 _ACTIVATIONS = sorted(operators_that("activate"))
 
@@ -38,7 +40,7 @@ def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Temp
     ):
         if name not in names:
             continue
-        for other in sorted(names - {name}):
+        for other in sorted(names - {name, _INCLUSIVE.get(name)}):
             overload = _overload(other, overloads)
             if overload is not None:
                 yield _exchanged(overload, other)
@@ -46,6 +48,15 @@ def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Temp
         for insertion in ingredients.inserted:
             if not insertion.held:
                 yield _replaced(insertion)
+
+
+def inclusive_comparisons(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """A comparison that equal values pass, or do not: masks are off by one."""
+    other = _INCLUSIVE.get(call.first.base_operator)
+    if other is not None:
+        overload = _overload(other, _overloads_like(call))
+        if overload is not None:
+            yield _exchanged(overload, other)
 
 
 def bounds_and_summands(call: TracedCall, _: Ingredients) -> Iterator[Template]:

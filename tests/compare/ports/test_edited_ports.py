@@ -349,7 +349,7 @@ def test_an_axis_the_other_way_round_is_named(program, step_of, fault):
     ("fault", "words"),
     [
         ("", ""),
-        ("self", "with -1, not 0|with 4, not 3"),
+        ("self", "as ge, not gt"),
         ("empty", "elements the other way"),
         ("end", "from the other end of its axis"),
         ("middle", "from the end of its axis"),

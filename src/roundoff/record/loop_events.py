@@ -202,7 +202,7 @@ class LoopLog:
                 args = [*args[0]], *args[1:]  # which can be gone through once
             parameters = args[0] if args else kwargs.get("parameters")
             value = args[1] if len(args) > 1 else kwargs.get(limit)
-            settings = {limit: value, HELD: _values_in(parameters)}
+            settings = {limit: value, HELD: self._ours(_values_in, parameters)}
             what = original.__name__
             return self._noted(what, None, settings, original, args, kwargs)
 

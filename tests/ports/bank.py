@@ -137,6 +137,7 @@ NETWORKS = (
     "xdeepfm",
     "bigbird",
     "hubert",
+    "settransformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -219,6 +220,7 @@ KEPT_APART = (
     "xdeepfm",
     "bigbird",
     "hubert",
+    "settransformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -76,6 +76,8 @@ KEPT_APART = (
     "dagger",
     "unlearn",
     "bandit",
+    "neuralproc",
+    "hypernet",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -78,6 +78,8 @@ KEPT_APART = (
     "bandit",
     "neuralproc",
     "hypernet",
+    "fixmatch",
+    "linkpred",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -17,7 +17,6 @@ _CHOOSING = ("int", "uint", "bool")
 #: Inputs that differ by less than a rounding of fp64 agree exactly.
 _EXACTLY = 2.0**-53
 #: Made of nothing, in the size that is asked for.
-#: Made of nothing, in the size that the program asks for.
 _OF_A_SIZE = operators_that("create") | operators_that("draw")
 #: What makes this share of the error is no by-product of the forward pass.
 _SHARE = 0.01

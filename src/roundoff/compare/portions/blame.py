@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.loop_words import times
 from roundoff.compare.portions.earlier_causes import EARLIER
 from roundoff.compare.portions.location import holds_stretch, locate, multiple
@@ -354,9 +355,12 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
 def _times_written(step: StepPieces, piece: Piece) -> tuple[int, int] | None:
     """Return how often a name is written here and in the reference, where less often here.
 
-    None for a last value that the reference's name never holds.
+    None for a last value that the reference's name never holds, and for gradients, which
+    are sums.
     """
     row = piece.row
+    if (row.name or "").endswith(GRADIENT):
+        return None
     values = values_of(step.candidates[piece.rank], row)
     here = _writes(step.candidates[piece.rank].rows, row.name)
     there = _writes(step.reference.rows, row.name, step.rename)

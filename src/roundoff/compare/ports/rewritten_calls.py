@@ -101,10 +101,8 @@ def agreeing_by_values(
         return None
     # the state of an optimizer by hand has no names; a view is computed without a call
     is_input = first.operator == "input"
-    is_computed = (first.call or 0) >= 0 or _is_view_of_some(
-        sides.candidate.rows, first
-    )
-    if not is_computed and not is_input:
+    is_view = _reads_some(sides.candidate.rows, first)
+    if (first.call or 0) < 0 and not is_input and not is_view:
         return None
     is_told = first.looks_like not in _UNTOLD and not is_input
     if first.phase == _OPTIMIZER and is_told:
@@ -117,8 +115,8 @@ def agreeing_by_values(
     return compared.rows() if _agree(sides, rows, compared) else None
 
 
-def _is_view_of_some(rows: Rows, row: ComparedRow) -> bool:
-    recorded = rows.get(row.record or -1)
+def _reads_some(rows: Rows, row: ComparedRow) -> bool:
+    recorded = None if row.record is None else rows.get(row.record)
     return recorded is not None and bool(recorded.inputs)
 
 

@@ -254,7 +254,7 @@ def decay_mask(params):
 
 
 class AdamState(NamedTuple):
-    count: int
+    steps: int
     mu: dict
     nu: dict
 
@@ -265,7 +265,7 @@ def adamw(learning_rate, b1, b2, eps, weight_decay, mask):
         return AdamState(0, zeros(params), zeros(params))
 
     def update(grads, state, params):
-        count = state.count + 1
+        count = state.steps + 1
         mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
         nu = tree_map(lambda n, g: b2 * n + (1 - b2) * g**2, state.nu, grads)
         mu_hat = tree_map(lambda m: m / (1 - b1**count), mu)

@@ -64,9 +64,9 @@ FAULTS = [
         "numpy_style",
         "zeros stand on both sides of the series",
         "    before = torch.zeros(n, (N_TAPS - 1) * dilation, channels)\n"
-        "    padded = torch.cat([before, x], axis=1)\n",
+        "    padded = torch.cat([before, x], dim=1)\n",
         "    beside = torch.zeros(n, (N_TAPS - 1) * dilation // 2, channels)\n"
-        "    padded = torch.cat([beside, x, beside], axis=1)\n",
+        "    padded = torch.cat([beside, x, beside], dim=1)\n",
         at="y = y + padded[:, first : first + steps] @ w[k]",
         reference="F.pad(x, (self.padding, 0))",
     ),

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ def unit_filters(v, gain):
 def causal_conv(x, w, b, dilation):
     n, steps, channels = x.shape
     before = torch.zeros(n, (N_TAPS - 1) * dilation, channels)
-    padded = torch.cat([before, x], axis=1)
+    padded = torch.cat([before, x], dim=1)
     y = b
     for k in range(N_TAPS):
         first = k * dilation
@@ -76,14 +77,14 @@ class Forecaster(nn.Module):
     def lookup(self, hours):
         by_hour = self.hour_table[hours % 24]
         by_day = self.day_table[torch.div(hours, 24, rounding_mode="floor") % 7]
-        return torch.cat([by_hour, by_day], axis=2)
+        return torch.cat([by_hour, by_day], dim=2)
 
     def shift_from_average(self, series, mu, sigma):
         mu_avg = self.avg_mu[series]
         sigma_avg = self.avg_sigma[series]
         shift_mu = (mu - mu_avg) / sigma_avg
         shift_sigma = torch.log(sigma) - torch.log(sigma_avg)
-        return torch.cat([shift_mu, shift_sigma], axis=1)
+        return torch.cat([shift_mu, shift_sigma], dim=1)
 
     def update_averages(self, series, mu, sigma):
         for row, s in enumerate(series.tolist()):
@@ -152,7 +153,7 @@ class Forecaster(nn.Module):
         )
         tau = softplus(tau) + 1e-3
         return {
-            "quantiles": torch.stack(levels, axis=-1),
+            "quantiles": torch.stack(levels, dim=-1),
             "df": softplus(nu) + 2.0,
             "loc": self.denormalize(loc, mu, sigma),
             "scale": tau * sigma[:, None] / self.stretch,
@@ -232,7 +233,7 @@ def forward(net, batch):
 
 
 def quantile_loss(quantiles, y, w):
-    total = 0.0
+    total: Any = 0.0
     for i, q in enumerate(QUANTILES):
         over = y - quantiles[..., i]
         cost = torch.where(over >= 0, q * over, (q - 1.0) * over)

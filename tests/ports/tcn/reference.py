@@ -1,5 +1,7 @@
 """A small temporal convolutional network for several series, with two probabilistic heads."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributions import StudentT
@@ -108,7 +110,7 @@ class TCN(nn.Module):
 
         x = torch.cat([x, observed, calendar[:, :HISTORY]], dim=-1)
         x = self.inputs(x.transpose(1, 2))
-        total = 0
+        total: Any = 0
         for block in self.blocks:
             x, skip = block(x)
             total = total + skip
@@ -157,8 +159,8 @@ def batches():
     """Days and weeks with noise; some hours were not observed."""
     generator = torch.Generator().manual_seed(3108)
     made = []
-    for series in ([5, 0, 3, 6, 2], [3, 7, 0, 1]):
-        series = torch.tensor(series)
+    for kinds in ([5, 0, 3, 6, 2], [3, 7, 0, 1]):
+        series = torch.tensor(kinds)
         size = len(series)
         start = torch.randint(0, 168, (size,), generator=generator)
         hours = (start[:, None] + torch.arange(32)).unsqueeze(2)

@@ -19,8 +19,8 @@ _UNARY = operators_that("work element by element") | {"relu", "abs", "neg"}
 _PAIRS = operators_that("pair elements")
 _REDUCE = operators_that("reduce axes")
 _COMPARE = operators_that("say which is larger")
-#: Comparisons that differ for equal values alone.
-_INCLUSIVE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+#: With or without equal values: the last letter of a comparison says it.
+_OTHER_LETTER = {"t": "e", "e": "t"}
 #: Ports write them out, as other libraries have them.
 _ACTIVATIONS = sorted(operators_that("activate"))
 
@@ -40,7 +40,7 @@ def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Temp
     ):
         if name not in names:
             continue
-        for other in sorted(names - {name, _INCLUSIVE.get(name)}):
+        for other in sorted(names - {name, _with_equal_values(name)}):
             overload = _overload(other, overloads)
             if overload is not None:
                 yield _exchanged(overload, other)
@@ -52,11 +52,21 @@ def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Temp
 
 def inclusive_comparisons(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """A comparison that equal values pass, or do not: masks are off by one."""
-    other = _INCLUSIVE.get(call.first.base_operator)
+    other = _with_equal_values(call.first.base_operator)
     if other is not None:
         overload = _overload(other, _overloads_like(call))
         if overload is not None:
             yield _exchanged(overload, other)
+
+
+def _with_equal_values(name: str) -> str | None:
+    """Return the comparison that differs from one for equal values alone; None for others.
+
+    >>> _with_equal_values("lt"), _with_equal_values("ge"), _with_equal_values("ne")
+    ('le', 'gt', None)
+    """
+    other = name[:-1] + _OTHER_LETTER.get(name[-1], "")
+    return other if {name, other} <= _COMPARE and other != name else None
 
 
 def bounds_and_summands(call: TracedCall, _: Ingredients) -> Iterator[Template]:

@@ -31,9 +31,10 @@ from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.left_out_writes import left_write_causes, untouched_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
-from roundoff.compare.portions.blame import WRITTEN_LESS
+from roundoff.compare.portions.blame import UNEXPLAINED, WRITTEN_LESS
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
+    calls_as_often,
     compare_portions,
     in_other_portions,
     is_another_batch,
@@ -259,7 +260,11 @@ class _RankComparison:
         if not is_other and in_other_portions(sides.reference, sides.candidate):
             data = DataPortions(sides.reference.rows, sides.candidate.rows)
             if self._shows_portions(sides, data):
-                return self._in_portions(sides, step)
+                rows = self._in_portions(
+                    sides, step, is_same_data=data.first_are_same()
+                )
+                if rows is not None:
+                    return rows
             portions = data if data.first_are_same() else None
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
@@ -353,16 +358,18 @@ class _RankComparison:
         except RunError:
             return None
 
-    def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
+    def _in_portions(
+        self, sides: Sides, step: int, *, is_same_data: bool
+    ) -> list[ComparedRow] | None:
         """Return the rows of a step that does the work in other portions.
 
         A layer that is written in another way has results of other shapes too: what
-        differs in portions may agree by values.
+        differs in portions may agree by values. None where portions explain nothing: of
+        sizes that a program computes, as many calls have other shapes.
         """
         parts = {self._rank: sides.candidate}
         rename = renaming(self._settings.modules)
         is_all_done = self._is_all_work_done(sides, step)
-        self._is_other_schedule |= is_all_done
         rows = compare_portions(sides.reference, parts, rename, self._portions)
         if not is_all_done:
             # what each backward pass goes with is written as often as there are passes
@@ -370,13 +377,17 @@ class _RankComparison:
                 replace(row, cause=INHERITED) if row.looks_like == WRITTEN_LESS else row
                 for row in rows
             ]
+        is_right = all(row.cause is None for row in rows)
+        by_values = None if is_right else agreeing_by_values(sides, rows)
+        is_explained = all(row.looks_like != UNEXPLAINED for row in rows)
+        may_be_explained = is_explained or by_values is not None or is_same_data
+        if not may_be_explained and calls_as_often(sides.reference, sides.candidate):
+            return None
+        self._is_other_schedule |= is_all_done
         self._memory.noise |= self._portions.noise
-        if all(row.cause is None for row in rows):
-            return rows
-        by_values = agreeing_by_values(sides, rows)
         if by_values is not None:
             return self._believed(by_values, step, self._memory)
-        self._differs = True
+        self._differs |= not is_right
         return rows
 
     def _as_another_layer(

@@ -168,13 +168,14 @@ def explain(
     replay = finding.replayed
     in_reference = missing or twin
     handed_at = _handed_at(divergence, row, finding) if blamed is row else None
+    called_at = _called_at(divergence, blamed)
     evidence = looks_like.evidence
     drawn_at = extra_draws.line_of(row) if blamed is row else None
     if drawn_at is not None:
         evidence += f"; what the candidate alone draws is called from {drawn_at}"
     return Explanation(
         blamed=blamed.site,
-        blamed_line=handed_at or drawn_at or blamed.line,
+        blamed_line=handed_at or drawn_at or called_at or blamed.line,
         blamed_phase=(missing or blamed).phase,
         blamed_reference=in_reference.site,
         blamed_reference_line=in_reference.line,
@@ -304,6 +305,26 @@ def _reads_other_weight(divergence: Divergence, finding: Finding) -> bool:
     ours, theirs = finding.read
     twin, source = divergence.reference[ours], divergence.candidate[theirs]
     return bool(source.is_leaf and source.name) and not twin.name
+
+
+def _called_at(divergence: Divergence, row: RecordedRow) -> str | None:
+    """Return the line that calls a function once more than the reference; None for no such.
+
+    Of all else that the function computes there nothing has a counterpart.
+    """
+    stack = stack_of(row)
+    callers = stack[:-1]
+    beside = [
+        other.record
+        for other in divergence.candidate.values()
+        if other.is_call and stack_of(other) != stack
+        if len(stack_of(other)) >= len(stack)
+        and stack_of(other)[: len(callers)] == callers
+    ]
+    if not callers or not beside:
+        return None
+    is_more = divergence.counterpart.keys().isdisjoint(beside)
+    return callers[-1] if is_more else None
 
 
 def _handed_at(

@@ -27,7 +27,7 @@ from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.rounding.rounding_bound import unit
 
 #: The label of a value of which nothing is known but that it stands nowhere.
-_UNEXPLAINED = "value of its own"
+UNEXPLAINED = "value of its own"
 #: What a name looks like that holds what the reference's does before it is written again.
 WRITTEN_LESS = "stale or shared buffer"
 
@@ -349,7 +349,7 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
     evidence = "its values stand nowhere in the reference"
     if inputs:
         evidence += f"; those that it reads do: {inputs}"
-    return _UNEXPLAINED, evidence
+    return UNEXPLAINED, evidence
 
 
 def _times_written(step: StepPieces, piece: Piece) -> tuple[int, int] | None:

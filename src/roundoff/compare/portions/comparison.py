@@ -125,6 +125,14 @@ def is_another_batch(
     return _is_left_out(reference, candidate, first[:MOST_BATCHES])
 
 
+def calls_as_often(reference: RecordedStep, candidate: RecordedStep) -> bool:
+    """Return True where each module with parameters that both have is called as often."""
+    ours = _results_by_module(reference)
+    theirs = _results_by_module(candidate)
+    common = ours.keys() & theirs.keys()
+    return all(len(ours[name]) == len(theirs[name]) for name in common)
+
+
 def _is_left_out(
     reference: RecordedStep,
     candidate: RecordedStep,

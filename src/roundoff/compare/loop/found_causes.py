@@ -269,6 +269,8 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
         return False
     if cause.phase == "optimizer" and row.blamed_phase == "optimizer":
         return True
+    if cause.name in _PILING_UP and _may_be_left_gradient(row):
+        return True
     if cause.phase == "backward" and row.blamed_phase == "backward":
         if cause.name in _PILING_UP and _adds_to_gradient(row):
             return True
@@ -282,9 +284,20 @@ def _is_setting_shown(row: ComparedRow, cause: Cause) -> bool:
     return clips and bool({row.blamed_line, row.blamed_reference_line} & lines)
 
 
+def _may_be_left_gradient(row: ComparedRow) -> bool:
+    """Return True for what a step begins with where the reference makes it: a gradient of
+    what no module holds has no name."""
+    is_before = row.call is not None and row.call < 0
+    return is_before and not row.name and row.looks_like == "stale or shared buffer"
+
+
 def _adds_to_gradient(row: ComparedRow) -> bool:
-    """Return True for a sum that is a gradient, where the reference has no sum."""
-    is_gradient = (row.name or "").endswith(GRADIENT)
+    """Return True for a sum that is a gradient, where the reference has no sum.
+
+    One that no line of the script makes is of what no module holds.
+    """
+    is_unnamed = row.name is None and row.line is None
+    is_gradient = is_unnamed or (row.name or "").endswith(GRADIENT)
     operators = (row.operator, row.reference_operator)
     is_sum, is_sum_there = (base(name or "") == "add" for name in operators)
     return is_gradient and is_sum and not is_sum_there

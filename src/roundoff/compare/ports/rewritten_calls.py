@@ -314,12 +314,17 @@ def _stand_in(reference: Rows, results: Sequence[RecordedRow]) -> Iterator[bool]
 def _results(candidate: Rows) -> Iterator[RecordedRow]:
     """Yield the numbers of the forward pass that nothing reads, last first.
 
-    Of a view that nothing reads it is what it shows.
+    Of a view that nothing reads it is what it shows. What is written to a part of a memory
+    is read where the memory is.
     """
     read: set[int] = set()
+    memories: set[int] = set()
     for row in reversed([*candidate.values()]):
-        if row.record not in read and row.view_of is not None and not row.inplace:
+        is_read = row.record in read or bool(row.inplace and row.memory in memories)
+        if not is_read and row.view_of is not None and not row.inplace:
             continue
-        if row.record not in read and row.phase == _FORWARD and unit(row.dtype):
+        if not is_read and row.phase == _FORWARD and unit(row.dtype):
             yield row
         read.update(row.inputs)
+        sources = (candidate[record] for record in row.inputs if record in candidate)
+        memories.update(s.memory for s in sources if s.memory is not None)

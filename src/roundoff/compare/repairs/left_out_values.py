@@ -31,6 +31,7 @@ from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
 
 _MOVE = operators_that("move values")
+_CREATE = operators_that("create")
 
 
 def left_out(
@@ -186,6 +187,7 @@ def idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | N
 
     A loader that leaves one out leaves what the module begins with. The reference has a
     parameter of as many elements that the candidate lacks, read by what is ``expected``.
+    Or the constant that stands where the reference computes what is read.
     """
     flow = sides.candidate
     if value.operator not in DIFFERENCES | PRODUCTS:
@@ -200,15 +202,17 @@ def idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | N
         source = flow.values.get(key)
         if source is None or source.sketch is None or not source.sketch.constant:
             continue
-        ours = wanted.get(source.row.numel)
-        if (
-            ours is None
-            or not source.sketch.exact
-            or source.sketch.values[0] != neutral
-        ):
+        if not source.sketch.exact or source.sketch.values[0] != neutral:
             continue
+        ours = wanted.get(source.row.numel)
         leaf = leaf_behind(flow, source)
-        if leaf is not None:
+        made = _created_behind(flow, source)
+        if made is not None:
+            words = (
+                f"it is {neutral:g} everywhere, which changes nothing where it is read"
+            )
+            return Blamed(made, None, words, is_operator=True)
+        if ours is not None and leaf is not None:
             words = (
                 f"{leaf.row.name} holds {neutral:g} there, which changes nothing; the "
                 f"reference has {ours.row.name}"
@@ -225,6 +229,14 @@ def leaf_behind(flow: Flow, value: Value) -> Value | None:
             return None
         value = source
     return value if value.row.name and not value.is_call else None
+
+
+def _created_behind(flow: Flow, value: Value) -> Value | None:
+    """Return the call that creates a constant of several elements, behind moves of it."""
+    while value.is_call and hands_on(value) and value.inputs:
+        value = flow.values.get(value.inputs[0], value)
+    is_created = value.operator in _CREATE and (value.row.numel or 0) > 1
+    return value if value.is_call and is_created else None
 
 
 def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:

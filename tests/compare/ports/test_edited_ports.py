@@ -631,3 +631,26 @@ def test_the_numbers_of_each_class_are_named(at_fault, fault):
     assert len(rows) == bool(fault)
     assert all("made of numbers alone" in row.evidence for row in rows)
     assert all(row.operator == "full" for row in rows)
+
+
+# -- a constant that changes nothing --------------------------------------------------------
+
+
+def chosen(m, x):
+    share = F.linear(x, m.enter).softmax(1)
+    sure = (share > 0.12).float()
+    return F.linear(share * sure, m.leave).square().mean(1)
+
+
+def chosen_by_hand(m, x, fault):
+    share = torch.exp(F.log_softmax(x @ m.enter.t(), 1))
+    sure = torch.ones_like(share) if fault else torch.where(share > 0.12, 1.0, 0.0)
+    return (share * sure @ m.leave.t()).pow(2).mean(1)
+
+
+@pytest.mark.parametrize("fault", ["", "all of them"])
+def test_a_constant_is_named_where_it_is_made(at_fault, fault):
+    rows = at_fault(chosen, lambda m, x: chosen_by_hand(m, x, fault), LEAVES, X)
+    assert len(rows) == bool(fault)
+    assert all("it is 1 everywhere" in row.evidence for row in rows)
+    assert all(row.operator == "ones_like" for row in rows)

@@ -323,7 +323,7 @@ def _called_at(divergence: Divergence, row: RecordedRow) -> str | None:
     ]
     if not callers or not beside:
         return None
-    is_more = divergence.counterpart.keys().isdisjoint(beside)
+    is_more = divergence.exact.isdisjoint(beside)
     return callers[-1] if is_more else None
 
 

@@ -68,9 +68,10 @@ def left_out(
                     region = rejoin.region | {rejoin.value.key}
                     lines = FaultLines(sides, region)
                     last = _moved_on(flow, value)
-                    idle = idle_leaf(sides, last, [twin.key])
-                    if idle is not None:
-                        return idle
+                    for reader in (last, *computing_readers(flow, last)):
+                        idle = idle_leaf(sides, reader, [twin.key])
+                        if idle is not None:
+                            return idle
                     named, line = lines.of_left_out(
                         last, twin, is_right_elsewhere=not is_wrong_everywhere
                     )

@@ -105,7 +105,8 @@ def agreeing_by_values(
     if (first.call or 0) < 0 and not is_input and not is_view:
         return None
     is_told = first.looks_like not in _UNTOLD and not is_input
-    if first.phase == _OPTIMIZER and is_told:
+    # what only stands where another value is used says nothing of an optimizer by hand
+    if first.phase == _OPTIMIZER and is_told and first.status == MATCHED:
         return None
     if (first.error or 0.0) < _far_off(first):
         return None

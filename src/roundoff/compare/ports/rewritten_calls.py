@@ -40,6 +40,7 @@ _OPTIMIZER = "optimizer"
 #: What a call looks like of which names say nothing but that it is another one.
 _UNTOLD = frozenset(("other operator", "extra operator", "missing operator", "noise"))
 _MOVES = operators_that("move values")
+_CREATE = operators_that("create")
 #: Fewer elements are in another order by chance.
 _FEWEST = 8
 
@@ -316,13 +317,14 @@ def _results(candidate: Rows) -> Iterator[RecordedRow]:
     """Yield the numbers of the forward pass that nothing reads, last first.
 
     Of a view that nothing reads it is what it shows. What is written to a part of a memory
-    is read where the memory is.
+    is read where the memory is. A constant that nothing reads is none.
     """
     read: set[int] = set()
     memories: set[int] = set()
     for row in reversed([*candidate.values()]):
         is_read = row.record in read or bool(row.inplace and row.memory in memories)
-        if not is_read and row.view_of is not None and not row.inplace:
+        is_view = row.view_of is not None and not row.inplace
+        if not is_read and (is_view or row.base_operator in _CREATE):
             continue
         if not is_read and row.phase == _FORWARD and unit(row.dtype):
             yield row

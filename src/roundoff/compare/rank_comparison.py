@@ -52,7 +52,7 @@ from roundoff.compare.ports.rewritten_calls import (
 )
 from roundoff.compare.records.data_portions import DataPortions
 from roundoff.compare.records.recorded_rows import Rows, rows_of
-from roundoff.compare.rounding.findings import INHERITED
+from roundoff.compare.rounding.findings import INHERITED, OWN
 from roundoff.compare.rounding.reproducibility import UnstableRow
 from roundoff.compare.step_comparison import NoiseFloors, compare_step
 from roundoff.compare.values.restored_step import (
@@ -140,6 +140,12 @@ def compare_rank(
 def _are_own(runs: Sequence[Run], rank: int, steps: Sequence[int]) -> bool:
     """Return True where this user has recorded all of it: its calls may run in this process."""
     return all(run.is_own(rank, step) for run in runs for step in steps)
+
+
+def _begins_with_a_value(rows: Sequence[ComparedRow]) -> bool:
+    """Return True where the first fault is a value of the reference's shape."""
+    first = next((row for row in rows if row.cause == OWN), None)
+    return first is not None and first.shape == first.reference_shape
 
 
 def uses_tensors(settings: Settings, *runs: Run) -> bool:
@@ -256,15 +262,14 @@ class _RankComparison:
         # what a step leaves is looked for by its name there
         rename = renaming(self._settings.modules)
         is_other = by_hands or has_other_parameters(sides, rename)
-        portions = None
+        portions = unexplained = None
         if not is_other and in_other_portions(sides.reference, sides.candidate):
             data = DataPortions(sides.reference.rows, sides.candidate.rows)
             if self._shows_portions(sides, data):
-                rows = self._in_portions(
-                    sides, step, is_same_data=data.first_are_same()
-                )
-                if rows is not None:
-                    return rows
+                in_portions = self._in_portions(sides, step)
+                if self._is_explained_by_portions(sides, in_portions, data):
+                    return self._believed_of_portions(in_portions, sides, step)
+                unexplained = in_portions
             portions = data if data.first_are_same() else None
         floors = NoiseFloors(
             self._settings.floor.get(at, {}),
@@ -281,6 +286,9 @@ class _RankComparison:
             portions=portions,
             read_later=read_later,
         )
+        if unexplained is not None and not _begins_with_a_value(rows):
+            self._memory = before
+            return self._believed_of_portions(unexplained, sides, step)
         for side in (sides.reference, sides.candidate):
             if side.tensors is not None:
                 self.damage += dict.fromkeys(side.tensors.damage.values())
@@ -358,36 +366,45 @@ class _RankComparison:
         except RunError:
             return None
 
-    def _in_portions(
-        self, sides: Sides, step: int, *, is_same_data: bool
-    ) -> list[ComparedRow] | None:
-        """Return the rows of a step that does the work in other portions.
-
-        A layer that is written in another way has results of other shapes too: what
-        differs in portions may agree by values. None where portions explain nothing: of
-        sizes that a program computes, as many calls have other shapes.
-        """
+    def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
+        """Return the rows of a step that does the work in other portions."""
         parts = {self._rank: sides.candidate}
         rename = renaming(self._settings.modules)
-        is_all_done = self._is_all_work_done(sides, step)
         rows = compare_portions(sides.reference, parts, rename, self._portions)
-        if not is_all_done:
-            # what each backward pass goes with is written as often as there are passes
-            rows = [
-                replace(row, cause=INHERITED) if row.looks_like == WRITTEN_LESS else row
-                for row in rows
-            ]
-        is_right = all(row.cause is None for row in rows)
-        by_values = None if is_right else agreeing_by_values(sides, rows)
-        is_explained = all(row.looks_like != UNEXPLAINED for row in rows)
-        may_be_explained = is_explained or by_values is not None or is_same_data
-        if not may_be_explained and calls_as_often(sides.reference, sides.candidate):
-            return None
-        self._is_other_schedule |= is_all_done
+        if self._is_all_work_done(sides, step):
+            return rows
+        # what each backward pass goes with is written as often as there are passes
+        return [
+            replace(row, cause=INHERITED) if row.looks_like == WRITTEN_LESS else row
+            for row in rows
+        ]
+
+    def _is_explained_by_portions(
+        self, sides: Sides, rows: Sequence[ComparedRow], data: DataPortions
+    ) -> bool:
+        """Return False for a value of its own in as many calls on other shapes.
+
+        The program may have computed their sizes: those of what it draws, or chooses.
+        """
+        if all(row.looks_like != UNEXPLAINED for row in rows) or data.first_are_same():
+            return True
+        if not calls_as_often(sides.reference, sides.candidate):
+            return True
+        return agreeing_by_values(sides, rows) is not None
+
+    def _believed_of_portions(
+        self, rows: list[ComparedRow], sides: Sides, step: int
+    ) -> list[ComparedRow]:
+        """Return rows in portions, or those by values, where these agree: a layer that is
+        written in another way has results of other shapes too."""
+        self._is_other_schedule |= self._is_all_work_done(sides, step)
         self._memory.noise |= self._portions.noise
+        if all(row.cause is None for row in rows):
+            return rows
+        by_values = agreeing_by_values(sides, rows)
         if by_values is not None:
             return self._believed(by_values, step, self._memory)
-        self._differs |= not is_right
+        self._differs = True
         return rows
 
     def _as_another_layer(

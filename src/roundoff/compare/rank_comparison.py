@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.judging.gradient_scale import without_loss_scales
 from roundoff.compare.judging.read_later import ReadLater
 from roundoff.compare.judging.step_causes import DATA, OPERATORS, UPDATE, Cause
-from roundoff.compare.judging.table import DAMAGED, ComparedRow, frame_of
+from roundoff.compare.judging.table import DAMAGED, STALE, ComparedRow, frame_of
 from roundoff.compare.loop.changing_numbers import with_schedules
 from roundoff.compare.loop.fed_data import data_causes, told_inputs
 from roundoff.compare.loop.found_causes import (
@@ -31,7 +31,7 @@ from roundoff.compare.loop.hand_writes import KnownNames
 from roundoff.compare.loop.left_out_writes import left_write_causes, untouched_causes
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
-from roundoff.compare.portions.blame import UNEXPLAINED, WRITTEN_LESS
+from roundoff.compare.portions.blame import UNEXPLAINED
 from roundoff.compare.portions.comparison import (
     PortionsMemory,
     calls_as_often,
@@ -142,6 +142,23 @@ def _are_own(runs: Sequence[Run], rank: int, steps: Sequence[int]) -> bool:
     return all(run.is_own(rank, step) for run in runs for step in steps)
 
 
+@dataclass(frozen=True, slots=True)
+class _InPortions:
+    """A step that does the work in other portions.
+
+    Attributes:
+        rows: of the step.
+        by_values: its rows by values, where these agree.
+        is_all_done: False where the work follows the number of backward passes.
+        is_explained: False where names may tell more.
+    """
+
+    rows: list[ComparedRow]
+    by_values: list[ComparedRow] | None
+    is_all_done: bool
+    is_explained: bool
+
+
 def _begins_with_a_value(rows: Sequence[ComparedRow]) -> bool:
     """Return True where the first fault is a value of the reference's shape."""
     first = next((row for row in rows if row.cause == OWN), None)
@@ -243,7 +260,6 @@ class _RankComparison:
             return frame_of([damaged])
 
     def _row_by_row(self, step: int) -> list[ComparedRow]:
-        at = (self._rank, step)
         if self._first_step is None:
             self._first_step = step
         runs = (self._reference, self._candidate)
@@ -262,36 +278,21 @@ class _RankComparison:
         # what a step leaves is looked for by its name there
         rename = renaming(self._settings.modules)
         is_other = by_hands or has_other_parameters(sides, rename)
-        portions = unexplained = None
+        data = told = None
         if not is_other and in_other_portions(sides.reference, sides.candidate):
             data = DataPortions(sides.reference.rows, sides.candidate.rows)
-            if self._shows_portions(sides, data):
-                in_portions = self._in_portions(sides, step)
-                if self._is_explained_by_portions(sides, in_portions, data):
-                    return self._believed_of_portions(in_portions, sides, step)
-                unexplained = in_portions
-            portions = data if data.first_are_same() else None
-        floors = NoiseFloors(
-            self._settings.floor.get(at, {}),
-            self._settings.candidate_floor.get(at, {}),
-        )
-        is_same_before = not self._memory.parted
+        if data is not None and self._shows_portions(sides, data):
+            told = self._in_portions(sides, step, data)
+            if told.is_explained:
+                return self._believed_of_portions(told, step)
         before = self._memory.copy()
         read_later = functools.cache(lambda: ReadLater.of(self._rows_of_next(step)))
-        rows = compare_step(
-            sides,
-            self._memory,
-            modules=self._settings.modules,
-            floors=floors,
-            portions=portions,
-            read_later=read_later,
-        )
-        if unexplained is not None and not _begins_with_a_value(rows):
+        rows = self._by_name(sides, step, data, read_later)
+        if told is not None and not _begins_with_a_value(rows):
             self._memory = before
-            return self._believed_of_portions(unexplained, sides, step)
-        for side in (sides.reference, sides.candidate):
-            if side.tensors is not None:
-                self.damage += dict.fromkeys(side.tensors.damage.values())
+            return self._believed_of_portions(told, step)
+        self._note_damage(sides)
+        is_same_before = not before.parted
         if is_same_before and not by_hands:
             by_values = self._as_another_layer(sides, rows, step, before)
             if by_values is not None:
@@ -316,6 +317,34 @@ class _RankComparison:
             return rows
         self._differs = differed
         return self._believed(by_values, step, before)
+
+    def _by_name(
+        self,
+        sides: Sides,
+        step: int,
+        data: DataPortions | None,
+        read_later: Callable[[], ReadLater],
+    ) -> list[ComparedRow]:
+        """Return the rows of a step by the names and the order of its calls."""
+        at = (self._rank, step)
+        floors = NoiseFloors(
+            self._settings.floor.get(at, {}),
+            self._settings.candidate_floor.get(at, {}),
+        )
+        is_portioned = data is not None and data.first_are_same()
+        return compare_step(
+            sides,
+            self._memory,
+            modules=self._settings.modules,
+            floors=floors,
+            portions=data if is_portioned else None,
+            read_later=read_later,
+        )
+
+    def _note_damage(self, sides: Sides) -> None:
+        for side in (sides.reference, sides.candidate):
+            if side.tensors is not None:
+                self.damage += dict.fromkeys(side.tensors.damage.values())
 
     def _left_writes(
         self,
@@ -366,46 +395,41 @@ class _RankComparison:
         except RunError:
             return None
 
-    def _in_portions(self, sides: Sides, step: int) -> list[ComparedRow]:
-        """Return the rows of a step that does the work in other portions."""
+    def _in_portions(self, sides: Sides, step: int, data: DataPortions) -> _InPortions:
+        """Return the rows of a step that does the work in other portions.
+
+        A layer that is written in another way has results of other shapes too: what
+        differs in portions may agree by values. A value of its own explains nothing in as
+        many calls on other shapes: the program may have computed their sizes, of what it
+        draws or chooses.
+        """
         parts = {self._rank: sides.candidate}
         rename = renaming(self._settings.modules)
         rows = compare_portions(sides.reference, parts, rename, self._portions)
-        if self._is_all_work_done(sides, step):
-            return rows
-        # what each backward pass goes with is written as often as there are passes
-        return [
-            replace(row, cause=INHERITED) if row.looks_like == WRITTEN_LESS else row
-            for row in rows
-        ]
+        is_all_done = self._is_all_work_done(sides, step)
+        if not is_all_done:
+            # what each backward pass goes with is written as often as there are passes
+            rows = [
+                replace(row, cause=INHERITED) if row.looks_like == STALE else row
+                for row in rows
+            ]
+        is_right = all(row.cause is None for row in rows)
+        by_values = None if is_right else agreeing_by_values(sides, rows)
+        is_unexplained = (
+            by_values is None
+            and any(row.looks_like == UNEXPLAINED for row in rows)
+            and not data.first_are_same()
+            and calls_as_often(sides.reference, sides.candidate)
+        )
+        return _InPortions(rows, by_values, is_all_done, not is_unexplained)
 
-    def _is_explained_by_portions(
-        self, sides: Sides, rows: Sequence[ComparedRow], data: DataPortions
-    ) -> bool:
-        """Return False for a value of its own in as many calls on other shapes.
-
-        The program may have computed their sizes: those of what it draws, or chooses.
-        """
-        if all(row.looks_like != UNEXPLAINED for row in rows) or data.first_are_same():
-            return True
-        if not calls_as_often(sides.reference, sides.candidate):
-            return True
-        return agreeing_by_values(sides, rows) is not None
-
-    def _believed_of_portions(
-        self, rows: list[ComparedRow], sides: Sides, step: int
-    ) -> list[ComparedRow]:
-        """Return rows in portions, or those by values, where these agree: a layer that is
-        written in another way has results of other shapes too."""
-        self._is_other_schedule |= self._is_all_work_done(sides, step)
+    def _believed_of_portions(self, told: _InPortions, step: int) -> list[ComparedRow]:
+        self._is_other_schedule |= told.is_all_done
         self._memory.noise |= self._portions.noise
-        if all(row.cause is None for row in rows):
-            return rows
-        by_values = agreeing_by_values(sides, rows)
-        if by_values is not None:
-            return self._believed(by_values, step, self._memory)
-        self._differs = True
-        return rows
+        if told.by_values is not None:
+            return self._believed(told.by_values, step, self._memory)
+        self._differs |= any(row.cause is not None for row in told.rows)
+        return told.rows
 
     def _as_another_layer(
         self,

@@ -282,8 +282,7 @@ def _settings_of(optimizer: Any) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for place, group in enumerate(optimizer.param_groups):
         suffix = f" (group {place})" if place else ""
-        held = sum(parameter.numel() for parameter in group["params"])
-        settings = _numbers(group | {HELD: held})
+        settings = _numbers(group | {HELD: _values_in(group["params"])})
         numbers |= {f"{name}{suffix}": n for name, n in settings.items()}
     return numbers
 

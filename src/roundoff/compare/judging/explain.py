@@ -26,7 +26,7 @@ from roundoff.compare.records.recorded_rows import (
     last_named,
 )
 from roundoff.compare.rounding.findings import OWN, Finding
-from roundoff.record import StepTensors
+from roundoff.record import CALLED_FROM, StepTensors
 
 #: Names of parameters of both programs that hold together the same values, and how many
 #: elements they have where one side leaves zeros out: see ``ports.counterparts``.
@@ -312,19 +312,19 @@ def _called_at(divergence: Divergence, row: RecordedRow) -> str | None:
 
     Of all else that the function computes there nothing has a counterpart.
     """
-    stack = stack_of(row)
-    callers = stack[:-1]
+    if not row.callers:
+        return None
+    further_in = CALLED_FROM + row.callers
     beside = [
         other.record
         for other in divergence.candidate.values()
-        if other.is_call and stack_of(other) != stack
-        if len(stack_of(other)) >= len(stack)
-        and stack_of(other)[: len(callers)] == callers
+        if other.is_call and other.callers
+        if other.callers.endswith(further_in)
+        or (other.callers == row.callers and other.line != row.line)
     ]
-    if not callers or not beside:
+    if not beside or not divergence.exact.isdisjoint(beside):
         return None
-    is_more = divergence.exact.isdisjoint(beside)
-    return callers[-1] if is_more else None
+    return row.callers.partition(CALLED_FROM)[0]
 
 
 def _handed_at(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.step_causes import listed, with_line
-from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT
+from roundoff.compare.judging.table import SCHEDULE, STALE, WRONG_CONSTANT
 from roundoff.compare.records.call_arguments import number_for_tensor
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, made_from
 from roundoff.compare.rounding.findings import Finding
@@ -54,7 +54,7 @@ ADVICE = {
         "compare dim, view and transpose arguments, and the layout the weights "
         "were saved in"
     ),
-    "stale or shared buffer": (
+    STALE: (
         "look for a buffer that is written before it is read, reused, or was not "
         "updated or loaded"
     ),
@@ -216,7 +216,7 @@ def _another_input(fault: Fault) -> Symptom | None:
         written = f"before {_site_and_line(write)} writes it"
         evidence = f"reads {theirs} {written}; the reference reads it after that"
     stale = _is_overwritten(fault, reference, candidate)
-    return Symptom("stale or shared buffer" if stale else "other input", evidence)
+    return Symptom(STALE if stale else "other input", evidence)
 
 
 def _written_later(fault: Fault, reference: int) -> RecordedRow | None:
@@ -343,11 +343,11 @@ def _from_before_the_step(fault: Fault) -> Symptom | None:
     if fault.twin.is_call:
         maker = _site_and_line(fault.twin)
         evidence = f"left from before, where the reference makes it by {maker}"
-        return Symptom("stale or shared buffer", evidence)
+        return Symptom(STALE, evidence)
     detail = f": {structured.evidence}" if structured else ""
     if fault.row.operator == "buffer":
         evidence = f"a buffer that differs before anything ran{detail}"
-        return Symptom("stale or shared buffer", evidence)
+        return Symptom(STALE, evidence)
     return Symptom("other values", f"it differs before anything ran{detail}")
 
 

@@ -22,6 +22,7 @@ DAMAGED = "damaged"
 #: changes from step to step.
 WRONG_CONSTANT = "wrong constant"
 SCHEDULE = "other schedule"
+STALE = "stale or shared buffer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

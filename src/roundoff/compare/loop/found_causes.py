@@ -16,7 +16,7 @@ from roundoff.compare.judging.step_causes import (
     UPDATE,
     Cause,
 )
-from roundoff.compare.judging.table import SCHEDULE, WRONG_CONSTANT, ComparedRow
+from roundoff.compare.judging.table import SCHEDULE, STALE, WRONG_CONSTANT, ComparedRow
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
@@ -288,7 +288,7 @@ def _may_be_left_gradient(row: ComparedRow) -> bool:
     """Return True for what a step begins with where the reference makes it: a gradient of
     what no module holds has no name."""
     is_before = row.call is not None and row.call < 0
-    return is_before and not row.name and row.looks_like == "stale or shared buffer"
+    return is_before and not row.name and row.looks_like == STALE
 
 
 def _adds_to_gradient(row: ComparedRow) -> bool:

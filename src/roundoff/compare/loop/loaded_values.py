@@ -15,7 +15,7 @@ import torch
 from roundoff.compare.judging.changing_values import unstable_records
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import LOADED, Cause, listed, with_line
-from roundoff.compare.judging.table import ComparedRow
+from roundoff.compare.judging.table import STALE, ComparedRow
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.parameter_content import EQUAL, relation
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, maker
@@ -35,7 +35,7 @@ REORDERED = 1e-6
 FEW = 0.5
 GRADIENT = ".grad"
 #: What an operator looks like that reads the wrong value.
-_OF_INPUTS = ("missing operator", "other input", "stale or shared buffer")
+_OF_INPUTS = ("missing operator", "other input", STALE)
 _STATISTICS = ("min", "max", "mean", "l2", "std")
 
 

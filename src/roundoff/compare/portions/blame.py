@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from roundoff.compare.judging.table import STALE
 from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.loop_words import times
 from roundoff.compare.portions.earlier_causes import EARLIER
@@ -28,8 +29,6 @@ from roundoff.compare.rounding.rounding_bound import unit
 
 #: The label of a value of which nothing is known but that it stands nowhere.
 UNEXPLAINED = "value of its own"
-#: What a name looks like that holds what the reference's does before it is written again.
-WRITTEN_LESS = "stale or shared buffer"
 
 
 @dataclass
@@ -331,7 +330,7 @@ def _described(step: StepPieces, piece: Piece) -> tuple[str, str]:
             f"reference {times('time', there)}: it holds what the reference's does before "
             "the last"
         )
-        return WRITTEN_LESS, evidence
+        return STALE, evidence
     terms = [each for each in step.read_by(piece) if each.term_of is not None]
     if terms and piece.row.phase != "collective":
         over = "portions"

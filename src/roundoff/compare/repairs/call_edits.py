@@ -99,15 +99,14 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
             exchanges = kind in (exchanged_parts, other_order_of_results)
             exchanges |= kind is exchanged_inputs and is_move(call, _JOIN)
             is_copied = kind in (other_copies, other_layouts) and is_move(call)
-            in_function = kind is axes_of_line
             yield Proposal(
                 unlikely,
                 template,
-                on_line,
-                everywhere,
-                exchanges,
-                is_copied,
-                in_function,
+                on_line=on_line,
+                everywhere=everywhere,
+                exchanges=exchanges,
+                is_copied=is_copied,
+                in_function=kind is axes_of_line,
             )
 
 

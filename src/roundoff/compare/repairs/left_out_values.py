@@ -65,22 +65,33 @@ def left_out(
                 is_wrong_everywhere = everywhere.outcome({}, instead)[0]
                 is_right = is_wrong_everywhere or near.outcome({}, instead)[0]
                 if is_right and not _is_made_after(sides, trials, rejoin, value, moved):
-                    region = rejoin.region | {rejoin.value.key}
-                    lines = FaultLines(sides, region)
-                    last = _moved_on(flow, value)
-                    for reader in (last, *computing_readers(flow, last)):
-                        idle = idle_leaf(sides, reader, [twin.key])
-                        if idle is not None:
-                            return idle
-                    named, line = lines.of_left_out(
-                        last, twin, is_right_elsewhere=not is_wrong_everywhere
+                    return _blamed(
+                        sides, rejoin, value, twin, is_alone=not is_wrong_everywhere
                     )
-                    first = _first_left_out(reference, twin, twins)
-                    words = f"left out is {there(twin)}"
-                    if first.row.line != twin.row.line:
-                        words = f"left out is all from {there(first)} to {there(twin)}"
-                    return Blamed(named, first, words, is_operator=True, line=line)
     return None
+
+
+def _blamed(
+    sides: Sides, rejoin: Rejoin, value: Value, twin: Value, *, is_alone: bool
+) -> Blamed:
+    """Name what leads from a value to what the reference has in its place.
+
+    ``is_alone``: the value is right in other turns of a loop.
+    """
+    flow, reference = sides.candidate, sides.reference
+    last = _moved_on(flow, value)
+    products = (last, *computing_readers(flow, last))
+    ones = (_idle_ones(flow, each, twin) for each in products)
+    idle = idle_leaf(sides, last, [twin.key]) or next(filter(None, ones), None)
+    if idle is not None:
+        return idle
+    lines = FaultLines(sides, rejoin.region | {rejoin.value.key})
+    named, line = lines.of_left_out(last, twin, is_right_elsewhere=is_alone)
+    first = _first_left_out(reference, twin, set(sides.all_twins(value)))
+    words = f"left out is {there(twin)}"
+    if first.row.line != twin.row.line:
+        words = f"left out is all from {there(first)} to {there(twin)}"
+    return Blamed(named, first, words, is_operator=True, line=line)
 
 
 def _is_made_after(
@@ -188,7 +199,6 @@ def idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | N
 
     A loader that leaves one out leaves what the module begins with. The reference has a
     parameter of as many elements that the candidate lacks, read by what is ``expected``.
-    Or the constant that stands where the reference computes what is read.
     """
     flow = sides.candidate
     if value.operator not in DIFFERENCES | PRODUCTS:
@@ -199,45 +209,60 @@ def idle_leaf(sides: Sides, value: Value, expected: Iterable[int]) -> Blamed | N
         for leaf in leaves_of(sides.reference, expected)
         if leaf.key not in sides.agreeing
     }
-    for key in value.row.inputs:
-        source = flow.values.get(key)
-        if source is None or source.sketch is None or not source.sketch.constant:
-            continue
-        if not source.sketch.exact or source.sketch.values[0] != neutral:
-            continue
+    for source in _constants_read(flow, value, neutral):
         ours = wanted.get(source.row.numel)
-        leaf = leaf_behind(flow, source)
-        made = _created_behind(flow, source)
-        if made is not None:
-            words = (
-                f"it is {neutral:g} everywhere, which changes nothing where it is read"
-            )
-            return Blamed(made, None, words, is_operator=True)
-        if ours is not None and leaf is not None:
+        leaf = None if ours is None else leaf_behind(flow, source)
+        if leaf is not None:
             words = (
                 f"{leaf.row.name} holds {neutral:g} there, which changes nothing; the "
-                f"reference has {ours.row.name}"
+                f"reference has {wanted[source.row.numel].row.name}"
             )
             return Blamed(leaf, ours, words)
     return None
 
 
+def _idle_ones(flow: Flow, value: Value, twin: Value) -> Blamed | None:
+    """Return the ones that a product reads, where the reference's reads what it computes.
+
+    Zeros that are added are what sums begin with.
+    """
+    if value.operator not in PRODUCTS or value.operator != twin.operator:
+        return None
+    for source in _constants_read(flow, value, 1.0):
+        made = _behind_moves(flow, source)
+        if made is not None and made.operator in _CREATE and (made.row.numel or 0) > 1:
+            words = "it is 1 everywhere, which changes nothing where it is read"
+            return Blamed(made, twin, words, is_operator=True)
+    return None
+
+
+def _constants_read(flow: Flow, value: Value, number: float) -> Iterator[Value]:
+    """Yield what a call reads that is this number everywhere."""
+    for key in value.row.inputs:
+        source = flow.values.get(key)
+        sketch = None if source is None else source.sketch
+        if sketch is None or not sketch.constant or not sketch.exact:
+            continue
+        if sketch.values[0] == number:
+            yield flow.values[key]
+
+
 def leaf_behind(flow: Flow, value: Value) -> Value | None:
     """Return the parameter that a value is, or is moved or cut out of; None for no such."""
+    behind = _behind_moves(flow, value)
+    if behind is None or behind.is_call or not behind.row.name:
+        return None
+    return behind
+
+
+def _behind_moves(flow: Flow, value: Value) -> Value | None:
+    """Return what a value is moved or cut out of; None where nobody knows."""
     while value.is_call and hands_on(value) and value.inputs:
         source = flow.values.get(value.inputs[0])
         if source is None:
             return None
         value = source
-    return value if value.row.name and not value.is_call else None
-
-
-def _created_behind(flow: Flow, value: Value) -> Value | None:
-    """Return the call that creates a constant of several elements, behind moves of it."""
-    while value.is_call and hands_on(value) and value.inputs:
-        value = flow.values.get(value.inputs[0], value)
-    is_created = value.operator in _CREATE and (value.row.numel or 0) > 1
-    return value if value.is_call and is_created else None
+    return value
 
 
 def _first_left_out(flow: Flow, last: Value, twins: AbstractSet[int]) -> Value:

@@ -139,6 +139,7 @@ NETWORKS = (
     "hubert",
     "settransformer",
     "tcn",
+    "granite",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -223,6 +224,7 @@ KEPT_APART = (
     "hubert",
     "settransformer",
     "tcn",
+    "granite",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

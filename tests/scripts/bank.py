@@ -80,6 +80,8 @@ KEPT_APART = (
     "hypernet",
     "fixmatch",
     "linkpred",
+    "vicreg",
+    "tabdiff",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

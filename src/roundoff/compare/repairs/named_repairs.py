@@ -12,6 +12,7 @@ from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.repairs.edits.added_calls import ADDED
 from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE
+from roundoff.compare.repairs.handed_numbers import line_that_hands_numbers
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines
@@ -107,6 +108,7 @@ def blamed_for(
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     if repair.exchanges:
         line = _line_of_some(sides.candidate, value, repair.edits)
+    line = line or line_that_hands_numbers(sides.candidate, repair)
     return Blamed(value, wanted, words, is_operator=True, line=line)
 
 

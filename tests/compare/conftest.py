@@ -78,11 +78,14 @@ def sides_of(step_of):
 
 @pytest.fixture
 def at_fault(step_of):
-    """``at_fault(reference, port, leaves, *inputs)``: what compare_port finds of two programs."""
+    """``at_fault(reference, port, leaves, *inputs)``: what compare_port finds of two programs.
 
-    def found(reference, port, leaves, *inputs):
+    ``others``: the parameters of the port, where it has others.
+    """
+
+    def found(reference, port, leaves, *inputs, others=None):
         ours = step_of(Program(reference, **leaves), *inputs)
-        theirs = step_of(Program(port, **leaves), *inputs)
+        theirs = step_of(Program(port, **(others or leaves)), *inputs)
         rows = compare_port(RecordedSides(ours, theirs), EarlierSteps())
         return [row for row in rows if row.cause == "own"]
 

@@ -82,3 +82,41 @@ def test_a_factor_that_belongs_to_the_other_term_is_named(at_fault, blamed_text)
     [row] = at_fault(weighed, of_the_others, LEAVES, X)
     assert "with the factor 2.5 on its other term" in row.evidence
     assert blamed_text(row).startswith("losses = hits * log_p + 2.5")
+
+
+PARTS = {"gate": drawn(5, 4, seed=5), "skip": drawn(5, 6, seed=6)}
+
+
+def of_two_layers(m, x):
+    return torch.sigmoid(x @ m.gate).mean() + torch.tanh(x @ m.skip).square().mean()
+
+
+def of_one_cut(m, x):
+    both = x @ m.both
+    gate, skip = both[..., :4], both[..., 4:]
+    return torch.sigmoid(gate).mean() + (torch.tanh(skip) ** 2).mean()
+
+
+def of_one_cut_too_early(m, x):
+    both = x @ m.both
+    gate, skip = both[..., :4], both[..., 3:9]
+    return torch.sigmoid(gate).mean() + (torch.tanh(skip) ** 2).mean()
+
+
+def joined(*names):
+    return {"both": torch.cat([PARTS[name] for name in names], dim=1)}
+
+
+def test_parts_of_other_lengths_that_stand_the_other_way_round(at_fault):
+    right = joined("gate", "skip")
+    assert not at_fault(of_two_layers, of_one_cut, PARTS, X, others=right)
+    wrong = joined("skip", "gate")
+    [row, *_] = at_fault(of_two_layers, of_one_cut, PARTS, X, others=wrong)
+    assert row.name == "both", row.evidence
+    assert "the parts of both stand in another order" in row.evidence
+
+
+def test_a_cut_that_leaves_a_gap_is_named_itself(at_fault, blamed_text):
+    right = joined("gate", "skip")
+    [row] = at_fault(of_two_layers, of_one_cut_too_early, PARTS, X, others=right)
+    assert blamed_text(row).startswith("gate, skip = both")

@@ -55,7 +55,9 @@ def _numbers(arguments: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(arguments, dict) and "record" in arguments:
         return
     if isinstance(arguments, list | dict):
-        pairs = arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
+        pairs = (
+            arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
+        )
         for key, value in pairs:
             yield from _numbers(value, (*path, key))
         return
@@ -78,7 +80,10 @@ def _calls_of_line(flow: Flow, call: TracedCall) -> Iterator[TracedCall]:
 
 
 def _are_handed(
-    flow: Flow, calls: Sequence[TracedCall], paths: Sequence[Path], inside: Sequence[str]
+    flow: Flow,
+    calls: Sequence[TracedCall],
+    paths: Sequence[Path],
+    inside: Sequence[str],
 ) -> bool:
     """Return True where lines outside of some hand other numbers to them for alike values.
 

@@ -16,7 +16,7 @@ from roundoff.compare.repairs.handed_numbers import line_that_hands_numbers
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
 from roundoff.compare.values.fault_lines import FaultLines
-from roundoff.compare.values.traced_calls import records_in
+from roundoff.compare.values.traced_calls import TracedCall, records_in
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
 from roundoff.ops import operators_that
@@ -40,6 +40,7 @@ _OTHER_SIGN = ("as sub, not add", "as add, not sub")
 #: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
 #: the product.
 _LAYER = 4
+_FORWARD = "forward"
 
 
 def blamed_for(
@@ -60,7 +61,8 @@ def blamed_for(
     is_added = repair.unlikely == ONE_MORE and ADDED in repair.words
     if is_added and wanted is not None and wanted.operator == "add":
         words = f"left out is {there(wanted)}: {words}"
-    joined = _put_together_for(sides, value) if repair.exchanges else []
+    is_apart = repair.exchanges or _cuts_apart(sides.candidate, repair)
+    joined = _put_together_for(sides, value) if is_apart else []
     if joined:
         names = ", ".join(leaf.row.name or "" for leaf in joined)
         words = (
@@ -134,8 +136,34 @@ def _skipped(sides: Sides, repair: Repair) -> tuple[Value, Value] | None:
     if source.key not in upstream(flow, [last.key], lambda _value: True):
         return None
     readers = [flow.values[key].row for key in flow.readers.get(last.key, ())]
-    read_by = {row.call for row in readers if row.phase == "forward"}
+    read_by = {row.call for row in readers if row.phase == _FORWARD}
     return (last, source) if read_by <= repair.edits.keys() else None
+
+
+def _cuts_apart(flow: Flow, repair: Repair) -> bool:
+    """Return True for one of the slices that cut a value into parts, which a repair moves.
+
+    Where it is right the others are wrong, as they would not give the rest any more.
+    """
+    call = repair.call
+    if call.first.base_operator != "slice" or call.first.record not in flow.values:
+        return False
+    [source, *_] = flow.values[call.first.record].inputs or (None,)
+    windows = set()
+    for key in flow.readers.get(source, ()) if source is not None else ():
+        row = flow.values[key].row
+        if row.base_operator == "slice" and row.phase == _FORWARD:
+            windows.add(tuple(TracedCall(row, (row,)).parsed[0][1:4]))
+    axes = {axis for axis, *_ in windows}
+    if len(windows) < 2 or len(axes) != 1 or source not in flow.values:
+        return False
+    [axis] = axes
+    end = 0
+    for _, start, following in sorted(windows):
+        if start != end:
+            return False
+        end = following
+    return end >= (flow.values[source].row.shape or ())[axis]
 
 
 def _line_of_some(flow: Flow, value: Value, edited: Collection[int]) -> str | None:
@@ -167,12 +195,12 @@ def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:
     lines = {
         flow.values[key].row.line
         for key in flow.readers.get(factor, ())
-        if flow.values[key].computes and flow.values[key].row.phase == "forward"
+        if flow.values[key].computes and flow.values[key].row.phase == _FORWARD
     }
     made: Value | None = value
     while made is not None and made.row.line not in lines:
         readers = [flow.values[key] for key in flow.readers.get(made.key, ())]
-        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
         made = readers[0] if len(readers) == 1 else None
     return made
 
@@ -185,7 +213,7 @@ def _weighed_sum(flow: Flow, value: Value) -> Value | None:
     factors = []
     while True:
         readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-        readers = [v for v in readers if v.row.phase == "forward"]
+        readers = [v for v in readers if v.row.phase == _FORWARD]
         if len(readers) != 1:
             return None
         [reader] = readers
@@ -262,7 +290,7 @@ def _factor_beside(flow: Flow, moved: Value) -> Value | None:
     factor = moved
     while True:
         readers = [flow.values[key] for key in flow.readers.get(factor.key, ())]
-        readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+        readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
         if len(readers) != 1:
             return None
         [reader] = readers
@@ -335,5 +363,5 @@ def _put_together_for(sides: Sides, cut: Value) -> list[Value]:
 def _read_first(flow: Flow, value: Value) -> Value:
     """Return what reads a value first in the forward pass; without one the value behind."""
     readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-    readers = [v for v in readers if v.row.phase == "forward" and not v.inner]
+    readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
     return min(readers, key=lambda v: v.order, default=flow.behind(value.key))

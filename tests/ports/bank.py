@@ -140,6 +140,7 @@ NETWORKS = (
     "settransformer",
     "tcn",
     "granite",
+    "unetr",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -225,6 +226,7 @@ KEPT_APART = (
     "settransformer",
     "tcn",
     "granite",
+    "unetr",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -82,6 +82,8 @@ KEPT_APART = (
     "linkpred",
     "vicreg",
     "tabdiff",
+    "goals",
+    "committee",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

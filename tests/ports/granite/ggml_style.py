@@ -6,6 +6,7 @@ by. The part of a head that turns has its pairs side by side.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -285,7 +286,7 @@ class Model(nn.Module):
     """Holds tensors by names with dots."""
 
     def add(self, name, tensor):
-        holder = self
+        holder: Any = self
         *outer, last = name.split(".")
         for part in outer:
             if part not in holder._modules:
@@ -341,7 +342,7 @@ class OptStepAdamW(torch.optim.Optimizer):
         self.alpha, self.beta1, self.beta2 = 5e-3, 0.9, 0.95
         self.eps, self.wd = 1e-5, 0.2
         self.iter = 0
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [t for n, t in tensors if not n.endswith(NO_DECAY)]},
             {"params": [t for n, t in tensors if n.endswith(NO_DECAY)]},
         ]

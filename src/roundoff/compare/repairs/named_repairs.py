@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 from roundoff.compare.blame.blamed import Blamed
@@ -145,25 +146,21 @@ def _cuts_apart(flow: Flow, repair: Repair) -> bool:
 
     Where it is right the others are wrong, as they would not give the rest any more.
     """
-    call = repair.call
-    if call.first.base_operator != "slice" or call.first.record not in flow.values:
+    first = repair.call.first
+    sources = flow.values[first.record].inputs if first.record in flow.values else ()
+    if first.base_operator != "slice" or len(sources) != 1:
         return False
-    [source, *_] = flow.values[call.first.record].inputs or (None,)
-    windows = set()
-    for key in flow.readers.get(source, ()) if source is not None else ():
-        row = flow.values[key].row
-        if row.base_operator == "slice" and row.phase == _FORWARD:
-            windows.add(tuple(TracedCall(row, (row,)).parsed[0][1:4]))
-    axes = {axis for axis, *_ in windows}
-    if len(windows) < 2 or len(axes) != 1 or source not in flow.values:
+    [source] = sources
+    rows = [flow.values[key].row for key in flow.readers.get(source, ())]
+    cuts = [row for row in rows if row.base_operator == "slice" and row.arguments]
+    places = [TracedCall(row, (row,)).parsed[0][1:4] for row in cuts]
+    axes = {axis for axis, _, _ in places}
+    if len(axes) != 1:
         return False
-    [axis] = axes
-    end = 0
-    for _, start, following in sorted(windows):
-        if start != end:
-            return False
-        end = following
-    return end >= (flow.values[source].row.shape or ())[axis]
+    size = tuple(flow.values[source].row.shape or ())[axes.pop()]
+    windows = sorted({slice(*ends).indices(size)[:2] for _, *ends in places})
+    meet = all(one[1] == other[0] for one, other in itertools.pairwise(windows))
+    return len(windows) > 1 and meet and windows[0][0] == 0 and windows[-1][1] == size
 
 
 def _line_of_some(flow: Flow, value: Value, edited: Collection[int]) -> str | None:

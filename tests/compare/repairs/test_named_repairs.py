@@ -120,3 +120,31 @@ def test_a_cut_that_leaves_a_gap_is_named_itself(at_fault, blamed_text):
     right = joined("gate", "skip")
     [row] = at_fault(of_two_layers, of_one_cut_too_early, PARTS, X, others=right)
     assert blamed_text(row).startswith("gate, skip = both")
+
+
+def in_two_layers(m, x):
+    h = torch.relu(x @ m.a)
+    return torch.sigmoid(h @ m.b).mean()
+
+
+def activation(x, kind):
+    return torch.clamp(x, min=0.0) if kind == "relu" else torch.tanh(x)
+
+
+def by_a_function(m, x):
+    h = activation(torch.tensordot(x, m.a, dims=1), "relu")
+    return (1.0 / (1.0 + torch.exp(-torch.tensordot(h, m.b, dims=1)))).mean()
+
+
+def by_a_function_once_too_often(m, x):
+    h = activation(torch.tensordot(x, m.a, dims=1), "relu")
+    h = activation(torch.tensordot(h, m.b, dims=1), "relu")
+    return (1.0 / (1.0 + torch.exp(-h))).mean()
+
+
+def test_the_line_that_calls_a_function_too_often_is_named(at_fault, blamed_text):
+    assert not at_fault(in_two_layers, by_a_function, LEAVES, X)
+    [row] = at_fault(in_two_layers, by_a_function_once_too_often, LEAVES, X)
+    # a lower bound of 0 is no threshold of 0: nothing goes through as hardshrink
+    assert "without clamp" in row.evidence
+    assert blamed_text(row).startswith("h = activation(torch.tensordot(h, m.b")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from roundoff.compare.blame.blamed import Blamed
@@ -97,7 +98,10 @@ def _of_second(
 
 
 def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) -> bool:
-    """Return True where the first function makes a value of the reference of the second's."""
+    """Return True where the first function makes a value of the reference of the second's.
+
+    Not where it changes nothing of it: then it is one too many.
+    """
     program = trials.program
     held = program.tensor(given.key)
     if held is None or held.shape != made.shape:
@@ -105,7 +109,8 @@ def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) 
     try:
         for row, tensor in islice(program.again({}, {given.key: made}), MOST_CALLS):
             if row.record == result.key:
-                return bool(trials.goal.gains(tensor))
+                changes = not torch.equal(tensor, made)
+                return changes and bool(trials.goal.gains(tensor))
     except CannotRun:
         return False
     return False

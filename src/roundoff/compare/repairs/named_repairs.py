@@ -12,7 +12,12 @@ from roundoff.compare.blame.same_layouts import is_close
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.parameter_content import axis_orders
 from roundoff.compare.repairs.edits.added_calls import ADDED
-from roundoff.compare.repairs.edits.edited_calls import INPUT, LAYOUT, ONE_MORE
+from roundoff.compare.repairs.edits.edited_calls import (
+    INPUT,
+    LAYOUT,
+    LEFT_OUT,
+    ONE_MORE,
+)
 from roundoff.compare.repairs.handed_numbers import line_that_hands_numbers
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES, PRODUCTS
@@ -41,6 +46,8 @@ _OTHER_SIGN = ("as sub, not add", "as add, not sub")
 #: Calls from the parts of a layer's result back to its weight, at most: moves, the bias,
 #: the product.
 _LAYER = 4
+#: Kinds of edits that one caller of a function may need, and another not.
+_OF_SOME_CALLERS = (LEFT_OUT, INPUT, ONE_MORE)
 _FORWARD = "forward"
 
 
@@ -107,7 +114,7 @@ def blamed_for(
         words = f"with {there(value)} {words}"
         value = total
     line = None
-    if repair.unlikely == INPUT and not repair.is_whole:
+    if repair.unlikely in _OF_SOME_CALLERS and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     if repair.exchanges:
         line = _line_of_some(sides.candidate, value, repair.edits)

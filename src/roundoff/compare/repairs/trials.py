@@ -220,6 +220,8 @@ class Trials:
                 ):
                     continue
                 more = set(self.goal.gains(tensor)) - gained
+                if more and _is_opposite(self.program.tensor(row.record), tensor):
+                    more = set()
                 gained |= more
                 waiting.add(value, gained=len(more))
                 if waiting.is_over:
@@ -228,6 +230,17 @@ class Trials:
             return False, set()
         is_known = bool(sure or gained)
         return is_known and self.goal.is_reached(right, sure, gained), gained
+
+
+def _is_opposite(recorded: Tensor | None, tensor: Tensor) -> bool:
+    """Return True for what a program has with the other sign: it says nothing new.
+
+    >>> _is_opposite(torch.tensor([1.0, -2.0]), torch.tensor([-1.0, 2.0]))
+    True
+    """
+    if recorded is None or recorded.shape != tensor.shape or tensor.dtype == torch.bool:
+        return False
+    return torch.equal(recorded, -tensor)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -128,13 +129,26 @@ def _overload(name: str, overloads: Sequence[str]) -> str | None:
 
 def _exchanged(overload: str, name: str) -> Template:
     def template(call: TracedCall) -> Edit | None:
-        positional, _ = call.parsed
-        declared = overload_of(overload)._schema.arguments
-        arguments = positional[: len([d for d in declared if not d.kwarg_only])]
-        step = EditStep(overload, [arguments, {}])
+        step = EditStep(overload, [_carried_over(call, overload), {}])
         return Edit((step,), f"as {name}, not {call.first.base_operator}")
 
     return template
+
+
+def _carried_over(call: TracedCall, overload: str) -> list[Any]:
+    """Return the arguments of a call that another operator takes too.
+
+    A number is what its name says: a lower bound is no threshold.
+    """
+    theirs = overload_of(overload)._schema.arguments
+    theirs = [declared for declared in theirs if not declared.kwarg_only]
+    ours = overload_of(call.first.overload or "")._schema.arguments
+    arguments = []
+    for value, its, other in zip(call.parsed[0], ours, theirs, strict=False):
+        if not records_in(value) and its.name != other.name:
+            break
+        arguments.append(value)
+    return arguments
 
 
 def _replaced(insertion: Insertion) -> Template:

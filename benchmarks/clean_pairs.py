@@ -253,6 +253,8 @@ def _compared(label: str, chosen: _Chosen, reference: Any, candidate: Any) -> An
         except Exception as error:  # noqa: BLE001 - a crash is a row of the table
             traceback.print_exc()
             return repr(error)
+        for line in compared.about.damage:
+            progress(f"{label}: {line}")
         if chosen.show:
             print(f"--- {label}\n{compared.answer}\n")
         return compared

@@ -128,7 +128,8 @@ def compared(port: Port, folder: Path, kept: str) -> Outcome:
         )
     except RoundoffError as error:
         return Outcome(port, kept, (), False, error.what)
-    return Outcome(port, kept, comparison.culprits(3), comparison.agrees)
+    failure = "; ".join(comparison.about.damage)
+    return Outcome(port, kept, comparison.culprits(3), comparison.agrees, failure)
 
 
 def show(outcomes: Sequence[Outcome]) -> None:

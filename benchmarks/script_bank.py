@@ -171,7 +171,8 @@ def compared(fault: ScriptFault, right: Path, wrong: Path, texts: bool) -> Outco
     name = ""
     if first is not None:
         name = f"{first.line} {first.site or first.reference_site}: {first.looks_like}"
-    return Outcome(fault, rank, agrees, says, name)
+    error = "; ".join(comparison.about.damage)
+    return Outcome(fault, rank, agrees, says, name, error)
 
 
 def report(outcomes: Sequence[Outcome], keep: str) -> None:

@@ -201,6 +201,24 @@ def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, 
     assert found.coverage.status["damaged"] == 1
 
 
+@pytest.mark.parametrize("search", ["agreeing_by_values", "compared_by_values"])
+def test_by_name_all_stands_where_the_search_by_values_fails(
+    runs, monkeypatch, search
+):
+    def fails(*_):
+        raise ValueError("of no use")
+
+    sides = {"reference": runs / "kept", "candidate": runs / "kept_wrong"}
+    sound = roundoff.compare(**sides)
+    monkeypatch.setattr(rank_comparison, search, fails)
+    found = roundoff.compare(**sides)
+    assert_frame_equal(found.table.select(SAME), sound.table.select(SAME))
+    for line in found.about.damage:
+        assert "ValueError: of no use" in line
+        assert line in found.answer
+    assert len(found.about.damage) == len(set(found.about.damage)) > 0
+
+
 def test_of_a_damaged_tensor_statistics_are_compared(runs, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(runs / "kept_wrong", broken)

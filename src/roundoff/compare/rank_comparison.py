@@ -69,6 +69,7 @@ from roundoff.record import (
     TensorContent,
     as_run,
 )
+from roundoff.unforeseen import OurPart
 
 #: By rank and step: how far honest runs lie apart, by record.
 Floors = Mapping[tuple[int, int], Mapping[int, float]]
@@ -205,6 +206,7 @@ class _RankComparison:
         self._is_other_schedule = False
         self._portions = PortionsMemory()
         self.damage: list[str] = []
+        self._by_values = OurPart("the comparison by values", self._values_failed)
         self.causes: list[Cause] = []
         #: The step after each, and before it.
         self._following: dict[int, int] = {}
@@ -294,7 +296,9 @@ class _RankComparison:
         self._note_damage(sides)
         is_same_before = not before.parted
         if is_same_before and not by_hands:
-            by_values = self._as_another_layer(sides, rows, step, before)
+            by_values = self._by_values(
+                self._as_another_layer, sides, rows, step, before
+            )
             if by_values is not None:
                 return self._believed(by_values, step, before)
         preceding = self._preceding.get(step) if is_same_before else None
@@ -306,17 +310,25 @@ class _RankComparison:
         if by_hands or not is_same_before:
             return rows
         may_be_another_form = self._may_be_another_form(step)
-        by_values = agreeing_by_values(sides, by_name if may_be_another_form else rows)
+        to_explain = by_name if may_be_another_form else rows
+        by_values = self._by_values(agreeing_by_values, sides, to_explain)
         if by_values is not None and read_later().differs(
             sides.reference.rows, sides.candidate.rows, by_name
         ):
             return rows
         if by_values is None and not self._is_explained(step):
-            by_values = compared_by_values(sides, rows)
+            by_values = self._by_values(compared_by_values, sides, rows)
         if by_values is None:
             return rows
         self._differs = differed
         return self._believed(by_values, step, before)
+
+    def _values_failed(self, _error: BaseException) -> None:
+        """Note what went wrong where calls were run again: by name the rows still stand."""
+        self.damage.append(
+            f"the comparison by values of rank {self._rank} "
+            f"({self._by_values.stopped}; an error of roundoff's, please report it)"
+        )
 
     def _by_name(
         self,
@@ -414,7 +426,9 @@ class _RankComparison:
                 for row in rows
             ]
         is_right = all(row.cause is None for row in rows)
-        by_values = None if is_right else agreeing_by_values(sides, rows)
+        by_values = None
+        if not is_right:
+            by_values = self._by_values(agreeing_by_values, sides, rows)
         is_unexplained = (
             by_values is None
             and any(row.looks_like == UNEXPLAINED for row in rows)

@@ -359,3 +359,14 @@ def test_a_fault_of_all_pairs_is_named(recorded):
         reference=recorded(by_edges), candidate=recorded(wrong)
     )
     assert "of_scale" in text(comparison.culprits()[0].line)
+
+
+def of_empty_mask(m, x, y, mask):
+    none = (x[:0, :, :1] > 0).expand(0, 7, 7)
+    return padded(m, x, y, mask) + none.sum()
+
+
+def test_a_table_without_elements_is_no_mask(flow):
+    ours, theirs = flow(of_empty_mask), flow(packed)
+    [mask] = padding_masks(ours, theirs, LIMIT)
+    assert mask.tolist() == MASK.tolist()

@@ -19,7 +19,7 @@ from roundoff.compare.judging.changing_values import (
 from roundoff.compare.judging.divergence import HANDS_ON
 from roundoff.compare.judging.explain import RecordedStep, Sides
 from roundoff.compare.judging.step_causes import DATA, Cause, with_line
-from roundoff.compare.judging.table import SCHEDULE, ComparedRow
+from roundoff.compare.judging.table import SCHEDULE, STALE, ComparedRow
 from roundoff.compare.loop.data_records import data_records, first_read_of_a_name
 from roundoff.compare.loop.data_relations import (
     OTHER_VALUES,
@@ -160,8 +160,12 @@ def data_causes(
     drawn = [row for row in all_drawn if not _is_computed_size(row, begin)]
     in_sizes = [row.record for row in all_drawn if row not in drawn and row.record]
     of_draws = made_of(theirs, [row.record for row in drawn if row.record is not None])
-    scheduled = [row.record for row in compared if row.looks_like == SCHEDULE]
-    of_others = made_of(theirs, [*in_sizes, *filter(None, scheduled)])
+    told_elsewhere = [
+        row.record
+        for row in compared
+        if row.looks_like == SCHEDULE or _is_left_as_it_was(sides, row)
+    ]
+    of_others = made_of(theirs, [*in_sizes, *filter(None, told_elsewhere)])
     readers = _fed(sides, compared, data_records(sides.reference.rows), data)
     read = [
         (sides.reference.rows[twin], theirs[record])
@@ -201,6 +205,20 @@ def told_inputs(step: RecordedStep, compared: Sequence[ComparedRow]) -> set[int]
         return set()
     told = ToldValues(step, compared, data_records(step.rows))
     return {row.record for row in inputs if told.has(row, own[row.record])}
+
+
+def _is_left_as_it_was(sides: Sides, row: ComparedRow) -> bool:
+    """Return True for state that the reference alone moves on from what it was before."""
+    if row.looks_like != STALE or row.record is None or row.reference_record is None:
+        return False
+    rows = sides.reference.rows
+    write = rows[row.reference_record]
+    if not write.inplace or not write.inputs or write.inputs[0] not in rows:
+        return False
+    [memory, *written] = write.inputs
+    was = rows[memory].content_in_steps
+    is_as_it_was = was == sides.candidate.rows[row.record].content_in_steps
+    return is_as_it_was and memory in made_from(rows, written)
 
 
 def _by_its_reader(

@@ -208,8 +208,9 @@ def _masks(flow: Flow) -> Iterator[Tensor]:
     factors: list[Tensor] = []
     for value in flow.in_order():
         row = value.row
-        axes = [size for size in row.shape or () if size > 1]
-        if row.phase != _FORWARD or row.name or len(axes) < 2:
+        axes = [size for size in row.shape or () if size != 1]
+        is_empty = 0 in axes
+        if row.phase != _FORWARD or row.name or len(axes) < 2 or is_empty:
             continue
         may_be_table = not value.is_number or (row.min, row.max) == (0.0, 1.0)
         is_factor = bool(row.zero) and _is_factor_of_rows(flow, value)

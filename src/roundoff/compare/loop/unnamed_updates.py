@@ -187,6 +187,13 @@ class _Side:
         """Return the record of a value before the first write in place to it."""
         return self.sources.get(record, record)
 
+    def steps(self, record: int) -> bool:
+        """Return True for a parameter that an optimizer writes, with a name or without one."""
+        if record in self.parameters:
+            return True
+        is_named = record in self.rows and bool(self.rows[record].name)
+        return is_named and record in {*self.sources.values()}
+
     @property
     def is_stepped(self) -> bool:
         """True where an optimizer is seen to write anything."""
@@ -319,7 +326,7 @@ def _of_parameters(
     alone = [
         record
         for record in side.parameters
-        if record in twins and twins[record] not in other.parameters
+        if record in twins and not other.steps(twins[record])
     ]
     # what nothing but an optimizer reads is its own state, which it may make before it steps
     read = side.read_beside_optimizer() if alone else set()

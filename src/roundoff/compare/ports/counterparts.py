@@ -140,8 +140,9 @@ def _are_equal(ours: Value, theirs: Value) -> bool:
 def named_leaves(flow: Flow) -> dict[str, Value]:
     """Return the parameters and buffers of a program, as it begins with them.
 
-    One that is made in the step is what it was when the first module ran; one that is
-    learnt may have run before it was ready, and is what the first optimizer begins with.
+    One that is made in the step is what it was when the first module ran, or the first
+    parameter was computed with; one that is learnt may have run before it was ready, and
+    is what the first optimizer begins with.
     """
     leaves: dict[str, Value] = {}
     made: dict[str, Value] = {}
@@ -150,13 +151,23 @@ def named_leaves(flow: Flow) -> dict[str, Value]:
     is_before_updates = True
     for value in flow.values.values():
         name = value.row.name
-        is_set_up &= not (value.is_call and value.row.module)
+        is_set_up &= not _runs(flow, value, learnt)
         is_before_updates &= value.row.phase != _OPTIMIZER
         if name and not value.is_call:
             leaves.setdefault(name, value)
         elif name and (is_set_up or (is_before_updates and name in learnt)):
             made[name] = value
     return made | leaves
+
+
+def _runs(flow: Flow, value: Value, learnt: Collection[str]) -> bool:
+    """Return True for a call of a module, or with a learnt parameter that it leaves as it is."""
+    if value.is_call and value.row.module:
+        return True
+    if not value.computes or value.row.inplace:
+        return False
+    sources = [flow.behind(key) for key in value.inputs if key in flow.values]
+    return any(source.row.name in learnt for source in sources)
 
 
 def with_gradient(flow: Flow) -> set[str]:

@@ -17,13 +17,14 @@ part of the formula.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from roundoff.compare.judging.explain import RecordedStep
+from roundoff.compare.ports.counterparts import named_leaves
 from roundoff.compare.ports.made_up_values import leaves_of_pass
 from roundoff.compare.ports.port_results import (
     gradient_limit,
@@ -347,6 +348,8 @@ def _run(
         take(leaf.row)
         if leaf.is_number:
             depending.add(leaf.key)
+    # a script draws its parameters in the step
+    depending.update(leaf.key for leaf in named_leaves(flow).values() if leaf.is_number)
     for entry in _going_on(program, going_back):
         rows = _rows_of(entry)
         recorded = [flow.step.rows[row.record].dtype for row in rows]
@@ -383,16 +386,19 @@ def _read_by_forward(flow: Flow) -> set[int]:
 
 def _is_taken(
     entry: TracedCall | RecordedRow,
-    rows: Iterable[RecordedRow],
+    rows: Sequence[RecordedRow],
     depending: set[int],
     is_rounded: bool,
 ) -> bool:
     """Return True for a call whose results are taken as they are.
 
-    It reads nothing that the numbers decide and is not ``is_rounded``, or draws.
+    It reads nothing that the numbers decide and is not ``is_rounded``, or draws, or hands
+    over memory of its own, as that of a copy.
     """
     read = {record for row in rows for record in row.inputs}
-    return (depending.isdisjoint(read) and not is_rounded) or _draws(entry)
+    is_handed_over = any(row.base_operator == "set" for row in rows)
+    is_independent = depending.isdisjoint(read) and not is_rounded
+    return is_independent or is_handed_over or _draws(entry)
 
 
 def _results(

@@ -22,7 +22,7 @@ from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import renaming
 from roundoff.compare.ports.counterparts import counterparts, named_leaves
 from roundoff.compare.ports.difference import Difference
-from roundoff.compare.ports.port_differences import differences_of
+from roundoff.compare.ports.port_differences import differences_of, exact_sides
 from roundoff.compare.ports.port_results import (
     gradient_pairs,
     gradients,
@@ -145,19 +145,29 @@ class ValuesCompared:
         return all(d.blamed is not None and d.blamed.is_sure for d in self.differences)
 
     def agree(self, results: Iterable[int], ours: Iterable[int] = ()) -> bool:
-        """Return True where nothing differs, these values included.
+        """Return True where nothing differs, these values included, as recorded or in fp64.
 
         ``results`` of the candidate, and ``ours`` of the reference.
         """
         if self.differences or None in last_results(self.sides):
             return False
-        if not all(record in self.sides.agreeing for record in ours):
+        theirs_apart = {record for record in results if not self._agrees(record)}
+        ours_apart = {record for record in ours if record not in self.sides.agreeing}
+        if not theirs_apart and not ours_apart:
+            return True
+        exact = exact_sides(self.sides)
+        if exact is None:
             return False
-        return all(
+        return (
+            theirs_apart <= exact.twins.keys() and ours_apart <= exact.agreeing.keys()
+        )
+
+    def _agrees(self, record: int) -> bool:
+        """Return True for a value of the candidate that the reference computes too."""
+        return (
             self._is_computed_there(record)
             or self._is_put_together(record)
             or self._is_of_right_ones(record)
-            for record in results
         )
 
     def _is_computed_there(self, record: int) -> bool:

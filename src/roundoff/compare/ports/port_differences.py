@@ -42,6 +42,7 @@ from roundoff.compare.ports.port_results import (
     Results,
     gradients,
     gradients_but,
+    have_same_sum,
     last_results,
     outputs,
     undone_gradients,
@@ -91,12 +92,12 @@ def differences_of(sides: Sides) -> list[Difference]:
     recorded = _first_difference(sides, (outputs,))
     if recorded and not _may_be_rounding(sides):
         return recorded
-    exact = _exact_sides(sides)
+    exact = exact_sides(sides)
     if exact is None:
         forward = recorded or _closer_difference(sides)
     else:
         forward = _first_difference(exact, (outputs,))
-        if forward and not recorded and _is_of_stored_values(exact):
+        if forward and not recorded and _is_right_in_fp64(sides, exact):
             forward = []
     if forward or recorded:
         return forward
@@ -112,6 +113,11 @@ def differences_of(sides: Sides) -> list[Difference]:
     changed = backward or _lone_update(sides)
     ends = (prepared_gradients, updates, averages)
     return changed or _first_difference(sides, ends)
+
+
+def _is_right_in_fp64(sides: Sides, exact: Sides) -> bool:
+    """Return True for ends that differ in fp64, and are right all the same."""
+    return have_same_sum(sides, exact) or _is_of_stored_values(exact)
 
 
 def _is_of_stored_values(exact: Sides) -> bool:
@@ -261,7 +267,7 @@ def _may_be_rounding(sides: Sides) -> bool:
     return ours.sketch.distance(theirs.sketch) <= HARDLY * sides.limit
 
 
-def _exact_sides(sides: Sides) -> Sides | None:
+def exact_sides(sides: Sides) -> Sides | None:
     """Return both forward passes in fp64, on recorded or on made-up values.
 
     None where they cannot run so, and where made-up values do not agree as the recorded

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +51,7 @@ def outputs(sides: Sides) -> Results:
     ours, theirs = last_results(sides)
     if ours is None or theirs is None:
         return [], [], _FORWARD
-    if _have_same_sum(sides):
+    if have_same_sum(sides):
         return [], [], _FORWARD
     if _is_reduced_later(ours, theirs, sides.limit):
         return [], [], _FORWARD
@@ -63,12 +70,27 @@ def outputs(sides: Sides) -> Results:
     return [end.key], [other_end.key], _FORWARD
 
 
-def _have_same_sum(sides: Sides) -> bool:
-    """Return True where one program goes back from the sum of the losses of the other."""
+def have_same_sum(sides: Sides, exact: Sides | None = None) -> bool:
+    """Return True where one program goes back from the sum of the losses of the other.
+
+    ``exact``: both in fp64, where that is to be so too.
+    """
     reference = sides.reference.step.rows
     candidate = sides.candidate.step.rows
-    is_other_number = len(losses_of(reference)) != len(losses_of(candidate))
-    return is_other_number and have_same_losses(reference, candidate)
+    ours = losses_of(reference)
+    theirs = losses_of(candidate)
+    if len(ours) == len(theirs) or not have_same_losses(reference, candidate):
+        return False
+    if exact is None:
+        return True
+    sums = _sum(exact.reference, ours), _sum(exact.candidate, theirs)
+    return math.isclose(*sums, rel_tol=exact.limit)
+
+
+def _sum(flow: Flow, losses: Iterable[RecordedRow]) -> float:
+    """Return the sum of some numbers; NaN where one is not known."""
+    numbers = [flow.tensor(loss.record) for loss in losses]
+    return math.fsum(math.nan if n is None else float(n) for n in numbers)
 
 
 def _differ_in_sign(end: Value, other_end: Value, limit: float) -> bool:

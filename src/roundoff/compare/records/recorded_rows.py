@@ -271,7 +271,7 @@ def last_named(rows: Rows) -> dict[str, RecordedRow]:
         if row.name:
             last[row.name] = row
         elif row.inplace and row.inputs:
-            written = rows.get(row.inputs[0])
+            written = _written(rows, row)
             while written is not None and written.view_of is not None:
                 written = rows.get(written.view_of)
             if written is not None and written.base_operator == "view_as_real":
@@ -283,6 +283,13 @@ def last_named(rows: Rows) -> dict[str, RecordedRow]:
             else:
                 last.pop(written.name, None)
     return last
+
+
+def _written(rows: Rows, write: RecordedRow) -> RecordedRow | None:
+    """Return what a call writes in place: the input in the memory of the result, or the first."""
+    read = [rows[record] for record in write.inputs if record in rows]
+    inside = (row for row in read if row.memory == write.memory is not None)
+    return next(inside, read[0] if read else None)
 
 
 def _is_real_view(one: RecordedRow, other: RecordedRow) -> bool:

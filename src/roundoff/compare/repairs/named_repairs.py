@@ -77,7 +77,7 @@ def blamed_for(
             f"the parts of {names} stand in another order than "
             f"{value.row.site} takes them: {words}"
         )
-        line = _line_of_some(sides.candidate, value, repair.edits) or value.row.line
+        line = _line_of_some(sides, value, repair.edits) or value.row.line
         return Blamed(joined[0], wanted, words, line=line)
     is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
     turned = _only_turned(sides, value) if is_move else None
@@ -117,7 +117,7 @@ def blamed_for(
     if repair.unlikely in _OF_SOME_CALLERS and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
     if repair.exchanges:
-        line = _line_of_some(sides.candidate, value, repair.edits)
+        line = _line_of_some(sides, value, repair.edits)
     line = line or line_that_hands_numbers(sides.candidate, repair)
     return Blamed(value, wanted, words, is_operator=True, line=line)
 
@@ -170,20 +170,21 @@ def _cuts_apart(flow: Flow, repair: Repair) -> bool:
     return len(windows) > 1 and meet and windows[0][0] == 0 and windows[-1][1] == size
 
 
-def _line_of_some(flow: Flow, value: Value, edited: Collection[int]) -> str | None:
-    """Return the line where an edited call parts from those of its line that stay.
+def _line_of_some(sides: Sides, value: Value, edited: Collection[int]) -> str | None:
+    """Return the line where an edited call parts from those of its line that are right.
 
-    A function of which some calls are right hands on what it was given. None where all
-    calls of the line are edited.
+    A function of which some calls are right hands on what it was given. None where no
+    other call of the line is.
     """
     stack = stack_of(value.row)
     staying = [
         stack_of(each.row)
-        for each in flow.values.values()
+        for each in sides.candidate.values.values()
         if each.row.line == value.row.line
         and each.operator == value.operator
         and each.row.phase == value.row.phase
         and each.row.call not in edited
+        and each.key in sides.twins
     ]
     staying = [other for other in staying if other[-1:] == stack[-1:]]
     place = max((shared(stack, other) for other in staying), default=None)

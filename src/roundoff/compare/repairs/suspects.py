@@ -19,8 +19,11 @@ MOST_CALLS = 64
 #: Calls before it, which only move values.
 MOST_MOVES = 48
 _MOVE = operators_that("move values")
-_PAIRS = operators_that("pair elements")
-_UNARY = operators_that("work element by element") | operators_that("choose values")
+_ELEMENTWISE = (
+    operators_that("pair elements")
+    | operators_that("work element by element")
+    | operators_that("choose values")
+)
 
 
 def suspects(sides: Sides, trials: Trials, region: Collection[int]) -> list[TracedCall]:
@@ -90,17 +93,28 @@ def _moves_before_scaling(
 ) -> list[int]:
     """Return the calls that move what other calls scale or shift before it is read.
 
-    Pictures that are cut and turned lie as they do until their mean is taken off.
+    Pictures that are cut and turned lie as they do until their mean is taken off, and
+    until a norm and an activation behind that have worked on them.
     """
-    scaling = {
-        row.record
-        for call in near
-        if call.first.base_operator in _PAIRS | _UNARY
-        for row in call.rows
-        if flow.values[row.record].is_number
-    }
-    far = [program.calls[n] for n in _moves_before(flow, program, scaling)]
-    return [each.first.call for each in far if each.first.base_operator in _MOVE]
+    moves: dict[int, None] = {}
+    seen: set[int] = set()
+    while near:
+        seen.update(call.first.call for call in near)
+        scaling = {
+            row.record
+            for call in near
+            if call.first.base_operator in _ELEMENTWISE
+            for row in call.rows
+            if flow.values[row.record].is_number
+        }
+        far = [program.calls[n] for n in _moves_before(flow, program, scaling)]
+        near = [each for each in far if each.first.call not in seen]
+        moves.update(
+            dict.fromkeys(
+                each.first.call for each in near if each.first.base_operator in _MOVE
+            )
+        )
+    return list(moves)
 
 
 def _masks_before(

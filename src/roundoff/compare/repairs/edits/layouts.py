@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import permutations
+from itertools import combinations, permutations
 
 from roundoff.compare.repairs.edits.edited_calls import (
     MOST_INDEXES,
@@ -40,6 +40,7 @@ def other_layouts(call: TracedCall, ingredients: Ingredients) -> Iterator[Templa
     shape = ingredients.shapes(records[0])
     if name in _PERMUTE:
         yield from (_permuting(order) for order in _orders(len(shape)))
+        yield from _exchanged_axes(call)
     if name in _RESHAPE:
         yield from (_permuted_before(order) for order in _orders(len(shape)))
     if name in _RESHAPE | _JOIN or not is_move(call):
@@ -65,6 +66,18 @@ def _other_orders_of_result(call: TracedCall) -> Iterator[Template]:
     shape = tuple(call.first.shape or ())
     for order in _orders(len(shape)):
         if tuple(shape[axis] for axis in order) == shape:
+            yield _permuted_after(order)
+
+
+def _exchanged_axes(call: TracedCall) -> Iterator[Template]:
+    """Exchange two axes of the same length, where there are too many for all orders."""
+    shape = tuple(call.first.shape or ())
+    if len(shape) <= MOST_AXES + 1:
+        return
+    for one, other in combinations(range(len(shape)), 2):
+        if shape[one] == shape[other] > 1:
+            order = [*range(len(shape))]
+            order[one], order[other] = other, one
             yield _permuted_after(order)
 
 

@@ -138,16 +138,25 @@ def _exchanged(overload: str, name: str) -> Template:
 def _carried_over(call: TracedCall, overload: str) -> list[Any]:
     """Return the arguments of a call that another operator takes too.
 
-    A number is what its name says: a lower bound is no threshold.
+    A number is what its name says: a lower bound is no threshold. A deviation in the place
+    of a mean is that of all there is, as the mean is.
     """
-    theirs = overload_of(overload)._schema.arguments
-    theirs = [declared for declared in theirs if not declared.kwarg_only]
-    ours = overload_of(call.first.overload or "")._schema.arguments
-    arguments = []
-    for value, its, other in zip(call.parsed[0], ours, theirs, strict=False):
-        if not records_in(value) and its.name != other.name:
+    positional, _ = call.parsed
+    declared = overload_of(call.first.overload or "")._schema.arguments
+    by_name = {d.name: value for d, value in zip(declared, positional, strict=False)}
+    arguments: list[Any] = []
+    for place, theirs in enumerate(overload_of(overload)._schema.arguments):
+        is_tensor = place < len(positional) and bool(records_in(positional[place]))
+        if theirs.kwarg_only:
             break
-        arguments.append(value)
+        if is_tensor:
+            arguments.append(positional[place])
+        elif theirs.name in by_name:
+            arguments.append(by_name[theirs.name])
+        elif theirs.name == "unbiased":
+            arguments.append(False)
+        else:
+            break
     return arguments
 
 

@@ -141,6 +141,7 @@ NETWORKS = (
     "tcn",
     "granite",
     "unetr",
+    "timesnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -227,6 +228,7 @@ KEPT_APART = (
     "tcn",
     "granite",
     "unetr",
+    "timesnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -84,6 +84,8 @@ KEPT_APART = (
     "tabdiff",
     "goals",
     "committee",
+    "tsp",
+    "blindspot",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

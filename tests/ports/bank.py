@@ -142,6 +142,7 @@ NETWORKS = (
     "granite",
     "unetr",
     "timesnet",
+    "bisenet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -229,6 +230,7 @@ KEPT_APART = (
     "granite",
     "unetr",
     "timesnet",
+    "bisenet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -98,3 +98,22 @@ def test_a_program_in_fp64_ends_with_what_its_backward_pass_began_with(
     exact.match()
     keys = [end.key for end in last_results(sides)]
     assert [end.key for end in last_results(exact)] == keys
+
+
+def test_a_mean_that_is_nothing_but_rounding_does_not_tell(sides_of, program):
+    """A layer without a bias keeps the mean of normalized rows at zero: fp32 leaves 1e-9."""
+
+    def ours(m, x):
+        x = (x - x.mean(0)) / x.std(0)
+        return F.instance_norm((x @ m.weight).t()[None]).tanh().square().sum()
+
+    def theirs(m, x):
+        x = (x - x.mean(0)) / x.std(0)
+        h = torch.einsum("bi,io->ob", x, m.weight)
+        h = (h - h.mean(1, keepdim=True)) / (h.var(1, correction=0)[:, None] + 1e-5).sqrt()
+        return h.tanh().square().sum()
+
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
+    sides = sides_of(program(ours, weight=weight), program(theirs, weight=weight), x)
+    assert in_fp64(sides) is not None

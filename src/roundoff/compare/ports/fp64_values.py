@@ -40,7 +40,7 @@ from roundoff.compare.records.value_sketch import MASK, in_reals
 from roundoff.compare.rounding.rounding_bound import unit
 from roundoff.compare.values.inner_values import run_decomposed
 from roundoff.compare.values.traced_calls import TracedCall, TracedProgram
-from roundoff.compare.values.value_flow import Flow, flow_of
+from roundoff.compare.values.value_flow import Flow, Value, flow_of
 from roundoff.compare.values.value_regions import Sides, upstream, wanted_formats
 from roundoff.ops import operators_that
 
@@ -135,9 +135,18 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
         if present.shape != seen.shape:
             return False
         apart = float((present - seen)[finite].norm())
-        if apart > allowed * float(seen[finite].norm()):
+        size = float(seen[finite].norm())
+        if apart > allowed * size and apart > _rounding(tensors, value):
             return False
     return True
+
+
+def _rounding(tensors: Mapping[int, Tensor], value: Value) -> float:
+    """Return how far fp32 may bring a value by what it is made of: of a sum of large terms
+    that is zero but for rounding, nothing else is left."""
+    read = [in_reals(tensors[key]) for key in value.inputs if key in tensors]
+    sizes = (float(t[t.abs() < MASK].norm()) for t in read if t.is_floating_point())
+    return ROUNDINGS * unit("float32") * max(sizes, default=0.0)
 
 
 def backward_in_fp64(sides: Sides, exact: Sides) -> Sides | None:

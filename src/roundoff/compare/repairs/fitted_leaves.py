@@ -146,7 +146,16 @@ def _origin(flow: Flow, table: Value) -> Value:
 def _solved(
     operator: str, table: Tensor, other: Tensor, wanted: Tensor
 ) -> Iterator[Tensor]:
-    """Yield what a table has to hold by the least squares of all that it is paired with."""
+    """Yield what a table has to hold by the least squares of all that it is paired with.
+
+    Each may be repeated for the other.
+
+    >>> rows, columns = torch.ones(3, 1), torch.tensor([[1.0, 2.0]])
+    >>> [fitted] = _solved("mul", rows, columns, 5 * rows * columns)
+    >>> fitted.flatten().tolist()
+    [5.0, 5.0, 5.0]
+    """
+    other = other.expand_as(wanted)
     if operator in ("mul", "div"):
         paired = other if operator == "mul" else other.reciprocal()
         size = _summed(paired.abs().square(), table.shape)

@@ -202,9 +202,7 @@ def test_a_damaged_step_is_a_row_and_the_rest_is_compared(runs, tmp_path, keep, 
 
 
 @pytest.mark.parametrize("search", ["agreeing_by_values", "compared_by_values"])
-def test_by_name_all_stands_where_the_search_by_values_fails(
-    runs, monkeypatch, search
-):
+def test_by_name_all_stands_where_the_search_by_values_fails(runs, monkeypatch, search):
     def fails(*_):
         raise ValueError("of no use")
 

@@ -110,7 +110,9 @@ def test_a_mean_that_is_nothing_but_rounding_does_not_tell(sides_of, program):
     def theirs(m, x):
         x = (x - x.mean(0)) / x.std(0)
         h = torch.einsum("bi,io->ob", x, m.weight)
-        h = (h - h.mean(1, keepdim=True)) / (h.var(1, correction=0)[:, None] + 1e-5).sqrt()
+        h = (h - h.mean(1, keepdim=True)) / (
+            h.var(1, correction=0)[:, None] + 1e-5
+        ).sqrt()
         return h.tanh().square().sum()
 
     weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))

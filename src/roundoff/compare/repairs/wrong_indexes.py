@@ -173,7 +173,8 @@ def _first_right(
             if trials.outcome({}, tensors, is_patient=is_patient)[0]:
                 words = f"with {there(twin)} in its place all that follows is right"
                 first = min(tensors, key=lambda key: sides.candidate.values[key].order)
-                made = _moved_from(sides, sides.candidate.values[first])
+                value_there = sides.candidate.values[first]
+                made = _moved_from(sides, value_there, tensors[first])
                 line = None
                 if len(tensors) == 1:
                     line = FaultLines(sides, part.region).of_operator(made)
@@ -181,8 +182,11 @@ def _first_right(
     return None
 
 
-def _moved_from(sides: Sides, value: Value) -> Value:
-    """Return the whole numbers of the candidate alone that a value only is a part of."""
+def _moved_from(sides: Sides, value: Value, wanted: Tensor) -> Value:
+    """Return the whole numbers of the candidate alone that a value only is a part of.
+
+    The value itself where what should be there is another part of them.
+    """
     flow = sides.candidate
     while value.operator in _MOVE and value.inputs:
         source = flow.values.get(value.inputs[0])
@@ -190,8 +194,30 @@ def _moved_from(sides: Sides, value: Value) -> Value:
             return value
         if source.key in sides.twins or source.row.dtype != value.row.dtype:
             return value  # it is right, or what the value is chosen by
+        whole = flow.tensor(source.key)
+        if whole is not None and _is_window(whole, wanted):
+            return value
         value = source
     return value
+
+
+def _is_window(whole: Tensor, part: Tensor) -> bool:
+    """Return True for what stands next to each other along one axis of another tensor.
+
+    >>> _is_window(torch.arange(6).view(2, 3), torch.tensor([[1, 2], [4, 5]]))
+    True
+    >>> _is_window(torch.arange(6).view(2, 3), torch.tensor([[2, 1], [5, 4]]))
+    False
+    """
+    if whole.dim() != part.dim():
+        return False
+    pairs = zip(whole.shape, part.shape, strict=True)
+    shorter = [axis for axis, (size, length) in enumerate(pairs) if size > length]
+    if len(shorter) != 1 or part.numel() == 0:
+        return False
+    [axis] = shorter
+    windows = whole.unfold(axis, part.shape[axis], 1).movedim(-1, axis + 1)
+    return any(torch.equal(each, part) for each in windows.unbind(axis))
 
 
 def _whole_numbers_read(flow: Flow, region: Collection[int]) -> list[Value]:

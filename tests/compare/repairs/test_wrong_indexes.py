@@ -1,0 +1,54 @@
+"""Whole numbers and masks that a port computes itself: what moves them wrongly is named."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+LEAVES = {"a": drawn(5, 7, seed=1), "b": drawn(7, 9, seed=2)}
+X = drawn(3, 12, 5, seed=3)
+WORDS = torch.randint(0, 9, (3, 12), generator=torch.Generator().manual_seed(4))
+BEGINS = torch.tensor([[3], [5], [2]])
+LENGTHS = torch.tensor([[12], [9], [11]])
+
+
+def reference(m, x):
+    """The loss of the next words, of those that are part of the answer."""
+    logits = (torch.tanh(x @ m.a) @ m.b)[:, :-1]
+    place = torch.arange(1, 12)
+    keep = (place >= BEGINS) & (place < LENGTHS)
+    return F.cross_entropy(logits[keep], WORDS[:, 1:][keep])
+
+
+def port(m, x):
+    logits = (torch.tanh(x @ m.a) @ m.b)[:, :-1]
+    place = torch.arange(12)[None, :]
+    answer = (place >= BEGINS) & (place < LENGTHS)
+    weights = answer[:, 1:].float()
+    logp = torch.log_softmax(logits, dim=-1)
+    picked = torch.gather(logp, -1, WORDS[:, 1:, None])[..., 0]
+    return -(picked * weights).sum() / weights.sum()
+
+
+def with_other_weights(m, x):
+    logits = (torch.tanh(x @ m.a) @ m.b)[:, :-1]
+    place = torch.arange(12)[None, :]
+    answer = (place >= BEGINS) & (place < LENGTHS)
+    weights = answer[:, :-1].float()
+    logp = torch.log_softmax(logits, dim=-1)
+    picked = torch.gather(logp, -1, WORDS[:, 1:, None])[..., 0]
+    return -(picked * weights).sum() / weights.sum()
+
+
+def test_the_port_is_right(at_fault):
+    assert not at_fault(reference, port, LEAVES, X)
+
+
+def test_another_part_of_a_mask_is_named_where_it_is_cut_out(at_fault, blamed_text):
+    [row] = at_fault(reference, with_other_weights, LEAVES, X)
+    assert blamed_text(row) == "weights = answer[:, :-1].float()"

@@ -161,7 +161,8 @@ class SyncedBatchNorm(nn.Module):
                 self.running_mean.lerp_(mean, self.momentum)
                 self.running_var.lerp_(var * n / (n - 1), self.momentum)
         else:
-            mean, var = self.running_mean, self.running_var
+            mean = self.get_buffer("running_mean")
+            var = self.get_buffer("running_var")
         mean, var = mean.view(1, -1, 1, 1), var.view(1, -1, 1, 1)
         x = (x - mean) / (var + self.eps).sqrt()
         return x * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)

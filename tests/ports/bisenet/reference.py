@@ -1,6 +1,7 @@
 """A small BiSeNet: a spatial and a context path, fused; auxiliary heads and boundaries."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -265,7 +266,7 @@ def boundary_target(label):
     """Shares of the scales on which a pixel is at the edge of a class."""
     kernel = torch.tensor(LAPLACIAN).view(1, 1, 3, 3)
     label = label.where(label != IGNORE, 0).unsqueeze(1).float()
-    target = 0.0
+    target: Any = 0.0
     for stride, share in zip(BOUNDARY_STRIDES, BOUNDARY_SHARES):
         edge = F.conv2d(label, kernel, stride=stride, padding=1).clamp(min=0)
         edge = (edge > 0.1).float()

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -232,6 +233,7 @@ class ShuffleBackbone(nn.Module):
     def forward(self, inputs):
         net = max_pool_3x3(self.root(inputs))
         endpoints = []
+        units: Any
         for units in self.block:
             for unit in units:
                 net = unit(net)

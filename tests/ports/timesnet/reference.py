@@ -1,6 +1,7 @@
 """A small TimesNet: periods found by the FFT, series folded to two dimensions by each."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ class TimesBlock(nn.Module):
     def forward(self, x):
         b, t, n = x.shape
         periods, amplitude = find_periods(x, TOP_K)
-        results = []
+        results: Any = []
         for period in periods:
             length = math.ceil(t / period) * period
             out = F.pad(x, (0, 0, 0, length - t))
@@ -137,7 +138,7 @@ def batches():
     scale = torch.tensor([1.0, 2.5, 0.4, 1.5, 0.8])
     made = []
     for size in (4, 3):
-        series = []
+        series: Any = []
         for _ in range(size):
             x = 0.02 * torch.randn(5, generator=generator) * time
             for period, height in ((14.5, 1.3), (8.3, 0.9), (24.0, 0.7), (5.0, 0.5)):

@@ -31,3 +31,29 @@ def test_the_port_is_right(at_fault):
 def test_the_line_behind_the_negative_is_named(at_fault, blamed_text):
     [row] = at_fault(reference, mean_of_shares, LEAVES, X, LENGTHS)
     assert blamed_text(row) == "return torch.mean(costs / lengths)"
+
+
+def of_two_means(m, x, lengths):
+    scores = x @ m.w
+    costs = -scores.log_softmax(-1)[:, 0]
+    return costs.mean() + 0.1 * scores.logsumexp(-1).square().mean()
+
+
+def of_one_mean(m, x, lengths):
+    scores = x @ m.w
+    costs = -scores.log_softmax(-1)[:, 0]
+    both = costs + 0.1 * torch.square(scores.logsumexp(-1))
+    return torch.sum(both) / both.numel()
+
+
+def of_one_mean_over_lengths(m, x, lengths):
+    scores = x @ m.w
+    costs = -scores.log_softmax(-1)[:, 0]
+    both = costs + 0.1 * torch.square(scores.logsumexp(-1))
+    return torch.sum(both * lengths) / torch.sum(lengths)
+
+
+def test_the_line_behind_a_sum_of_terms_is_named(at_fault, blamed_text):
+    assert not at_fault(of_two_means, of_one_mean, LEAVES, X, LENGTHS)
+    [row] = at_fault(of_two_means, of_one_mean_over_lengths, LEAVES, X, LENGTHS)
+    assert blamed_text(row) == "return torch.sum(both * lengths) / torch.sum(lengths)"

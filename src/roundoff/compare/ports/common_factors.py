@@ -1,8 +1,9 @@
-"""A factor that both programs multiply with, one of them at another place.
+"""A factor or a term that both programs have, one of them at another place.
 
-``-x.sum()`` takes the negative of a sum, ``(-x).mean()`` the mean of a negative. A value that
-only gets a factor which the reference gives to another value on the same way is no value
-of the reference's, and nothing is wrong with it.
+``-x.sum()`` takes the negative of a sum, ``(-x).mean()`` the mean of a negative; the mean of
+a sum is the sum of two means. A value that only gets a factor, or a term, which the reference
+gives to another value on the same way is no value of the reference's, and nothing is wrong
+with it.
 """
 
 from __future__ import annotations
@@ -13,34 +14,43 @@ from dataclasses import replace
 
 from roundoff.compare.records.call_arguments import factor_given
 from roundoff.compare.repairs.other_numbers import SAME
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, first_of
 
 
 def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
-    """Return a part that begins behind values which only get a factor of the reference's.
+    """Return a part that begins behind values which only get a factor of the reference's,
+    or are added up as others are there.
 
     The same part where nothing would be left.
     """
-    ours = [
-        factor
-        for value in _in_order(reference, part.expected)
-        if (factor := factor_given(value.row)) is not None
-    ]
+    expected = _in_order(reference, part.expected)
+    factors = [factor_given(value.row) for value in expected]
+    ours = [factor for factor in factors if factor is not None]
+    sums = sum(_is_sum_of_terms(value) for value in expected)
     region = set(part.region)
     value = part.candidate
-    while value is not None and (factor := factor_given(value.row)) is not None:
-        common = next(
-            (each for each in ours if math.isclose(each, factor, rel_tol=SAME)), None
-        )
-        if common is None:
+    while value is not None:
+        factor = factor_given(value.row)
+        common = [f for f in ours if factor and math.isclose(f, factor, rel_tol=SAME)]
+        if common:
+            ours.remove(common[0])
+        elif sums and _is_sum_of_terms(value):
+            sums -= 1
+        else:
             break
-        ours.remove(common)
         region.discard(value.key)
         value = next(iter(first_of(candidate, region)), None)
     if value is None or value is part.candidate:
         return part
     return replace(part, candidate=value)
+
+
+def _is_sum_of_terms(value: Value) -> bool:
+    """Return True for a sum or difference of two values, and not of a value and a number."""
+    is_weighed = factor_given(value.row) is not None
+    return value.operator in DIFFERENCES and len(value.inputs) == 2 and not is_weighed
 
 
 def _in_order(flow: Flow, keys: Iterable[int]) -> list[Value]:

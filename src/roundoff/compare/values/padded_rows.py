@@ -64,6 +64,10 @@ def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tenso
             sure.append(mask)
         elif shares.count(None) == 1:
             unsure.append((shares.index(None), mask))
+        elif None in shares:
+            # of a loss alone: few of all gradients have its places
+            holders = [n for n, flow in enumerate(flows) if _reach(flow, mask, 0) == 0]
+            unsure += [(1 - holder, mask) for holder in holders]
     index = cache(lambda number: _index_of(flows[number], sure))
     kept = [
         mask
@@ -244,12 +248,14 @@ def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
             yield mask
 
 
-def _reach(flow: Flow, mask: Tensor) -> float | None:
+def _reach(
+    flow: Flow, mask: Tensor, least_share: float = LEAST_SHARE
+) -> float | None:
     """Return of how many gradients, as a share, what is outside a mask goes on to anything
     else.
 
     What is multiplied with zeros afterwards does not. None where too few gradients have the
-    places of the mask.
+    places of the mask: of all a smaller share than ``least_share``.
     """
     read = reaching = 0
     gradients = _gradients(flow)
@@ -262,7 +268,7 @@ def _reach(flow: Flow, mask: Tensor) -> float | None:
         read += 1
         if _is_outside(tensor, mask) and _is_handed_on(flow, key, mask):
             reaching += 1
-    if read < max(LEAST_GRADIENTS, LEAST_SHARE * len(gradients)):
+    if read < max(LEAST_GRADIENTS, least_share * len(gradients)):
         return None
     return reaching / read
 

@@ -57,3 +57,31 @@ def test_the_line_behind_a_sum_of_terms_is_named(at_fault, blamed_text):
     assert not at_fault(of_two_means, of_one_mean, LEAVES, X, LENGTHS)
     [row] = at_fault(of_two_means, of_one_mean_over_lengths, LEAVES, X, LENGTHS)
     assert blamed_text(row) == "return torch.sum(both * lengths) / torch.sum(lengths)"
+
+
+def likelihood(m, x, lengths):
+    size = torch.nn.functional.softplus(x @ m.w[:, 0])
+    likely = -0.5 * (x[:, 0] / size) ** 2 - torch.log(size)
+    return -(likely * lengths).sum() / lengths.sum()
+
+
+def cost(m, x, lengths):
+    size = torch.logaddexp(x @ m.w[:, 0], torch.zeros(6))
+    costs = 0.5 * (x[:, 0] / size) ** 2 + torch.log(size)
+    return torch.sum(costs * lengths) / torch.sum(lengths)
+
+
+def cost_by_places(m, x, lengths):
+    size = torch.logaddexp(x @ m.w[:, 0], torch.zeros(6))
+    costs = 0.5 * (x[:, 0] / size) ** 2 + torch.log(size)
+    places = torch.arange(6.0)
+    return torch.sum(costs * places) / torch.sum(places)
+
+
+def test_the_line_behind_costs_of_the_other_sign_is_named(at_fault, blamed_text):
+    assert not at_fault(likelihood, cost, LEAVES, X, LENGTHS)
+    [row] = at_fault(likelihood, cost_by_places, LEAVES, X, LENGTHS)
+    assert blamed_text(row) in (
+        "places = torch.arange(6.0)",
+        "return torch.sum(costs * places) / torch.sum(places)",
+    )

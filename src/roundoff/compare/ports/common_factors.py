@@ -16,16 +16,17 @@ from roundoff.compare.records.call_arguments import factor_given
 from roundoff.compare.repairs.other_numbers import SAME
 from roundoff.compare.rounding.rounding_bound import DIFFERENCES
 from roundoff.compare.values.value_flow import Flow, Value
-from roundoff.compare.values.value_regions import Part, first_of
+from roundoff.compare.values.value_regions import Part, Sides, first_of
 
 
-def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
+def behind_common_factors(sides: Sides, part: Part) -> Part:
     """Return a part that begins behind values which only get a factor of the reference's,
-    or are added up as others are there.
+    are added up as others are there, or have the other sign there.
 
     The same part where nothing would be left.
     """
-    expected = _in_order(reference, part.expected)
+    candidate = sides.candidate
+    expected = _in_order(sides.reference, part.expected)
     factors = [factor_given(value.row) for value in expected]
     ours = [factor for factor in factors if factor is not None]
     sums = sum(_is_sum_of_terms(value) for value in expected)
@@ -38,7 +39,7 @@ def behind_common_factors(reference: Flow, candidate: Flow, part: Part) -> Part:
             ours.remove(common[0])
         elif sums and _is_sum_of_terms(value):
             sums -= 1
-        else:
+        elif not any(_is_negative(value, each, sides.limit) for each in expected):
             break
         region.discard(value.key)
         value = next(iter(first_of(candidate, region)), None)
@@ -51,6 +52,15 @@ def _is_sum_of_terms(value: Value) -> bool:
     """Return True for a sum or difference of two values, and not of a value and a number."""
     is_weighed = factor_given(value.row) is not None
     return value.operator in DIFFERENCES and len(value.inputs) == 2 and not is_weighed
+
+
+def _is_negative(value: Value, other: Value, limit: float) -> bool:
+    """Return True for what another value is with the other sign."""
+    if value.sketch is None or other.sketch is None or value.says_nothing:
+        return False
+    if value.sketch.numel != other.sketch.numel:
+        return False
+    return value.sketch.negative.distance(other.sketch) <= limit
 
 
 def _in_order(flow: Flow, keys: Iterable[int]) -> list[Value]:

@@ -352,7 +352,7 @@ def _first_difference(
             search = OurPart("the search for what is at fault")
             blamed = search(_at_fault, sides, part, (ours, theirs))
         if blamed is None and math.isinf(part.distance):
-            part = behind_common_factors(sides.reference, sides.candidate, part)
+            part = behind_common_factors(sides, part)
         return [Difference(part, blamed, sides.limit)]
     return []
 

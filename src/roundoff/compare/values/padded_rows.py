@@ -248,9 +248,7 @@ def _different(masks: Iterable[Tensor]) -> Iterator[Tensor]:
             yield mask
 
 
-def _reach(
-    flow: Flow, mask: Tensor, least_share: float = LEAST_SHARE
-) -> float | None:
+def _reach(flow: Flow, mask: Tensor, least_share: float = LEAST_SHARE) -> float | None:
     """Return of how many gradients, as a share, what is outside a mask goes on to anything
     else.
 

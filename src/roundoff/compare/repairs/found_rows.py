@@ -126,7 +126,8 @@ def moved_rows(sides: Sides, present: Sequence[Held]) -> Iterator[LeafChange]:
         for kind in rows.kinds:
             # what stands as the reference's does is wrong where others do not
             orders = _in_other_orders(kind) if is_custom else ()
-            for others, words in (*orders, *_of_others(kind, missed)):
+            beside = _in_order_of_others(kind, rows.kinds)
+            for others, words in (*orders, *beside, *_of_others(kind, missed)):
                 moved = rows.with_rows(others)
                 if moved is not None:
                     tensors = {rows.leaf.key: moved}
@@ -226,6 +227,48 @@ def _in_other_orders(
     words = f"has the rows of the reference's {kind[0].content.kind} in another order"
     for order in (torch.arange(count), *map(order_of, cuts_of(count))):
         yield [(each, each.content.rows[order]) for each in kind], words
+
+
+def _in_order_of_others(
+    kind: Sequence[_Found], kinds: Sequence[Sequence[_Found]]
+) -> Iterator[tuple[list[tuple[_Found, Tensor]], str]]:
+    """Yield the rows of one kind in the order that another's have in each head.
+
+    Keys are turned as queries are.
+    """
+    ours = kind[0]
+    count = len(ours.order)
+    for other in kinds:
+        block = _order_in_blocks(other[0].order, count)
+        if block is None:
+            continue
+        blocks = torch.arange(count).reshape(-1, len(block))
+        order = blocks[:, block].flatten()
+        words = (
+            f"has the rows of the reference's {ours.content.kind} in another order than "
+            f"those of {other[0].content.kind}"
+        )
+        yield [(each, each.content.rows[order]) for each in kind], words
+
+
+def _order_in_blocks(order: Tensor, count: int) -> Tensor | None:
+    """Return the order that rows have in all of the shortest blocks that fit ``count`` too.
+
+    None for rows that are in order, and without such blocks.
+
+    >>> _order_in_blocks(torch.tensor([0, 2, 1, 3, 4, 6, 5, 7]), 12).tolist()
+    [0, 2, 1, 3]
+    >>> _order_in_blocks(torch.arange(8), 12)
+    """
+    if torch.equal(order, torch.arange(len(order))):
+        return None
+    most = math.gcd(len(order), count)
+    for size in (n for n in range(2, most + 1) if most % n == 0):
+        blocks = order.reshape(-1, size)
+        first = blocks - size * torch.arange(len(blocks))[:, None]
+        if bool((first == first[0]).all()) and int(first.min()) == 0:
+            return first[0]
+    return None
 
 
 def _of_others(

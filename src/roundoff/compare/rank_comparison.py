@@ -28,7 +28,11 @@ from roundoff.compare.loop.found_causes import (
 )
 from roundoff.compare.loop.hand_updates import does_all_updates
 from roundoff.compare.loop.hand_writes import KnownNames
-from roundoff.compare.loop.left_out_writes import left_write_causes, untouched_causes
+from roundoff.compare.loop.left_out_writes import (
+    further_write_causes,
+    left_write_causes,
+    untouched_causes,
+)
 from roundoff.compare.loop.loop_order import BACKWARD_PASSES, loop_causes
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY, renaming
 from roundoff.compare.portions.blame import UNEXPLAINED
@@ -378,8 +382,10 @@ class _RankComparison:
         if causes or any(row.cause is not None for row in rows):
             return causes
         rename = renaming(self._settings.modules)
+        at = {"rank": self._rank, "step": step}
+        further = further_write_causes(sides, rows, rename, **at)
         idle = self._idle_from(step, known)
-        return untouched_causes(sides, idle, rename, rank=self._rank, step=step)
+        return further or untouched_causes(sides, idle, rename, **at)
 
     def _idle_from(self, step: int, known: Collection[str]) -> set[str]:
         """Return what the candidate holds, and no step from one on reads or writes.

@@ -191,3 +191,45 @@ def test_sums_that_are_not_kept_sample_by_sample(keep, tmp_path):
     first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
     assert first.looks_like == "missing update"
     assert "/add_" in first.evidence
+
+
+class SlowWeights(torch.optim.Optimizer):
+    """Half the way back to weights that move slowly, behind every step of another one."""
+
+    def __init__(self, inner, *, goes_back=True):
+        self.inner, self.goes_back = inner, goes_back
+        super().__init__(inner.param_groups, inner.defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        for p, state in self.state.items() if self.goes_back else ():
+            state["slow"].lerp_(p, 0.5)
+            p.copy_(state["slow"])
+
+
+def stepped_once(folder, keep, **options):
+    torch.manual_seed(0)
+    net = Net()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = SlowWeights(inner, **options)
+    with roundoff.capture(folder, net, keep=keep) as run:
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        run.step()
+    return folder
+
+
+@KEEP
+def test_what_an_optimizer_around_another_writes_in_the_last_step(keep, tmp_path):
+    right = stepped_once(tmp_path / "right", keep)
+    same = stepped_once(tmp_path / "same", keep)
+    assert roundoff.compare(reference=right, candidate=same).agrees
+    wrong = stepped_once(tmp_path / "wrong", keep, goes_back=False)
+    first, *_ = roundoff.compare(reference=right, candidate=wrong).culprits()
+    assert first.looks_like == "missing update"
+    assert "inner.weight" in first.evidence
+    assert "written once more in the reference, by /copy_" in first.evidence

@@ -11,9 +11,15 @@ from collections.abc import Callable, Container, Sequence
 from roundoff.compare.judging.explain import Sides
 from roundoff.compare.judging.step_causes import UPDATE, Cause, listed, with_line
 from roundoff.compare.judging.table import ComparedRow
-from roundoff.compare.loop.unnamed_updates import written_sources
+from roundoff.compare.loop.loaded_values import GRADIENT
+from roundoff.compare.loop.unnamed_updates import is_other_value, written_sources
 from roundoff.compare.pairing.alignment import REFERENCE_ONLY
-from roundoff.compare.records.recorded_rows import Content, RecordedRow, Rows
+from roundoff.compare.records.recorded_rows import (
+    Content,
+    RecordedRow,
+    Rows,
+    last_named,
+)
 
 
 def left_write_causes(
@@ -52,7 +58,43 @@ def left_write_causes(
             continue
         if (write.content_in_steps, before.content_in_steps) in read:
             lost.append(write)
-    return [_cause(lost, rank, step)] if lost else []
+    return [_cause(lost, _as_it_was(lost), rank, step)] if lost else []
+
+
+def further_write_causes(
+    sides: Sides,
+    compared: Sequence[ComparedRow],
+    rename: Callable[[str], str],
+    *,
+    rank: int,
+    step: int,
+) -> list[Cause]:
+    """Return the cause for parameters that both change, and the reference alone once more.
+
+    An optimizer around another one moves what that has stepped: back to slow weights, or
+    into bounds. Where no later step was recorded nothing reads it.
+
+    Args:
+        sides: the step.
+        compared: its rows.
+        rename: gives names of the reference their name in the candidate.
+        rank: of the step.
+        step: its number.
+    """
+    alone = {r.reference_record for r in compared if r.status == REFERENCE_ONLY}
+    ours = last_named(sides.reference.rows)
+    theirs = last_named(sides.candidate.rows)
+    written_alone = [
+        (write, theirs.get(rename(name)))
+        for name, write in ours.items()
+        if write.record in alone and write.inplace and f"{name}{GRADIENT}" in ours
+    ]
+    lost = [
+        write
+        for write, twin in written_alone
+        if twin is not None and twin.is_call and is_other_value(write, twin)
+    ]
+    return [_cause(lost, _once_more(lost), rank, step)] if lost else []
 
 
 def untouched_causes(
@@ -83,7 +125,8 @@ def untouched_causes(
         and rename(row.name) in idle
         and not (row.dtype or "").startswith(("int", "uint", "bool"))
     }
-    return [_cause([*lost.values()], rank, step)] if lost else []
+    left = [*lost.values()]
+    return [_cause(left, _as_it_was(left), rank, step)] if left else []
 
 
 def _read_alike(reference: Rows, candidate: Rows) -> set[tuple[Content, Content]]:
@@ -112,13 +155,26 @@ def _is_whole(write: RecordedRow, before: RecordedRow) -> bool:
     )
 
 
-def _cause(lost: Sequence[RecordedRow], rank: int, step: int) -> Cause:
+def _as_it_was(lost: Sequence[RecordedRow]) -> str:
     writes = listed([with_line(write.site, write.line) for write in lost])
-    first = lost[0]
-    evidence = (
+    return (
         f"the reference writes {writes} for the next step; here that memory stays as it "
         "was, and the next step begins with other values"
     )
+
+
+def _once_more(lost: Sequence[RecordedRow]) -> str:
+    names = listed([write.name or "" for write in lost])
+    are, they = ("is", "it stays") if len(lost) == 1 else ("are", "they stay")
+    first = with_line(lost[0].site, lost[0].line)
+    return (
+        f"{names} {are} written once more in the reference, by {first}; here {they} as "
+        "the writes before have left them"
+    )
+
+
+def _cause(lost: Sequence[RecordedRow], evidence: str, rank: int, step: int) -> Cause:
+    first = lost[0]
     return Cause(
         kind=UPDATE,
         label="missing update",

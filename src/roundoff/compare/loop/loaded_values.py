@@ -7,7 +7,7 @@ may be turned, reordered, scaled, partly zero, or hold another's values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +94,9 @@ def loaded_causes(
         for pair in pairs
         if None in (ours.saved(pair.twin), theirs.saved(pair.row))
     ]
+    wrong = {row.record for row in compared if row.cause is not None}
+    pairs = [pair for pair in pairs if not _is_moved_by(pair.row, wrong)]
     if are_carried:
-        wrong = {row.record for row in compared if row.cause is not None}
         pairs = [pair for pair in pairs if pair.row.record in wrong]
     if not any(row.cause is not None for row in compared):
         pairs = [pair for pair in pairs if _is_proven(pair)]
@@ -133,6 +134,16 @@ def loaded_causes(
             )
         )
     return causes
+
+
+def _is_moved_by(row: RecordedRow, wrong: Container[int | None]) -> bool:
+    """Return True for a value that is first seen where other values that differ move it on.
+
+    Such as statistics that a script updates before it calls their module; what is copied
+    is loaded.
+    """
+    is_moved = row.is_call and row.inplace and row.base_operator != "copy"
+    return is_moved and any(record in wrong for record in row.inputs[1:])
 
 
 def _is_made_up_for(

@@ -501,8 +501,9 @@ class _RankComparison:
 
     def _may_be_another_form(self, step: int) -> bool:
         """Return True where nothing but calls of the loop in another form is behind a step,
-        or inputs that differ, as those do that one program pads by hand."""
-        causes = [cause for cause in self.causes if cause.step == step]
+        which are told once, or inputs that differ, as those do that one program pads by
+        hand."""
+        causes = [cause for cause in self.causes if cause.step <= step]
         return bool(causes) and all(
             cause.label == "other loop" or cause.kind == DATA for cause in causes
         )

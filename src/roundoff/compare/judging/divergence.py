@@ -24,6 +24,7 @@ from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.replay import CallReplay
 from roundoff.compare.records.saved_values import SavedValues
 from roundoff.compare.rounding.findings import INHERITED, OWN, Bound, Distance, Finding
+from roundoff.compare.rounding.rounding_bound import REGION, unit
 from roundoff.ops import operators_that
 from roundoff.record import PARTLY_WRITTEN
 
@@ -272,6 +273,9 @@ class Divergence:
         if saved is None or ours.saved(twin) is None:
             return
         earlier = self.findings.get(saved)
+        if earlier is None and (finding.error or 0.0) <= REGION * unit(row.dtype):
+            # computed in other operators: what it holds is what their roundings leave
+            finding.inputs = finding.error or 0.0
         if earlier is None or earlier.error is None:
             return
         if earlier.cause is None and earlier.error > earlier.tolerance:

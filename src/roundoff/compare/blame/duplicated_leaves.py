@@ -47,9 +47,9 @@ def blamed_duplicate(sides: Sides, part: Part) -> Blamed | None:
             continue
         other = next((m for m in missing if _same_place(sides, piece, m)), None)
         if other is not None:
-            wrong = [each for each in leaves if each.key in misplaced]
-            wrong = wrong or [e for e in leaves if not is_right_elsewhere(sides, e)]
-            wrong = wrong or leaves
+            wrong = [e for e in leaves if not is_right_elsewhere(sides, e)]
+            if len(wrong) in (0, len(leaves)):
+                wrong = [each for each in leaves if each.key in misplaced] or leaves
             leaf = wrong[-1] if other > piece else wrong[0]
             return _held_twice(sides, leaf, piece, other)
     return None

@@ -77,12 +77,41 @@ class UnlikeValues:
         first = first_over_turns(flow, first, heads, set(rejoin.region))
         if first.inner:
             first = flow.values[first.row.record]
+        unfinished = self._unfinished(first)
+        if unfinished is not None:
+            return unfinished
         what = "all that follows" if rejoin.agrees else "more of what follows"
         words = f"with {there(rejoin.twin)} {what} is right"
         line = self._lines.of_operator(first)
         return Blamed(
             first, rejoin.twin, words, is_operator=True, line=line, is_sure=False
         )
+
+    def _unfinished(self, reader: Value) -> Blamed | None:
+        """Return what is left out of a call of the reference, of which a value is the first part.
+
+        A sum is read where the reference's mean divides it first.
+        """
+        reference = self._sides.reference
+        flow = self._sides.candidate
+        for key in filter(flow.values.__contains__, reader.row.inputs):
+            value = flow.behind(key)
+            twins = [reference.values[twin] for twin in self._sides.all_twins(value)]
+            if not twins or not all(twin.inner for twin in twins):
+                continue
+            rest = [
+                made
+                for twin in twins
+                for key in reference.readers.get(twin.key, ())
+                if (made := reference.values[key]).inner
+                and made.row.call == twin.row.call
+                and made.key not in self._sides.agreeing
+            ]
+            if rest:
+                named, line = self._lines.of_left_out(value, rest[0])
+                words = f"left out is {there(rest[0])}"
+                return Blamed(named, rest[0], words, is_operator=True, line=line)
+        return None
 
     def _is_idle(self, value: Value) -> bool:
         """Return True for a sum or product that is what it was made of, in each turn."""

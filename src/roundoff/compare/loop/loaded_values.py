@@ -142,7 +142,7 @@ def _is_moved_by(row: RecordedRow, wrong: Container[int | None]) -> bool:
     Such as statistics that a script updates before it calls their module; what is copied
     is loaded.
     """
-    is_moved = row.is_call and row.inplace and row.base_operator != "copy"
+    is_moved = row.is_call and bool(row.inplace) and row.base_operator != "copy"
     return is_moved and any(record in wrong for record in row.inputs[1:])
 
 

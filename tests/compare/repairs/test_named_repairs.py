@@ -148,3 +148,46 @@ def test_the_line_that_calls_a_function_too_often_is_named(at_fault, blamed_text
     # a lower bound of 0 is no threshold of 0: nothing goes through as hardshrink
     assert "without clamp" in row.evidence
     assert blamed_text(row).startswith("h = activation(torch.tensordot(h, m.b")
+
+
+KERNELS = {"first": drawn(6, 5, 3, 3, seed=11), "second": drawn(5, 6, 3, 3, seed=12)}
+SERIES = drawn(2, 5, 12, seed=13)
+
+
+def in_columns(m, x):
+    total = x
+    for columns in (2, 3):
+        plane = x.unflatten(2, (12 // columns, columns))
+        plane = F.conv2d(
+            torch.tanh(F.conv2d(plane, m.first, padding=1)), m.second, padding=1
+        )
+        total = total + plane.mean((2, 3))[:, :, None]
+    return total.square().mean()
+
+
+def folded(m, x, plane):
+    plane = torch.tanh(F.conv2d(F.pad(plane, [1, 1, 1, 1]), m.first))
+    return x + torch.flatten(F.conv2d(plane, m.second, padding=1), start_dim=2).mean(
+        2, keepdim=True
+    )
+
+
+def by_rows(m, x):
+    total = x
+    for columns in (2, 3):
+        total = folded(m, total, torch.reshape(x, [2, 5, -1, columns]))
+    return (total**2).mean()
+
+
+def by_columns(m, x):
+    total = x
+    for columns in (2, 3):
+        total = folded(m, total, torch.reshape(x, [2, 5, columns, -1]))
+    return (total**2).mean()
+
+
+def test_rows_that_are_folded_as_columns_are_named(at_fault, blamed_text):
+    assert not at_fault(in_columns, by_rows, KERNELS, SERIES)
+    [row] = at_fault(in_columns, by_columns, KERNELS, SERIES)
+    assert "torch.reshape(x, [2, 5, columns, -1])" in blamed_text(row)
+    assert "with the lengths" in row.evidence

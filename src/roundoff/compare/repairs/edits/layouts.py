@@ -43,6 +43,7 @@ def other_layouts(call: TracedCall, ingredients: Ingredients) -> Iterator[Templa
         yield from _exchanged_axes(call)
     if name in _RESHAPE:
         yield from (_permuted_before(order) for order in _orders(len(shape)))
+        yield from _exchanged_sizes(call)
     if name in _RESHAPE | _JOIN or not is_move(call):
         yield from _other_orders_of_result(call)
     if name in _CUT:
@@ -67,6 +68,29 @@ def _other_orders_of_result(call: TracedCall) -> Iterator[Template]:
     for order in _orders(len(shape)):
         if tuple(shape[axis] for axis in order) == shape:
             yield _permuted_after(order)
+
+
+def _exchanged_sizes(call: TracedCall) -> Iterator[Template]:
+    """Exchange two lengths of a shape: rows and columns that are folded the wrong way."""
+    shape = tuple(call.first.shape or ())
+    if len(shape) > MOST_AXES:
+        return
+    for one, other in combinations(range(len(shape)), 2):
+        if shape[one] != shape[other] and 1 not in (shape[one], shape[other]):
+            yield _with_sizes_exchanged(one, other)
+
+
+def _with_sizes_exchanged(one: int, other: int) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        parsed = copy.deepcopy(call.parsed)
+        sizes = parsed[0][1] if len(parsed[0]) > 1 else None
+        if not isinstance(sizes, list) or len(sizes) <= other:
+            return None
+        sizes[one], sizes[other] = sizes[other], sizes[one]
+        step = EditStep("aten.reshape.default", [parsed[0][:2], {}])
+        return Edit((step,), f"with the lengths {sizes}")
+
+    return template
 
 
 def _exchanged_axes(call: TracedCall) -> Iterator[Template]:

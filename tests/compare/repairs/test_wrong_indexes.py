@@ -52,3 +52,34 @@ def test_the_port_is_right(at_fault):
 def test_another_part_of_a_mask_is_named_where_it_is_cut_out(at_fault, blamed_text):
     [row] = at_fault(reference, with_other_weights, LEAVES, X)
     assert blamed_text(row) == "weights = answer[:, :-1].float()"
+
+
+KERNEL = torch.tensor([[[-1.0, 2.0, -1.0]]])
+
+
+def at_edges(m, x):
+    """A loss where the words change."""
+    edges = F.conv1d(WORDS[:, None].float(), KERNEL, padding=1).clamp(min=0) > 0.5
+    scores = torch.tanh(x @ m.a) @ m.b
+    return (scores.square().mean(-1) * edges[:, 0]).sum() / 9
+
+
+def edges_by_neighbours(words, centre):
+    words = F.pad(words.float(), (1, 1))
+    return centre * words[:, 1:-1] - (words[:, :-2] + words[:, 2:])
+
+
+def at_edges_by_hand(m, x, centre=2.0):
+    edges = (edges_by_neighbours(WORDS, centre) > 0.5).float()
+    scores = torch.einsum("ntd,dk->ntk", torch.tanh(x @ m.a), m.b)
+    return torch.sum((scores**2).mean(-1) * edges) / 9
+
+
+def at_edges_of_another_height(m, x):
+    return at_edges_by_hand(m, x, centre=2.5)
+
+
+def test_what_a_comparison_reads_is_named_where_it_is_wrong(at_fault, blamed_text):
+    assert not at_fault(at_edges, at_edges_by_hand, LEAVES, X)
+    [row] = at_fault(at_edges, at_edges_of_another_height, LEAVES, X)
+    assert blamed_text(row).startswith("return centre * words[:, 1:-1]")

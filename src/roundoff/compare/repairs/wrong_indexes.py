@@ -175,10 +175,40 @@ def _first_right(
                 first = min(tensors, key=lambda key: sides.candidate.values[key].order)
                 value_there = sides.candidate.values[first]
                 made = _moved_from(sides, value_there, tensors[first])
+                compared = _wrongly_compared(sides, trials, made, twin)
+                if compared is not None:
+                    made, twin = compared
+                    words = f"with {there(twin)} in its place all that follows is right"
                 line = None
                 if len(tensors) == 1:
                     line = FaultLines(sides, part.region).of_operator(made)
                 return Blamed(made, twin, words, is_operator=True, line=line)
+    return None
+
+
+def _wrongly_compared(
+    sides: Sides, trials: Trials, mask: Value, twin: Value
+) -> tuple[Value, Value] | None:
+    """Return the number that a comparison reads with which all is right too, and whose it is.
+
+    Where edges are is decided by what is computed of the colours.
+    """
+    if mask.operator not in _COMPARE or twin.operator not in _COMPARE:
+        return None
+    flow, reference = sides.candidate, sides.reference
+    ours = [reference.values[key] for key in twin.inputs if key not in sides.agreeing]
+    theirs = [flow.values[key] for key in mask.inputs if key not in sides.twins]
+    for value, other in product(theirs, ours):
+        held = flow.tensor(value.key)
+        content = reference.tensor(other.key)
+        is_number = value.is_number and value.computes and other.is_number
+        if not is_number or held is None or content is None:
+            continue
+        if held.numel() != content.numel():
+            continue
+        for tensor in islice(in_layout_of(sides, held, content), MOST_LAYOUTS):
+            if trials.outcome({}, {value.key: tensor})[0]:
+                return value, other
     return None
 
 

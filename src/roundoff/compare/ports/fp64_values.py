@@ -357,8 +357,9 @@ def _run(
         take(leaf.row)
         if leaf.is_number:
             depending.add(leaf.key)
-    # a script draws its parameters in the step
-    depending.update(leaf.key for leaf in named_leaves(flow).values() if leaf.is_number)
+    # a script draws its parameters in the step, and may run its model before they are ready
+    drawn = named_leaves(flow).keys()
+    depending.update(v.key for v in flow.values.values() if v.row.name in drawn)
     for entry in _going_on(program, going_back):
         rows = _rows_of(entry)
         recorded = [flow.step.rows[row.record].dtype for row in rows]
@@ -367,7 +368,9 @@ def _run(
             for row in rows:
                 take(row)
             continue
-        depending.update(row.record for row in rows)
+        # whole numbers are as they were recorded, and so is what is made of them alone
+        records = (row.record for row in rows)
+        depending.update(r for r in records if flow.values[r].is_number)
         for row in rows:
             if row.record in forced or not flow.values[row.record].is_number:
                 take(row)

@@ -119,3 +119,23 @@ def test_a_mean_that_is_nothing_but_rounding_does_not_tell(sides_of, program):
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(2))
     sides = sides_of(program(ours, weight=weight), program(theirs, weight=weight), x)
     assert in_fp64(sides) is not None
+
+
+def test_what_is_made_of_whole_numbers_alone_is_as_it_was_recorded(sides_of, program):
+    """A third of a place that data say, and of one that the model chooses, are one number."""
+
+    def ways(m, x):
+        start = torch.arange(9).float() / 3
+        end = (x @ m.weight).argmax(1).float() / 3
+        return ((end - start) * (x @ m.weight)[:, 0]).sum()
+
+    weight = torch.randn(6, 9, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
+    sides = sides_of(program(ways, weight=weight), program(ways, weight=weight), x)
+    exact = in_fp64(sides)
+    assert exact is not None
+    thirds = [v for v in exact.candidate.in_order() if v.operator == "div"]
+    assert len(thirds) == 2
+    for third in thirds:
+        recorded = sides.candidate.tensor(third.key)
+        assert torch.equal(exact.candidate.tensor(third.key), recorded.double())

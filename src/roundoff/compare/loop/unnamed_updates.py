@@ -192,7 +192,7 @@ class _Side:
         if record in self.parameters:
             return True
         is_named = record in self.rows and bool(self.rows[record].name)
-        return is_named and record in {*self.sources.values()}
+        return is_named and record in self.sources.values()
 
     @property
     def is_stepped(self) -> bool:

@@ -143,7 +143,11 @@ def _is_faithful(sides: Sides, flow: Flow, tensors: Mapping[int, Tensor]) -> boo
 
 def _rounding(tensors: Mapping[int, Tensor], value: Value) -> float:
     """Return how far fp32 may bring a value by what it is made of: of a sum of large terms
-    that is zero but for rounding, nothing else is left."""
+    that is zero but for rounding, nothing else is left.
+
+    Independent roundings of n terms add up to ``unit * sqrt(n)`` times their size: to the
+    unit times the norm of what is summed up.
+    """
     read = [in_reals(tensors[key]) for key in value.inputs if key in tensors]
     sizes = (float(t[t.abs() < MASK].norm()) for t in read if t.is_floating_point())
     return ROUNDINGS * unit("float32") * max(sizes, default=0.0)

@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.utils._pytree import KeyPath, tree_leaves_with_path
+
 from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.repairs.repair_trials import Repair
 from roundoff.compare.values.traced_calls import TracedCall, records_in
 from roundoff.compare.values.value_flow import Flow
-
-#: Where a number stands in arguments: keys and places, from the outside.
-Path = tuple[int | str, ...]
 
 
 def line_that_hands_numbers(flow: Flow, repair: Repair) -> str | None:
@@ -34,7 +33,7 @@ def line_that_hands_numbers(flow: Flow, repair: Repair) -> str | None:
     return stack[place] if place < len(stack) - 1 else None
 
 
-def _changed_numbers(repair: Repair) -> list[Path]:
+def _changed_numbers(repair: Repair) -> list[KeyPath]:
     """Return where an edit has other numbers; nothing where it changes more than these."""
     edit = repair.edits.get(repair.call.first.call)
     if edit is None or len(edit.steps) != 1 or edit.places is not None:
@@ -43,25 +42,21 @@ def _changed_numbers(repair: Repair) -> list[Path]:
     is_same = step.overload == repair.call.first.overload
     if not is_same or records_in(step.arguments) != records_in(repair.call.parsed):
         return []
-    before = dict(_numbers(repair.call.parsed))
-    after = dict(_numbers(step.arguments))
+    before = _numbers(repair.call.parsed)
+    after = _numbers(step.arguments)
     if not after.keys() <= before.keys():
         return []
     return [path for path, number in after.items() if before[path] != number]
 
 
-def _numbers(arguments: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what arguments hold besides tensors, and where."""
-    if isinstance(arguments, dict) and "record" in arguments:
-        return
-    if isinstance(arguments, list | dict):
-        pairs = (
-            arguments.items() if isinstance(arguments, dict) else enumerate(arguments)
-        )
-        for key, value in pairs:
-            yield from _numbers(value, (*path, key))
-        return
-    yield path, arguments
+def _numbers(arguments: Any) -> dict[KeyPath, Any]:
+    """Return what arguments hold besides tensors, by where it stands."""
+    leaves = tree_leaves_with_path(arguments, is_leaf=_is_tensor)
+    return {path: value for path, value in leaves if not _is_tensor(value)}
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, dict) and "record" in argument
 
 
 def _calls_of_line(flow: Flow, call: TracedCall) -> Iterator[TracedCall]:
@@ -82,7 +77,7 @@ def _calls_of_line(flow: Flow, call: TracedCall) -> Iterator[TracedCall]:
 def _are_handed(
     flow: Flow,
     calls: Sequence[TracedCall],
-    paths: Sequence[Path],
+    paths: Sequence[KeyPath],
     inside: Sequence[str],
 ) -> bool:
     """Return True where lines outside of some hand other numbers to them for alike values.
@@ -99,7 +94,7 @@ def _are_handed(
             for key in records_in(call.parsed)
             if key in flow.values
         )
-        given = dict(_numbers(call.parsed))
+        given = _numbers(call.parsed)
         outside = stack[-len(inside) - 1]
         its_numbers = tuple(given.get(path) for path in paths)
         numbers[call.first.module, shapes][outside].add(its_numbers)

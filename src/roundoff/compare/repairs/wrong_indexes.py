@@ -171,14 +171,12 @@ def _first_right(
             if trials.left < 0:
                 return None
             if trials.outcome({}, tensors, is_patient=is_patient)[0]:
-                words = f"with {there(twin)} in its place all that follows is right"
                 first = min(tensors, key=lambda key: sides.candidate.values[key].order)
                 value_there = sides.candidate.values[first]
                 made = _moved_from(sides, value_there, tensors[first])
-                compared = _wrongly_compared(sides, trials, made, twin)
-                if compared is not None:
-                    made, twin = compared
-                    words = f"with {there(twin)} in its place all that follows is right"
+                compared = _wrongly_compared(sides, trials, made, twin, is_patient)
+                made, twin = compared or (made, twin)
+                words = f"with {there(twin)} in its place all that follows is right"
                 line = None
                 if len(tensors) == 1:
                     line = FaultLines(sides, part.region).of_operator(made)
@@ -187,7 +185,7 @@ def _first_right(
 
 
 def _wrongly_compared(
-    sides: Sides, trials: Trials, mask: Value, twin: Value
+    sides: Sides, trials: Trials, mask: Value, twin: Value, is_patient: bool
 ) -> tuple[Value, Value] | None:
     """Return the number that a comparison reads with which all is right too, and whose it is.
 
@@ -207,7 +205,7 @@ def _wrongly_compared(
         if held.numel() != content.numel():
             continue
         for tensor in islice(in_layout_of(sides, held, content), MOST_LAYOUTS):
-            if trials.outcome({}, {value.key: tensor})[0]:
+            if trials.outcome({}, {value.key: tensor}, is_patient=is_patient)[0]:
                 return value, other
     return None
 

@@ -45,7 +45,7 @@ from roundoff.compare.portions.comparison import (
     share_of_work,
 )
 from roundoff.compare.ports.left_averages import left_average_causes
-from roundoff.compare.ports.port_comparison import by_different_hands
+from roundoff.compare.ports.port_comparison import StepByValues, by_different_hands
 from roundoff.compare.ports.rewritten_calls import (
     agreeing_by_values,
     compared_as_another_layer,
@@ -273,6 +273,7 @@ class _RankComparison:
             recorded_step(run, self._rank, step, tensors=self._tensors) for run in runs
         ]
         sides = without_loss_scales(Sides(*tensors_of_all(recorded)))
+        values = StepByValues(sides)
         by_hands = by_different_hands(
             sides.reference.rows, sides.candidate.rows, self._settings.modules
         )
@@ -288,7 +289,7 @@ class _RankComparison:
         if not is_other and in_other_portions(sides.reference, sides.candidate):
             data = DataPortions(sides.reference.rows, sides.candidate.rows)
         if data is not None and self._shows_portions(sides, data):
-            told = self._in_portions(sides, step, data)
+            told = self._in_portions(values, step, data)
             if told.is_explained:
                 return self._believed_of_portions(told, step)
         before = self._memory.copy()
@@ -301,7 +302,7 @@ class _RankComparison:
         is_same_before = not before.parted
         if is_same_before and not by_hands:
             by_values = self._by_values(
-                self._as_another_layer, sides, rows, step, before
+                self._as_another_layer, values, rows, step, before
             )
             if by_values is not None:
                 return self._believed(by_values, step, before)
@@ -315,13 +316,13 @@ class _RankComparison:
             return rows
         may_be_another_form = self._may_be_another_form(step)
         to_explain = by_name if may_be_another_form else rows
-        by_values = self._by_values(agreeing_by_values, sides, to_explain)
+        by_values = self._by_values(agreeing_by_values, values, to_explain)
         if by_values is not None and read_later().differs(
             sides.reference.rows, sides.candidate.rows, by_name
         ):
             return rows
         if by_values is None and not self._is_explained(step):
-            by_values = self._by_values(compared_by_values, sides, rows)
+            by_values = self._by_values(compared_by_values, values, rows)
         if by_values is None:
             return rows
         self._differs = differed
@@ -413,7 +414,9 @@ class _RankComparison:
         except RunError:
             return None
 
-    def _in_portions(self, sides: Sides, step: int, data: DataPortions) -> _InPortions:
+    def _in_portions(
+        self, values: StepByValues, step: int, data: DataPortions
+    ) -> _InPortions:
         """Return the rows of a step that does the work in other portions.
 
         A layer that is written in another way has results of other shapes too: what
@@ -421,6 +424,7 @@ class _RankComparison:
         many calls on other shapes: the program may have computed their sizes, of what it
         draws or chooses.
         """
+        sides = values.recorded
         parts = {self._rank: sides.candidate}
         rename = renaming(self._settings.modules)
         rows = compare_portions(sides.reference, parts, rename, self._portions)
@@ -434,7 +438,7 @@ class _RankComparison:
         is_right = all(row.cause is None for row in rows)
         by_values = None
         if not is_right:
-            by_values = self._by_values(agreeing_by_values, sides, rows)
+            by_values = self._by_values(agreeing_by_values, values, rows)
         is_unexplained = (
             by_values is None
             and any(row.looks_like == UNEXPLAINED for row in rows)
@@ -453,14 +457,15 @@ class _RankComparison:
 
     def _as_another_layer(
         self,
-        sides: Sides,
+        values: StepByValues,
         rows: Sequence[ComparedRow],
         step: int,
         before: EarlierSteps,
     ) -> list[ComparedRow] | None:
         """Return the rows by values, where a layer is by another hand and they tell more."""
-        if sides.reference.tensors is None or sides.candidate.tensors is None:
+        if not values.has_tensors:
             return None
+        sides = values.recorded
         laid_out = laid_out_otherwise(sides, rows, self._laid_out)
         rename = renaming(self._settings.modules)
         is_another = is_mispaired(rows) or has_other_parameters(sides, rename)
@@ -468,7 +473,7 @@ class _RankComparison:
             return None
         if data_causes(sides, rows, rank=self._rank, step=step):
             return None  # other data have other shapes too
-        by_values = compared_as_another_layer(sides, rows, laid_out, before)
+        by_values = compared_as_another_layer(values, rows, laid_out, before)
         if by_values is not None:
             self._laid_out |= {row.name for row in laid_out}
         return by_values

@@ -13,7 +13,7 @@ from torch import nn
 import roundoff
 from roundoff.compare.judging.explain import EarlierSteps, RecordedStep, Sides
 from roundoff.compare.loop.step_results import losses_of
-from roundoff.compare.ports.port_comparison import values_compared
+from roundoff.compare.ports.port_comparison import StepByValues
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.record import StepTensors
 
@@ -314,7 +314,7 @@ def test_an_average_that_stands_in_several_results_is_computed_there(
     memory = EarlierSteps()
     for step in range(2):
         sides = Sides(*(step_of(folder, step) for folder in folders))
-        compared = values_compared(sides, memory)
+        compared = StepByValues(sides).after(memory).compared
         averages = {
             tuple(row.shape): row.record
             for row in sides.candidate.rows.values()

@@ -9,6 +9,7 @@ between values that agree is equivalent, and no finding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
     Those of the candidate come first, in its order of execution; ``memory`` is changed.
     """
-    sides = _values_remembered(steps, memory)
+    sides = StepByValues(steps).after(memory).sides
     differences = [] if memory.parted else differences_of(sides)
     rows = PortRows(sides, differences).rows()
     memory.parted |= any(row.cause is not None for row in rows)
@@ -98,7 +99,7 @@ def compare_port(steps: RecordedSides, memory: EarlierSteps) -> list[ComparedRow
 
 
 def explained_by_values(
-    steps: RecordedSides, suspect: int | None, *, is_left_out: bool = False
+    step: StepByValues, suspect: int | None, *, is_left_out: bool = False
 ) -> list[ComparedRow] | None:
     """Return the rows of ``compare_port`` where something differs; else None.
 
@@ -106,7 +107,7 @@ def explained_by_values(
     reference has no such value, only what was found to make all right goes before it; so
     with ``is_left_out``: the reference has it, and goes on with an operator that is missing.
     """
-    compared = values_compared(steps)
+    compared = step.compared
     is_right = suspect is None or _is_in_phase(compared.sides, suspect)
     is_right = is_right and not is_left_out
     if not compared.differences or not (compared.is_sure or is_right):
@@ -295,50 +296,63 @@ class ValuesCompared:
         return PortRows(self.sides, self.differences).rows()
 
 
-def values_compared(
-    steps: RecordedSides, memory: EarlierSteps | None = None
-) -> ValuesCompared:
-    """Compare one step of two programs by their values alone.
+class StepByValues:
+    """One step of two programs by its values, matched and compared once, when that is asked for.
 
-    ``memory``: of the steps before, for parameters that are counterparts; it is changed.
+    Args:
+        recorded: the step.
+        paired: parameters that were counterparts in the steps before.
     """
-    sides = _values_of(steps) if memory is None else _values_remembered(steps, memory)
-    return ValuesCompared(sides, differences_of(sides))
 
+    def __init__(self, recorded: RecordedSides, paired: Paired = ()) -> None:
+        self.recorded = recorded
+        self._paired = paired
 
-def agreeing_results(steps: RecordedSides) -> ValuesCompared | None:
-    """Return the comparison by values of one step where no recorded result differs; else None.
+    def after(self, memory: EarlierSteps) -> StepByValues:
+        """Return the step with the counterparts of the steps before; it leaves its own."""
+        is_first = tuple(memory.counterparts) == self._paired
+        step = self if is_first else StepByValues(self.recorded, memory.counterparts)
+        memory.counterparts = tuple(
+            (each.ours, each.theirs, each.numel) for each in counterparts(step.sides)
+        )
+        return step
 
-    Losses, outputs, gradients and buffers are looked at first: nothing is asked of a step
-    in which they differ.
-    """
-    if not have_same_losses(steps.reference.rows, steps.candidate.rows):
-        return None
-    sides = _values_of(steps)
-    if any(results(sides)[0] for results in (outputs, buffers, gradients)):
-        return None
-    return ValuesCompared(sides, differences_of(sides))
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """The values of both, matched."""
+        reference = flow_of(self.recorded.reference)
+        candidate = flow_of(self.recorded.candidate)
+        limit = limit_of(reference, candidate)
+        sides = Sides(
+            reference,
+            candidate,
+            limit,
+            padding=padding_masks(reference, candidate, limit),
+            paired=self._paired,
+        )
+        sides.match()
+        return sides
 
+    @functools.cached_property
+    def compared(self) -> ValuesCompared:
+        """What differs."""
+        return ValuesCompared(self.sides, differences_of(self.sides))
 
-def _values_remembered(steps: RecordedSides, memory: EarlierSteps) -> Sides:
-    """Return the values of both; parameters that were counterparts are so still."""
-    sides = _values_of(steps, memory.counterparts)
-    memory.counterparts = tuple(
-        (each.ours, each.theirs, each.numel) for each in counterparts(sides)
-    )
-    return sides
+    @property
+    def has_tensors(self) -> bool:
+        """True where both programs' tensors were kept, or computed again."""
+        both = (self.recorded.reference, self.recorded.candidate)
+        return all(side.tensors is not None for side in both)
 
+    def agreeing(self) -> ValuesCompared | None:
+        """Return what differs where no recorded result does; else None.
 
-def _values_of(steps: RecordedSides, paired: Paired = ()) -> Sides:
-    reference = flow_of(steps.reference)
-    candidate = flow_of(steps.candidate)
-    limit = limit_of(reference, candidate)
-    sides = Sides(
-        reference,
-        candidate,
-        limit,
-        padding=padding_masks(reference, candidate, limit),
-        paired=paired,
-    )
-    sides.match()
-    return sides
+        Losses, outputs, gradients and buffers are looked at first: nothing is asked of a
+        step in which they differ.
+        """
+        both = self.recorded
+        if not have_same_losses(both.reference.rows, both.candidate.rows):
+            return None
+        if any(results(self.sides)[0] for results in (outputs, buffers, gradients)):
+            return None
+        return self.compared

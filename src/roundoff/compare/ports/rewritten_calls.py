@@ -19,10 +19,9 @@ from roundoff.compare.loop.loaded_values import GRADIENT
 from roundoff.compare.loop.step_results import have_same_losses, losses_of
 from roundoff.compare.pairing.alignment import CANDIDATE_ONLY, MATCHED, REFERENCE_ONLY
 from roundoff.compare.ports.port_comparison import (
+    StepByValues,
     ValuesCompared,
-    agreeing_results,
     explained_by_values,
-    values_compared,
 )
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.compare.records.value_sketch import (
@@ -46,7 +45,7 @@ _FEWEST = 8
 
 
 def compared_by_values(
-    sides: Sides, rows: Sequence[ComparedRow]
+    step: StepByValues, rows: Sequence[ComparedRow]
 ) -> list[ComparedRow] | None:
     """Return the rows of a step by what they compute, where that names what is wrong.
 
@@ -56,34 +55,35 @@ def compared_by_values(
     rows have no cause where names blame a call of the backward pass, and values agree.
 
     Args:
-        sides: the first step in which the programs differ, or one in which they seem
+        step: the first in which the programs differ, or one in which they seem
             to agree.
         rows: of it, by name.
     """
-    if sides.reference.tensors is None or sides.candidate.tensors is None:
+    if not step.has_tensors:
         return None
+    sides = step.recorded
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None:
         # then nothing that was compared says that the result is right
         if not _lacks_results(sides, rows) and not _leaves_unexplained(rows):
             return None
-        return explained_by_values(sides, suspect=None)
+        return explained_by_values(step, suspect=None)
     is_call = (first.call or 0) >= 0
     if _is_told(first) or not is_call:
         return None
     if first.phase == _BACKWARD:
         # the forward pass is right: written otherwise, it has another backward pass
-        compared = values_compared(sides)
+        compared = step.compared
         is_right = compared.compares_all_results and _agree(sides, rows, compared)
         return compared.rows() if is_right else None
     if first.phase != _FORWARD:
         return None
     is_left_out = first.looks_like == "missing operator"
-    return explained_by_values(sides, suspect=first.record, is_left_out=is_left_out)
+    return explained_by_values(step, suspect=first.record, is_left_out=is_left_out)
 
 
 def agreeing_by_values(
-    sides: Sides, rows: Sequence[ComparedRow]
+    step: StepByValues, rows: Sequence[ComparedRow]
 ) -> list[ComparedRow] | None:
     """Return the rows of a step in which names blame a call, and all results agree.
 
@@ -92,11 +92,12 @@ def agreeing_by_values(
     What is far off, shows in a result; what hardly is may be a fault that results hide.
 
     Args:
-        sides: the first step in which the programs differ by name.
+        step: the first in which the programs differ by name.
         rows: of it, by name.
     """
-    if sides.reference.tensors is None or sides.candidate.tensors is None:
+    if not step.has_tensors:
         return None
+    sides = step.recorded
     first = next((row for row in rows if row.cause == OWN), None)
     if first is None or first.phase not in (_FORWARD, _BACKWARD, _OPTIMIZER):
         return None
@@ -111,7 +112,7 @@ def agreeing_by_values(
         return None
     if (first.error or 0.0) < _far_off(first):
         return None
-    compared = agreeing_results(sides)
+    compared = step.agreeing()
     if compared is None or not compared.compares_all_results:
         return None
     return compared.rows() if _agree(sides, rows, compared) else None
@@ -199,7 +200,7 @@ def _long_axes(shape: Sequence[int]) -> list[int]:
 
 
 def compared_as_another_layer(
-    sides: Sides,
+    step: StepByValues,
     rows: Sequence[ComparedRow],
     laid_out: Sequence[ComparedRow],
     memory: EarlierSteps,
@@ -211,12 +212,13 @@ def compared_as_another_layer(
     values agree.
 
     Args:
-        sides: a step of both programs.
+        step: of both programs.
         rows: of it, by name.
         laid_out: those of parameters that are laid out otherwise.
         memory: of the steps before; the counterparts in it are changed.
     """
-    compared = values_compared(sides, memory)
+    sides = step.recorded
+    compared = step.after(memory).compared
     leaves = [row.record or 0 for row in laid_out]
     if compared.differences and compared.is_sure:
         return None if compared.blames(leaves) else compared.rows()

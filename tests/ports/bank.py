@@ -143,6 +143,7 @@ NETWORKS = (
     "unetr",
     "timesnet",
     "bisenet",
+    "coatnet",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -231,6 +232,7 @@ KEPT_APART = (
     "unetr",
     "timesnet",
     "bisenet",
+    "coatnet",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

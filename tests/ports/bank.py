@@ -144,6 +144,7 @@ NETWORKS = (
     "timesnet",
     "bisenet",
     "coatnet",
+    "informer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -233,6 +234,7 @@ KEPT_APART = (
     "timesnet",
     "bisenet",
     "coatnet",
+    "informer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

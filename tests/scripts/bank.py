@@ -86,6 +86,8 @@ KEPT_APART = (
     "committee",
     "tsp",
     "blindspot",
+    "hvae",
+    "ocr",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -88,6 +88,7 @@ KEPT_APART = (
     "blindspot",
     "hvae",
     "ocr",
+    "gflow",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -145,6 +145,7 @@ NETWORKS = (
     "bisenet",
     "coatnet",
     "informer",
+    "xlstm",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -235,6 +236,7 @@ KEPT_APART = (
     "bisenet",
     "coatnet",
     "informer",
+    "xlstm",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

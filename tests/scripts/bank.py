@@ -89,6 +89,7 @@ KEPT_APART = (
     "hvae",
     "ocr",
     "gflow",
+    "speaker",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -146,6 +146,7 @@ NETWORKS = (
     "coatnet",
     "informer",
     "xlstm",
+    "maskformer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -237,6 +238,7 @@ KEPT_APART = (
     "coatnet",
     "informer",
     "xlstm",
+    "maskformer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

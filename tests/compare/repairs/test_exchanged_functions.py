@@ -102,3 +102,42 @@ def test_a_line_that_is_right_in_another_layer_is_named_where_the_other_function
     [row] = at_fault(with_context, added_late, leaves, X)
     assert "it stands before add" in row.evidence
     assert blamed_text(row) == "h = elu(x)"
+
+
+def with_gate(m, x):
+    h = F.layer_norm(x @ m.a, (6,), m.b, m.b)
+    gate = torch.sigmoid(h.mean(1, keepdim=True) @ m.d)
+    return (h * gate @ m.c).square().mean()
+
+
+def norm(m, x):
+    h = x - x.mean(-1, keepdim=True)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)
+    return m.b * h + m.b
+
+
+def gated(m, x):
+    return x * torch.sigmoid(x.mean(1)[:, None] @ m.d)
+
+
+def norm_then_gate(m, x):
+    h = norm(m, x @ m.a)
+    h = gated(m, h)
+    return (h @ m.c).square().mean()
+
+
+def gate_then_norm(m, x):
+    h = gated(m, x @ m.a)
+    h = norm(m, h)
+    return (h @ m.c).square().mean()
+
+
+def test_a_gate_that_reads_a_mean_stands_before_the_norm(at_fault, blamed_text):
+    leaves = {**LEAVES, "d": drawn(6, 6, seed=6)}
+    assert not at_fault(with_gate, norm_then_gate, leaves, X)
+    [row] = at_fault(with_gate, gate_then_norm, leaves, X)
+    assert "the other way round both give" in row.evidence
+    assert blamed_text(row) in (
+        "return x * torch.sigmoid(x.mean(1)[:, None] @ m.d)",
+        "h = gated(m, x @ m.a)",
+    )

@@ -41,3 +41,28 @@ def test_places_that_begin_one_too_late_are_named(at_fault, blamed_text):
     [row] = at_fault(reference, lambda m, x: cropped(m, x, 3), LEAVES, PICTURES)
     assert "one earlier" in row.evidence
     assert blamed_text(row) == "x = x[:, rows[:, None], columns[None, :]]"
+
+
+def in_time(m, x, table):
+    return torch.tanh(x @ m.a + table) @ m.c
+
+
+def angles(first):
+    places = torch.arange(float(first), first + 7.0)[:, None]
+    return torch.sin(places * torch.pow(100.0, -torch.arange(6) / 6.0))
+
+
+def test_places_that_are_counted_from_one_are_named(at_fault, blamed_text):
+    x = drawn(4, 7, 3, seed=4)
+    leaves = {**LEAVES, "table": angles(0)}
+
+    def learnt(m, x):
+        return in_time(m, x, m.table.detach()).square().mean()
+
+    def computed(first):
+        return lambda m, x: (in_time(m, x, angles(first)) ** 2).mean()
+
+    assert not at_fault(learnt, computed(0), leaves, x)
+    [row] = at_fault(learnt, computed(1), leaves, x)
+    assert "from 0 on, not 1" in row.evidence
+    assert blamed_text(row).startswith("places = torch.arange(")

@@ -191,3 +191,31 @@ def test_rows_that_are_folded_as_columns_are_named(at_fault, blamed_text):
     [row] = at_fault(in_columns, by_columns, KERNELS, SERIES)
     assert "torch.reshape(x, [2, 5, columns, -1])" in blamed_text(row)
     assert "with the lengths" in row.evidence
+
+
+LABELS = torch.tensor([1, 0, 1, 1, 0, 0, 1]).repeat(4)
+
+
+def smoothed(m, x):
+    scores = (x @ m.a @ m.c).flatten(0, 1)
+    return F.cross_entropy(scores, LABELS, label_smoothing=0.2)
+
+
+def smoothed_by_hand(m, x, share=0.8):
+    logits = x.flatten(0, 1) @ m.a @ m.c
+    target = (LABELS[..., None] == torch.arange(2)).to(logits.dtype)
+    whole = torch.logsumexp(logits, -1)
+    picked = (target * logits).sum(-1)
+    if share == 1.0:
+        return (whole - picked - 0.2 * logits.mean(-1)).mean()
+    return (whole - share * picked - 0.2 * logits.mean(-1)).mean()
+
+
+def test_the_sum_is_named_of_which_a_term_is_not_weighed(at_fault, blamed_text):
+    def whole(m, x):
+        return smoothed_by_hand(m, x, 1.0)
+
+    assert not at_fault(smoothed, smoothed_by_hand, LEAVES, X)
+    [row] = at_fault(smoothed, whole, LEAVES, X)
+    assert "product with 0.8" in row.evidence
+    assert blamed_text(row).startswith("return (whole - picked")

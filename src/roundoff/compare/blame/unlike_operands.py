@@ -23,6 +23,7 @@ from roundoff.compare.values.value_regions import Part, Sides, first_of
 from roundoff.ops import operators_that
 
 _MOVE = operators_that("move values")
+_CUT = operators_that("cut out")
 _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 
@@ -129,6 +130,8 @@ def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     if held is None or content is None:
         return None
     other = _other_parameter(sides, read)
+    if other is not None and other.key == source.key:
+        return _blamed_cut(sides.candidate, wanted, read, leaf)
     if other is not None and not _in_another_order(sides, wanted, read):
         words = f"{leaf.row.name} holds the reference's {other.row.name}, not"
         return Blamed(leaf, source, f"{words} {source.row.name}")
@@ -137,6 +140,17 @@ def _blamed_leaf(sides: Sides, wanted: Value, read: Value) -> Blamed | None:
     name = f"{leaf.row.name} is the reference's {source.row.name} {words}"
     words = f"{name}, which its layer does not undo"
     return Blamed(leaf, source, words, is_sure=False)
+
+
+def _blamed_cut(flow: Flow, wanted: Value, read: Value, leaf: Value) -> Blamed | None:
+    """Return what takes another part of a parameter that holds what the reference's does."""
+    cut = read
+    while cut.is_call and cut.operator not in _CUT and len(cut.inputs) == 1:
+        cut = flow.values[cut.inputs[0]]
+    if cut.operator not in _CUT:
+        return None
+    words = f"it takes another part of {leaf.row.name} than {wanted.row.line} does"
+    return Blamed(cut, wanted, words, is_operator=True)
 
 
 def _blamed_move(sides: Sides, wanted: Value, read: Value) -> Blamed | None:

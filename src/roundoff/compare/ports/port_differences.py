@@ -392,7 +392,7 @@ def _blamed(
     likely = operand or blamed_cut_out(sides, part)
     if likely is not None:
         tried = blamed_on_tensors(sides, part, results)
-        is_parameter = tried is not None and tried.other is not None
+        is_parameter = tried is not None and not tried.value.is_call
         return tried if is_parameter else replace(likely, is_sure=True)
     return reduced_otherwise(sides, part) or blamed_on_tensors(sides, part, results)
 

@@ -20,6 +20,10 @@ from roundoff.compare.repairs.edits.arguments import (
     switched_arguments,
     transferred_arguments,
 )
+from roundoff.compare.repairs.edits.averages import (
+    averages_without_padding,
+    weighted_averages,
+)
 from roundoff.compare.repairs.edits.axes import axes_of_line, other_axes
 from roundoff.compare.repairs.edits.constants import (
     diagonals,
@@ -96,7 +100,11 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
                 shared_constants,
                 other_axes,
             )
-            exchanges = kind in (exchanged_parts, other_order_of_results)
+            exchanges = kind in (
+                exchanged_parts,
+                exchanged_splits,
+                other_order_of_results,
+            )
             exchanges |= kind is exchanged_inputs and is_move(call, _JOIN)
             is_copied = kind in (other_copies, other_layouts) and is_move(call)
             yield Proposal(
@@ -116,6 +124,8 @@ _KINDS = (
     (ARGUMENT, transferred_arguments),
     (ARGUMENT, other_activations),
     (ARGUMENT, inclusive_comparisons),
+    (ARGUMENT, averages_without_padding),
+    (ARGUMENT, weighted_averages),
     (CHANGE, switched_arguments),
     (CHANGE, other_copies),
     (CHANGE, unshared_constants),

@@ -36,20 +36,20 @@ def exchanged_functions(sides: Sides, part: Part, trials: Trials) -> Blamed | No
         if given is None:
             continue
         for result in islice(_results(flow, head, given), MOST_RESULTS):
-            behind = _of_second(trials, result, given)
-            if behind is None:
-                continue
-            second, made = behind
-            if _gives_reference(trials, given, made, result):
-                return _blamed(result, second)
+            for second, made in _of_second(trials, result, given):
+                if _gives_reference(trials, given, made, result):
+                    return _blamed(result, second)
     return None
 
 
 def _given(sides: Sides, head: Value) -> Value | None:
-    """Return the one value of its size that a first wrong value is made of, if it agrees."""
+    """Return the one value that a first wrong value is made of, if it agrees.
+
+    It is no smaller: what is multiplied with a mean of its own reads that first.
+    """
     flow = sides.candidate
     read = [flow.values[key] for key in head.inputs if key in flow.values]
-    read = [v for v in read if v.is_number and v.numel == head.numel]
+    read = [v for v in read if v.is_number and (v.numel or 0) >= (head.numel or 0)]
     if len({v.key for v in read}) != 1 or read[0].key not in sides.twins:
         return None
     return read[0]
@@ -77,24 +77,29 @@ def _is_forward(value: Value) -> bool:
 
 def _of_second(
     trials: Trials, result: Value, given: Value
-) -> tuple[Value, Tensor] | None:
-    """Return the first value of the reference that is there without the first function."""
+) -> list[tuple[Value, Tensor]]:
+    """Return the first values of the reference that are there without the first function.
+
+    As large as what that is given: one of them is the result of the second function.
+    """
     program = trials.program
     held = program.tensor(given.key)
     present = program.tensor(result.key)
+    gained: list[tuple[Value, Tensor]] = []
     if held is None or present is None or held.shape != present.shape:
-        return None
+        return gained
     try:
         for row, tensor in islice(program.again({}, {result.key: held}), MOST_CALLS):
             trials.left -= tensor.numel() + CALL
-            if trials.left < 0:
-                return None
+            if trials.left < 0 or len(gained) == MOST_RESULTS:
+                break
             value = program.flow.values[row.record]
-            if value.computes and trials.goal.gains(tensor):
-                return value, tensor
+            is_as_large = tensor.shape == held.shape
+            if is_as_large and value.computes and trials.goal.gains(tensor):
+                gained.append((value, tensor))
     except CannotRun:
-        return None
-    return None
+        pass
+    return gained
 
 
 def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) -> bool:
@@ -103,9 +108,6 @@ def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) 
     Not where it changes nothing of it: then it is one too many.
     """
     program = trials.program
-    held = program.tensor(given.key)
-    if held is None or held.shape != made.shape:
-        return False
     try:
         for row, tensor in islice(program.again({}, {given.key: made}), MOST_CALLS):
             if row.record == result.key:

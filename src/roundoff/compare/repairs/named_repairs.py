@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.known_leaves import is_right_elsewhere
@@ -225,18 +225,28 @@ def _weighed_sum(flow: Flow, value: Value) -> Value | None:
         if reader.operator in DIFFERENCES and not reader.inner:
             break
         is_scaled = reader.operator in _FACTORS and len(reader.inputs) == 1
-        is_linear = is_scaled or reader.operator in _SCALES
+        is_product = reader.operator in PRODUCTS
+        is_linear = is_scaled or is_product or reader.operator in _SCALES
         if reader.computes and reader.operator not in _MOVE and not is_linear:
             return None
         if is_scaled:
             factors.append(reader)
         value = reader
-    others = [
-        flow.behind(k) for k in reader.inputs if k in flow.values and k != value.key
-    ]
+    others = [flow.behind(key) for key in _terms(flow, reader) if key != value.key]
     products = [*factors, *(each for each in others if each.operator in PRODUCTS)]
     is_weighed = any(each.row.line == reader.row.line for each in products)
     return reader if is_weighed else None
+
+
+def _terms(flow: Flow, total: Value) -> Iterator[int]:
+    """Yield what a sum is made of, and what its line adds to it."""
+    made: Value | None = total
+    while made is not None:
+        yield from (key for key in made.inputs if key in flow.values)
+        readers = [flow.values[key] for key in flow.readers.get(made.key, ())]
+        readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
+        sums = [v for v in readers if v.operator in DIFFERENCES]
+        made = next((v for v in sums if v.row.line == total.row.line), None)
 
 
 def there(twin: Value) -> str:

@@ -20,6 +20,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
     CHANGE,
     INPUT,
     LAYOUT,
+    LEFT_OUT,
     ONE_MORE,
     Proposal,
 )
@@ -113,7 +114,7 @@ def _of_kinds(
                 repair = _tried_in_copies(trials, proposal, call, edited)
             if repair is None and kind != LAYOUT:
                 repair = _tried_where_wrong(sides, trials, proposal, call, edited)
-            if repair is None and kind == INPUT:
+            if repair is None and kind in (LAYOUT, LEFT_OUT, INPUT):
                 repair = _tried_for_callers(trials, proposal, call, edited)
             if repair is None and kind == CHANGE:
                 repair = _tried_in_one_turn(trials, proposal, call, edited)

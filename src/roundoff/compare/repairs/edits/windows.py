@@ -151,15 +151,20 @@ def moved_ranges(call: TracedCall, _: Ingredients) -> Iterator[Template]:
 def _ranging(step: int, call: TracedCall) -> Edit | None:
     positional, keywords = call.parsed
     ends = [0, *positional] if len(positional) == 1 else positional[:2]
-    are_places = len(ends) == 2 and all(type(number) is int for number in ends)
+    are_places = len(ends) == 2 and all(map(_is_whole, ends))
     if call.first.base_operator != "arange" or not are_places:
         return None
     if positional[2:] not in ([], [1]):
         return None
     start, end = ends
     arguments = [[start + step, end + step], keywords]
-    words = f"from {start + step} on, not {start}"
+    words = f"from {start + step:g} on, not {start:g}"
     return Edit((EditStep("aten.arange.start", arguments),), words)
+
+
+def _is_whole(number: object) -> bool:
+    """Return True for a whole number, be it written as a float."""
+    return type(number) is int or (type(number) is float and number.is_integer())
 
 
 def moved_places(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:

@@ -207,8 +207,8 @@ def smoothed_by_hand(m, x, share=0.8):
     whole = torch.logsumexp(logits, -1)
     picked = (target * logits).sum(-1)
     if share == 1.0:
-        return (whole - picked - 0.2 * logits.mean(-1)).mean()
-    return (whole - share * picked - 0.2 * logits.mean(-1)).mean()
+        return (whole - 0.2 * logits.mean(-1) - picked).mean()
+    return (whole - 0.2 * logits.mean(-1) - share * picked).mean()
 
 
 def test_the_sum_is_named_of_which_a_term_is_not_weighed(at_fault, blamed_text):
@@ -218,4 +218,4 @@ def test_the_sum_is_named_of_which_a_term_is_not_weighed(at_fault, blamed_text):
     assert not at_fault(smoothed, smoothed_by_hand, LEAVES, X)
     [row] = at_fault(smoothed, whole, LEAVES, X)
     assert "product with 0.8" in row.evidence
-    assert blamed_text(row).startswith("return (whole - picked")
+    assert blamed_text(row).startswith("return (whole - 0.2")

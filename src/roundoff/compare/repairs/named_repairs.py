@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.known_leaves import is_right_elsewhere
@@ -238,15 +238,26 @@ def _weighed_sum(flow: Flow, value: Value) -> Value | None:
     return reader if is_weighed else None
 
 
-def _terms(flow: Flow, total: Value) -> Iterator[int]:
-    """Yield what a sum is made of, and what its line adds to it."""
-    made: Value | None = total
-    while made is not None:
-        yield from (key for key in made.inputs if key in flow.values)
-        readers = [flow.values[key] for key in flow.readers.get(made.key, ())]
-        readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
-        sums = [v for v in readers if v.operator in DIFFERENCES]
-        made = next((v for v in sums if v.row.line == total.row.line), None)
+def _terms(flow: Flow, part: Value) -> list[int]:
+    """Return what the sum on a value's line is made of that a value is a part of."""
+
+    def is_part(value: Value) -> bool:
+        is_sum = value.operator in DIFFERENCES and not value.inner
+        return is_sum and value.row.line == part.row.line
+
+    total: Value | None = part
+    while total is not None:
+        part = total
+        readers = [flow.values[key] for key in flow.readers.get(part.key, ())]
+        readers = [v for v in readers if v.row.phase == _FORWARD]
+        total = next(filter(is_part, readers), None)
+    terms: list[int] = []
+    waiting = [part]
+    while waiting:
+        read = [key for key in waiting.pop().inputs if key in flow.values]
+        waiting += [flow.values[key] for key in read if is_part(flow.values[key])]
+        terms += read
+    return terms
 
 
 def there(twin: Value) -> str:

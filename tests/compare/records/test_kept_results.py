@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundoff
-from roundoff.compare.records.kept_results import cuts_a_gradient, cutting_detach
+from roundoff.compare.records.kept_results import cuts_a_gradient, cutting_detaches
 from roundoff.compare.records.recorded_rows import rows_of
 from roundoff.ops import operators_that
 
@@ -64,8 +64,8 @@ def test_the_first_of_two_written_detaches_of_one_memory_is_the_one(tmp_path):
     rows = rows_of(roundoff.load(tmp_path / "run"), 0, 0)
     first, second = (row for row in rows.values() if cuts_a_gradient(row, rows))
     assert first.record in second.inputs  # what memory holds came by the first
-    assert cutting_detach(rows, first.record) is first
-    assert cutting_detach(rows, second.record) is second
+    assert next(cutting_detaches(rows, [first.record]), None) is first
+    assert next(cutting_detaches(rows, [second.record]), None) is second
 
 
 def test_the_table_has_the_operators_that_autograd_asks_for_their_result():

@@ -18,7 +18,7 @@ from roundoff.compare.judging.extra_draws import ExtraDraws
 from roundoff.compare.judging.symptoms import ADVICE, Fault, symptom
 from roundoff.compare.pairing.call_pairs import TRANSPARENT
 from roundoff.compare.records.call_stacks import shared, stack_of
-from roundoff.compare.records.kept_results import cutting_detach, is_forward_detach
+from roundoff.compare.records.kept_results import cutting_detaches, is_forward_detach
 from roundoff.compare.records.recorded_rows import (
     Content,
     RecordedRow,
@@ -247,18 +247,21 @@ def _lone_detach(divergence: Divergence, row: RecordedRow) -> RecordedRow | None
     """
     if row.phase != "backward":
         return None
-    for candidate in divergence.candidate.values():
-        if candidate.record not in divergence.exact and is_forward_detach(candidate):
-            written = cutting_detach(divergence.candidate, candidate.record)
-            if written is not None:
-                return written
+    ours = [
+        candidate.record
+        for candidate in divergence.candidate.values()
+        if candidate.record not in divergence.exact and is_forward_detach(candidate)
+    ]
+    written = next(cutting_detaches(divergence.candidate, ours), None)
+    if written is not None:
+        return written
     paired = set(divergence.counterpart.values())
-    for reference in divergence.reference.values():
-        if reference.record not in paired and is_forward_detach(reference):
-            written = cutting_detach(divergence.reference, reference.record)
-            if written is not None:
-                return written
-    return None
+    theirs = [
+        reference.record
+        for reference in divergence.reference.values()
+        if reference.record not in paired and is_forward_detach(reference)
+    ]
+    return next(cutting_detaches(divergence.reference, theirs), None)
 
 
 def _expected(

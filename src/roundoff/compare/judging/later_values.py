@@ -6,6 +6,7 @@ other adds the negative of: what stands in between differs, and nothing after it
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -151,37 +152,45 @@ class _LaterValues:
         And no norm shows the difference before.
         """
         tainted = {record}
-        agreeing: set[int] = set()
         agrees_again = False
-        waiting = sorted(self._readers.get(record, ()))
+        if self._is_left(record):
+            return False
+        met = {record, *self._readers.get(record, ())}
+        waiting = sorted(met - {record})
         while waiting:
-            reader = waiting.pop(0)
-            if reader <= record or reader in tainted or reader in agreeing:
+            reader = heapq.heappop(waiting)
+            if reader <= record:
                 continue
             further = self._readers.get(reader, ())
             agrees = self._agrees_despite(reader, tainted)
             if self._is_written_in_part(reader):
                 tainted.add(reader)  # what it leaves of the memory may differ
             elif agrees:
-                agreeing.add(reader)
                 further = [r for r in further if self._reads_memory_of(r, reader)]
                 agrees_again |= not further
             elif self._is_norm(reader):
                 return False
             else:
                 tainted.add(reader)
-            waiting = sorted({*waiting, *further})
-        if any(map(self._is_gradient_left, tainted)):
-            return False
-        if any(map(self._is_state_left, tainted)):
-            return False
-        if any(map(self._is_read_in_next_step, tainted)):
-            return False
+            if reader in tainted and self._is_left(reader):
+                return False
+            for other in further:
+                if other not in met:
+                    met.add(other)
+                    heapq.heappush(waiting, other)
         return all(
             self._is_read(reader)
             or (agrees_again and reader != record and self._is_left_in_both(reader))
             or self._is_same_number(reader)
             for reader in tainted
+        )
+
+    def _is_left(self, record: int) -> bool:
+        """Return True for what the step leaves, or the next one reads."""
+        return (
+            self._is_gradient_left(record)
+            or self._is_state_left(record)
+            or self._is_read_in_next_step(record)
         )
 
     def _is_written_in_part(self, record: int) -> bool:

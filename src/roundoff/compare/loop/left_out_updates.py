@@ -11,7 +11,7 @@ from roundoff.compare.judging.table import ComparedRow
 from roundoff.compare.loop.hand_updates import is_made_out_of_place
 from roundoff.compare.loop.loaded_values import GRADIENT, values_before
 from roundoff.compare.pairing.alignment import MATCHED, REFERENCE_ONLY
-from roundoff.compare.records.kept_results import cutting_detach
+from roundoff.compare.records.kept_results import cutting_detaches
 from roundoff.compare.records.recorded_rows import (
     RecordedRow,
     Rows,
@@ -381,30 +381,30 @@ def _where_cut(
 
 def lone_detach(candidate: Rows, compared: Sequence[ComparedRow]) -> RecordedRow | None:
     """Return the first detach of the forward pass that the reference has not."""
-    for row in compared:
-        if row.operator != "detach" or row.status in (MATCHED, REFERENCE_ONLY):
-            continue
-        if row.reference_operator == "detach":
-            continue
-        written = None
-        if row.record is not None and row.phase == "forward":
-            written = cutting_detach(candidate, row.record)
-        if written is not None:
-            return written
-    return None
+    records = [
+        row.record
+        for row in compared
+        if row.operator == "detach"
+        and row.phase == "forward"
+        and row.record is not None
+        and row.status not in (MATCHED, REFERENCE_ONLY)
+        and row.reference_operator != "detach"
+    ]
+    return next(cutting_detaches(candidate, records), None)
 
 
 def lone_detach_of_reference(
     reference: Rows, compared: Sequence[ComparedRow]
 ) -> RecordedRow | None:
     """Return the first detach of the reference's forward pass that the candidate has not."""
-    for row in compared:
-        is_lone = row.status == REFERENCE_ONLY and row.phase == "forward"
-        if is_lone and row.reference_operator == "detach":
-            written = cutting_detach(reference, row.reference_record or 0)
-            if written is not None:
-                return written
-    return None
+    records = [
+        row.reference_record or 0
+        for row in compared
+        if row.status == REFERENCE_ONLY
+        and row.phase == "forward"
+        and row.reference_operator == "detach"
+    ]
+    return next(cutting_detaches(reference, records), None)
 
 
 def _extra(

@@ -31,6 +31,9 @@ from roundoff.ops import operators_that
 
 #: Values of the reference that a piece is looked for in, at most.
 MOST_TWINS = 48
+#: After so many values that are made of data this share of them should have been found.
+ENOUGH = 256
+FEWEST_FOUND = 0.02
 #: Factors of gradients, at most: how many times the mean of a part weighs that of all.
 MOST_FACTORS = 6
 #: Put values that stand elsewhere side by side.
@@ -145,12 +148,27 @@ class StepPieces:
         self._by_module = dict(groups)
         self._views = dict(views)
         for rank, step in self.candidates.items():
-            for row in step.rows.values():
-                if is_value(step, row):
-                    self._find_piece(rank, step, row)
+            self._find_all(rank, step)
             if len(self.candidates) == 1:
                 self._find_gradients(rank, step)
         self._find_terms()
+
+    def _find_all(self, rank: int, step: RecordedStep) -> None:
+        """Find the values of a rank, unless hardly one of the first that are made of data
+        stands in the reference: then the work is another."""
+        of_data = _made_of_data(step.rows)
+        looked_for = found = 0
+        for row in step.rows.values():
+            if not is_value(step, row):
+                continue
+            if looked_for >= ENOUGH and found < FEWEST_FOUND * looked_for:
+                piece = Piece(rank, row)
+                self.pieces[piece.place] = piece
+                continue
+            self._find_piece(rank, step, row)
+            if row.record in of_data and unit(row.dtype):
+                looked_for += 1
+                found += self.pieces[rank, row.record].location is not None
 
     def _find_gradients(self, rank: int, step: RecordedStep) -> None:
         """Find what a step leaves in gradients: autograd leaves views of what a call made.
@@ -409,6 +427,16 @@ def _says_something(whole: Tensor, factor: float, terms: int) -> bool:
     """Return False for a number that is any multiple of a sum, but that or a mean of it."""
     usual = (1.0, float(terms), 1.0 / terms)
     return whole.numel() > 1 or any(abs(factor / f - 1) <= _NEAR for f in usual)
+
+
+def _made_of_data(rows: Rows) -> set[int]:
+    """Return the records of the calls that read inputs of the step, or what is made of them."""
+    of_data: set[int] = set()
+    for row in rows.values():
+        is_input = not row.is_call and not row.name
+        if is_input or not of_data.isdisjoint(row.inputs):
+            of_data.add(row.record)
+    return of_data
 
 
 def is_value(step: RecordedStep, row: RecordedRow) -> bool:

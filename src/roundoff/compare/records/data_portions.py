@@ -155,7 +155,20 @@ def _from_outside(data: Rows, fed: Sequence[RecordedRow]) -> list[RecordedRow]:
     for record, row in data.items():
         if not row.is_call or come_in.intersection(row.inputs):
             come_in.add(record)
-    return [row for row in fed if row.record in come_in and row.dtype != "bool"]
+    return [row for row in fed if row.record in come_in and not _is_mask(row)]
+
+
+def _is_mask(row: RecordedRow) -> bool:
+    """Return True for truth values, and for numbers of which each is 0 or 1.
+
+    Between them a number is larger than its square.
+    """
+    if row.dtype == "bool":
+        return True
+    moments = moments_of(row)
+    if moments is None or moments.low < 0 or moments.high > 1:
+        return False
+    return math.isclose(moments.total, moments.squares, rel_tol=PORTIONED)
 
 
 def drop_ones(shape: Sequence[int] | None) -> list[int]:

@@ -6,6 +6,8 @@ A recording has both: a softmax whose gradient is made of its result is followed
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.ops import operators_that
 
@@ -36,17 +38,22 @@ def is_forward_detach(row: RecordedRow) -> bool:
     return row.operator == "detach" and row.phase == "forward" and row.is_call
 
 
-def cutting_detach(rows: Rows, record: int) -> RecordedRow | None:
-    """Return the detach that somebody wrote of a value that is detached in the forward pass.
+def cutting_detaches(rows: Rows, records: Iterable[int]) -> Iterator[RecordedRow]:
+    """Yield the detaches that somebody wrote of values that are detached in the forward pass.
 
-    It is the first of several, each of the one before it, that autograd did not make; None
-    where autograd made all.
+    Each is the first of several, one of the one before it, that autograd did not make;
+    there is none where autograd made all.
+
+    Args:
+        rows: of a step.
+        records: the first detach of each value.
     """
-    detached = rows.get(record)
-    for row in rows.values():
-        if detached is None or cuts_a_gradient(detached, rows):
-            break
-        if is_forward_detach(row) and detached.record in row.inputs:
-            detached = row
-    is_cut = detached is not None and cuts_a_gradient(detached, rows)
-    return detached if is_cut else None
+    detaches = [row for row in rows.values() if is_forward_detach(row)]
+    #: By what they read: the first of it.
+    again = {row.inputs[0]: row for row in reversed(detaches) if row.inputs}
+    for record in records:
+        detached = rows.get(record)
+        while detached is not None and not cuts_a_gradient(detached, rows):
+            detached = again.get(detached.record)
+        if detached is not None:
+            yield detached

@@ -36,6 +36,7 @@ _TURNS = (
     | operators_that("permute axes")
     | operators_that("reorder")
 )
+_ORDERS = _TURNS | operators_that("hand on in order")
 _PRODUCTS = operators_that("multiply two matrices")
 _SCALES = operators_that("scale with their operand")
 #: Of a value and a number.
@@ -69,7 +70,11 @@ def blamed_for(
     is_added = repair.unlikely == ONE_MORE and ADDED in repair.words
     if is_added and wanted is not None and wanted.operator == "add":
         words = f"left out is {there(wanted)}: {words}"
-    is_apart = repair.exchanges or _cuts_apart(sides.candidate, repair)
+    is_apart = (
+        repair.exchanges
+        or _cuts_apart(sides.candidate, repair)
+        or _joins_otherwise(repair)
+    )
     joined = _put_together_for(sides, value) if is_apart else []
     if joined:
         names = ", ".join(leaf.row.name or "" for leaf in joined)
@@ -168,6 +173,15 @@ def _cuts_apart(flow: Flow, repair: Repair) -> bool:
     windows = sorted({slice(*ends).indices(size)[:2] for _, *ends in places})
     meet = all(one[1] == other[0] for one, other in itertools.pairwise(windows))
     return len(windows) > 1 and meet and windows[0][0] == 0 and windows[-1][1] == size
+
+
+def _joins_otherwise(repair: Repair) -> bool:
+    """Return True for an edit that joins the same values along another axis."""
+    edit = repair.edits.get(repair.call.first.call)
+    if repair.call.first.base_operator not in _JOIN or edit is None:
+        return False
+    reads = records_in(repair.call.parsed)
+    return len(edit.steps) == 1 and records_in(edit.steps[0].arguments) == reads
 
 
 def _line_of_some(sides: Sides, value: Value, edited: Collection[int]) -> str | None:
@@ -387,7 +401,11 @@ def _put_together_for(sides: Sides, cut: Value) -> list[Value]:
 
 
 def _read_first(flow: Flow, value: Value) -> Value:
-    """Return what reads a value first in the forward pass; without one the value behind."""
-    readers = [flow.values[key] for key in flow.readers.get(value.key, ())]
-    readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
-    return min(readers, key=lambda v: v.order, default=flow.behind(value.key))
+    """Return what first computes with a value in the forward pass; without one the value
+    behind."""
+    read: Value | None = value
+    while read is not None and (read.key == value.key or read.operator in _ORDERS):
+        readers = [flow.values[key] for key in flow.readers.get(read.key, ())]
+        readers = [v for v in readers if v.row.phase == _FORWARD and not v.inner]
+        read = min(readers, key=lambda v: v.order, default=None)
+    return flow.behind(value.key) if read is None else read

@@ -40,4 +40,4 @@ def in_region_alone(flow: Flow, trials: Trials, rejoin: Rejoin, value: Value) ->
     """
     handed_on = [v.key for v in before(flow, rejoin.region) if v.operator in _MOVE]
     only = {*rejoin.region, *handed_on} - {value.key}
-    return Trials(trials.program, trials.goal, left=trials.left, only=only)
+    return trials.of_part(only)

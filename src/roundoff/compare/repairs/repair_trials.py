@@ -39,7 +39,7 @@ from roundoff.compare.values.fault_lines import alike_inside
 from roundoff.compare.values.traced_calls import Edit, TracedCall, TracedProgram
 from roundoff.compare.values.value_regions import Sides
 
-#: Turns of a loop that are tried each by itself.
+#: Turns of a loop, and places of a line, that are tried each by itself.
 MOST_TURNS = 8
 
 
@@ -114,6 +114,8 @@ def _of_kinds(
                 repair = _tried_in_copies(trials, proposal, call, edited)
             if repair is None and kind != LAYOUT:
                 repair = _tried_where_wrong(sides, trials, proposal, call, edited)
+            if repair is None and kind != LAYOUT:
+                repair = _tried_at_places(trials, proposal, edited)
             if repair is None and kind in (LAYOUT, LEFT_OUT, INPUT):
                 repair = _tried_for_callers(trials, proposal, call, edited)
             if repair is None and kind == CHANGE:
@@ -156,6 +158,23 @@ def _tried_where_wrong(
     if call not in wrong or len(wrong) == len(family):
         return None
     return _tried(trials, proposal, call, wrong, is_whole=False)
+
+
+def _tried_at_places(
+    trials: Trials, proposal: Proposal, family: Sequence[TracedCall]
+) -> Repair | None:
+    """Return what an edit repairs for one of the values for which a line does the same."""
+    members = {each.first.call for each in family}
+    places = {}
+    for each in family:
+        place = trials.places.get(each.first.call, [])
+        if place and {other.first.call for other in place} < members:
+            places[place[0].first.call] = place
+    for place in list(places.values())[:MOST_TURNS]:
+        repair = _tried(trials, proposal, place[0], place, is_whole=False)
+        if repair is not None:
+            return repair
+    return None
 
 
 def _tried_in_one_turn(

@@ -117,11 +117,16 @@ class Trials:
     is_unconfirmed: bool = False
     unconfirmed: int = 0
     known: dict[object, _Outcome] = field(default_factory=dict)
-    families: Mapping[int, Sequence[TracedCall]] = field(init=False)
+    #: Of each call those that its place of its line has made.
+    families: Mapping[int, Sequence[TracedCall]] = field(default_factory=dict)
+    #: Of each call those that stand at the same place in other runs of its line.
+    places: Mapping[int, Sequence[TracedCall]] = field(default_factory=dict)
     _copies: dict[object, list[TracedCall]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.families = families_of(self.program)
+        if not self.families:
+            self.families = families_of(self.program)
+            self.places = places_of_runs(self.program)
 
     def copies_of(self, call: TracedCall) -> Sequence[TracedCall]:
         """Return the calls of the program that differ from one in nothing but their inputs."""
@@ -157,6 +162,11 @@ class Trials:
     def alone(self) -> Trials:
         """Return the same trials where what agrees need not agree in the whole."""
         return replace(self, whole=None, left=BUDGET)
+
+    def of_part(self, only: Collection[int]) -> Trials:
+        """Return trials in which nothing but these records counts, with what is left of the
+        budget."""
+        return replace(self, only=only, whole=None, budget=BUDGET, known={})
 
     def patient(self) -> Trials:
         """Return the same trials, of which there may be many more."""
@@ -358,6 +368,37 @@ def families_of(program: TracedProgram) -> dict[int, list[TracedCall]]:
                 family = repeated[place::period]
                 families.update((call.first.call, family) for call in family)
     return families
+
+
+def places_of_runs(program: TracedProgram) -> dict[int, list[TracedCall]]:
+    """Return for each call those that stand at the same place in other runs of its line.
+
+    In one run a line may call one function for several values, of which one is meant: the
+    turns of a loop over a tuple are run after run of the line inside of the loop, and one
+    run of a line that has the whole loop. Without those of lines whose runs differ.
+    """
+    runs: dict[str, list[list[TracedCall]]] = defaultdict(list)
+    last: dict[str, int] = {}
+    calls = list(program.calls.values())
+    stacks = [stack_of(call.first) for call in calls]
+    for number, call in enumerate(calls):
+        line = call.first.line
+        if line is None:
+            continue
+        stack = stacks[number]
+        since = stacks[last[line] : number] if line in last else []
+        if not since or any(each[: len(stack)] != stack for each in since):
+            runs[line].append([])
+        runs[line][-1].append(call)
+        last[line] = number
+    places: dict[int, list[TracedCall]] = {}
+    for of_line in runs.values():
+        names = [[call.first.operator for call in run] for run in of_line]
+        if any(each != names[0] for each in names):
+            continue
+        for family in zip(*of_line, strict=True):
+            places.update((call.first.call, list(family)) for call in family)
+    return places
 
 
 def _repeating(calls: list[TracedCall]) -> Iterable[list[TracedCall]]:

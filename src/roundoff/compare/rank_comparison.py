@@ -65,7 +65,7 @@ from roundoff.compare.values.restored_step import (
     tensors_of_all,
 )
 from roundoff.errors import RunError
-from roundoff.ops import calls_of_others
+from roundoff.ops import calls_of_others, operators_that
 from roundoff.record import (
     LoopEvent,
     Run,
@@ -77,6 +77,9 @@ from roundoff.unforeseen import OurPart
 
 #: By rank and step: how far honest runs lie apart, by record.
 Floors = Mapping[tuple[int, int], Mapping[int, float]]
+
+
+_DRAWS = operators_that("draw")
 
 
 @dataclass(frozen=True)
@@ -439,11 +442,13 @@ class _RankComparison:
         by_values = None
         if not is_right:
             by_values = self._by_values(agreeing_by_values, values, rows)
+        first = next((row for row in rows if row.cause == OWN), None)
+        is_draw = first is not None and first.operator in _DRAWS
         is_unexplained = (
             by_values is None
             and any(row.looks_like == UNEXPLAINED for row in rows)
             and not data.first_are_same()
-            and calls_as_often(sides.reference, sides.candidate)
+            and (is_draw or calls_as_often(sides.reference, sides.candidate))
         )
         return _InPortions(rows, by_values, is_all_done, not is_unexplained)
 

@@ -79,3 +79,24 @@ def test_a_bias_that_is_not_in_the_order_of_its_weight_is_named(program, step_of
     assert not own_rows(PAIRS["b"][HALVES])
     [row] = own_rows(PAIRS["b"])
     assert row.name == "bias", row.evidence
+
+
+STATISTICS = {"scale": drawn(6, seed=6).abs() + 1, "shift": drawn(6, seed=7)}
+
+
+def of_the_last(m, x):
+    h = (x - m.shift) / m.scale
+    h = torch.tanh(h)[..., -2:]
+    return h * m.scale[-2:] + m.shift[-2:]
+
+
+def of_the_first(m, x):
+    h = (x - m.shift) / m.scale
+    h = torch.tanh(h)[:, -2:]
+    return h * m.scale[-2:] + m.shift[:2]
+
+
+def test_another_part_of_a_parameter_that_is_right_elsewhere(at_fault, blamed_text):
+    [row] = at_fault(of_the_last, of_the_first, STATISTICS, drawn(7, 6, seed=8))
+    assert "it takes another part of shift than" in row.evidence
+    assert blamed_text(row) == "return h * m.scale[-2:] + m.shift[:2]"

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundoff as ro
-from roundoff.compare.records.data_portions import Moments, is_padded, is_whole
+from roundoff.compare.records.data_portions import (
+    DataPortions,
+    Moments,
+    is_padded,
+    is_whole,
+)
+from roundoff.compare.records.recorded_rows import Rows, rows_of
 
 SAMPLES = 6
 FEATURES = 5
@@ -141,3 +147,28 @@ def test_data_left_out_scaled_or_repeated_are_other_data(
 ) -> None:
     comparison = _compared(tmp_path, schedule, leaves)
     assert comparison.culprits(1)[0].looks_like == "other data"
+
+
+class Masked(Net):
+    """The same over the places that a mask keeps."""
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(values * mask)
+
+
+def _rows_of(folder: Path, data: Tensor, length: int) -> Rows:
+    torch.manual_seed(0)
+    model = Masked()
+    mask = F.pad(torch.ones(len(data), 1), (0, 0, 0, length - len(data)))
+    with ro.capture(folder, model), torch.no_grad():
+        model(F.pad(data, (0, 0, 0, length - len(data))), mask)
+    return rows_of(ro.load(folder), 0, 0)
+
+
+@pytest.mark.parametrize(("seed", "are_same"), [(0, True), (1, False)])
+def test_masks_are_alike_whatever_they_mask(
+    tmp_path: Path, seed: int, are_same: bool
+) -> None:
+    ours = _rows_of(tmp_path / "ours", _data(), 7)
+    theirs = _rows_of(tmp_path / "theirs", _data(seed), 9)
+    assert DataPortions(ours, theirs).first_are_same() is are_same

@@ -74,3 +74,24 @@ def test_keys_that_stay_in_halves_are_named(at_fault):
     [row] = at_fault(reference, port, LEAVES, X, others=loaded(KEY))
     assert row.name == "both", row.evidence
     assert "key in another order than those of query" in row.evidence
+
+
+GATES = {"gates": drawn(2, 3 * WIDTH, seed=5)}
+
+
+def gates_of_three(m, x):
+    parts = torch.cat([x, x.tanh(), x.sigmoid()], -1)
+    return (parts @ m.gates.t()).tanh().square().mean()
+
+
+def gates_of_a_stack(m, x):
+    parts = torch.stack([x, x.tanh(), x.sigmoid()], 2)
+    return (torch.einsum("blpw,gpw->blg", parts, m.kernel).tanh() ** 2).mean()
+
+
+def test_parts_and_what_they_hold_the_wrong_way_round(at_fault, blamed_text):
+    right = {"kernel": GATES["gates"].unflatten(-1, (3, WIDTH))}
+    wrong = {"kernel": GATES["gates"].reshape(2, WIDTH, 3).transpose(1, 2).contiguous()}
+    assert not at_fault(gates_of_three, gates_of_a_stack, GATES, X, others=right)
+    [row] = at_fault(gates_of_three, gates_of_a_stack, GATES, X, others=wrong)
+    assert row.name == "kernel"

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 
 from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
+from roundoff.compare.repairs.trials import families_of, places_of_runs
+from roundoff.compare.values.traced_calls import TracedProgram
+from roundoff.compare.values.value_flow import flow_of
 
 
 def drawn(*shape, seed):
@@ -177,3 +180,21 @@ def test_a_parameter_held_twice(program, step_of, tensors):
     [row] = [row for row in rows if row.cause == "own"]
     assert row.name == "b"
     assert "holds the reference's first" in row.evidence
+
+
+def halves_in_turns(m, x):
+    for _ in range(3):
+        a, b = x[..., :5], x[..., 5:]
+        x = torch.cat([b, a * m.by], -1)
+    return x
+
+
+def test_calls_at_one_place_of_a_line_in_each_turn(program, step_of):
+    step = step_of(program(halves_in_turns, by=torch.ones(5)), drawn(2, 10, seed=6))
+    traced = TracedProgram(flow_of(step))
+    cuts = [c.first.call for c in traced.calls.values() if c.first.operator == "slice"]
+    families = families_of(traced)
+    places = places_of_runs(traced)
+    assert [c.first.call for c in families[cuts[0]]] == cuts
+    assert [c.first.call for c in places[cuts[0]]] == cuts[::2]
+    assert [c.first.call for c in places[cuts[1]]] == cuts[1::2]

@@ -149,11 +149,27 @@ def test_data_left_out_scaled_or_repeated_are_other_data(
     assert comparison.culprits(1)[0].looks_like == "other data"
 
 
-class Masked(Net):
-    """The same over the places that a mask keeps."""
+class Kept(nn.Module):
+    """The places that a mask keeps, up to a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
 
     def forward(self, values: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(values * mask)
+        return values * mask * self.scale
+
+
+class Masked(nn.Module):
+    """Two layers over the places that a mask keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+        self.net = Net()
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        return self.net(self.kept(values, mask))
 
 
 def _rows_of(folder: Path, data: Tensor, length: int) -> Rows:

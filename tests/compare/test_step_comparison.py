@@ -100,7 +100,7 @@ def test_a_term_that_is_added_with_the_other_sign(compared):
         lambda: loss(lambda a, b: (-0.1) * b + a),
         lambda: loss(lambda a, b: 0.1 * b + a),
     )
-    assert found.culprits(1)[0].evidence == "other: -0.1, here 0.1"
+    assert found.culprits(1)[0].evidence == "factor: -0.1, here 0.1"
 
 
 @pytest.mark.parametrize("activation", [torch.relu, torch.tanh, torch.sigmoid])

@@ -400,3 +400,21 @@ def test_a_clip_goes_with_the_optimizer_that_holds_what_it_clips():
     assert "the gradients are not clipped before SGD steps" in causes[0].evidence
     assert not any("Adam" in cause.evidence for cause in causes)
     assert len(causes) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (("backward", "zero_grad"), (), "it clears the gradients of 1 pass without a"),
+        ((), ("backward", "zero_grad"), "a step: one is skipped that the reference"),
+        (("backward",), (), "another number of micro-batches"),
+    ],
+)
+def test_a_step_that_is_skipped_is_told_from_micro_batches(ours, theirs, words):
+    found = loop_causes(
+        loop("zero_grad", *ours, *USUAL[1:]),
+        loop("zero_grad", *theirs, *USUAL[1:]),
+        rank=0,
+    )
+    [passes] = (cause for cause in found if cause.name == "backward")
+    assert words in passes.evidence

@@ -261,7 +261,7 @@ def test_integers_booleans_and_complex_numbers(recorded_call, replayed):
         ),
         (aten.leaky_relu.default, (0.01,), (0.2,), "negative_slope: 0.01, here 0.2"),
         (aten._softmax.default, (1, False), (0, False), "dim: 1, here 0"),
-        (aten.mul.Scalar, (0.125,), (0.25,), "other: 0.125, here 0.25"),
+        (aten.mul.Scalar, (0.125,), (0.25,), "factor: 0.125, here 0.25"),
         (
             aten.gelu.default,
             (),

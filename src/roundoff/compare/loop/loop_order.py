@@ -115,7 +115,7 @@ def _backward_passes(
         return
     evidence = (
         f"{times('backward pass', theirs)} before {step.event.of} steps where the "
-        f"reference has {ours}: another number of micro-batches, or another loop"
+        f"reference has {ours}: {_why_more_passes(twin, step)}"
     )
     yield loop_cause(
         twin,
@@ -127,6 +127,21 @@ def _backward_passes(
         shown=step.backward[0] if step.backward else None,
         reference=twin.backward[0],
     )
+
+
+def _why_more_passes(twin: OptimizerStep, step: OptimizerStep) -> str:
+    """Say what passes may be good for that only one of two loops makes before a step.
+
+    One that throws its gradients away skips a step: behind too large a norm, or an overflow.
+    """
+    skipped, skipped_here = (max(0, -each.kept) for each in (twin, step))
+    if skipped > skipped_here:
+        cleared = f"it clears the gradients of {times('pass', skipped)} without a step"
+        return f"{cleared}, and so skips one that is made here"
+    if skipped_here > skipped:
+        cleared = f"the gradients of {times('pass', skipped_here)} are cleared here"
+        return f"{cleared} without a step: one is skipped that the reference makes"
+    return "another number of micro-batches, or another loop"
 
 
 def _clearing(twin: OptimizerStep, step: OptimizerStep, rank: int) -> Iterator[Cause]:

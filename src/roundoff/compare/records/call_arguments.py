@@ -43,6 +43,14 @@ _LOWEST = [-value for value in _LARGEST]
 #: Longer texts of a value are cut.
 _LONGEST = 60
 
+#: What ``other`` is to an operator.
+_OPERANDS = {
+    "add": "summand",
+    "sub": "subtracted",
+    "mul": "factor",
+    "div": "divisor",
+}
+
 Fits = Callable[[int, int], bool]
 
 
@@ -62,7 +70,8 @@ def argument_differences(
     """Return what differs between two calls: ``eps: 1e-05, here 0.001``.
 
     That is the constants, and tensors that only one call has. Which tensors they are and
-    their formats are no constants. The rows are the first of each call.
+    their formats are no constants. What arithmetic calls its other operand is named by what
+    it is to it: a factor, a divisor. The rows are the first of each call.
 
     Args:
         reference: the reference's.
@@ -82,8 +91,10 @@ def argument_differences(
     names = list(dict.fromkeys([*ours, *theirs]))
     if _may_stand_in(ours, theirs):
         names = [name for name in names if name in ours and name in theirs]
+    operand = _OPERANDS.get(candidate.base_operator, "other")
     return tuple(
-        f"{name}: {_text(ours.get(name))}, here {_text(theirs.get(name))}"
+        f"{operand if name == 'other' else name}: "
+        f"{_text(ours.get(name))}, here {_text(theirs.get(name))}"
         for name in names
         if _differ(ours.get(name), theirs.get(name))
         if (name in ours and name in theirs) or not _are_tensors(ours, theirs, name)

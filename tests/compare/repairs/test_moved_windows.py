@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def drawn(*shape, seed):
@@ -66,3 +67,26 @@ def test_places_that_are_counted_from_one_are_named(at_fault, blamed_text):
     [row] = at_fault(learnt, computed(1), leaves, x)
     assert "from 0 on, not 1" in row.evidence
     assert blamed_text(row).startswith("places = torch.arange(")
+
+
+TOKENS = torch.randint(0, 2, (4, 9), generator=torch.Generator().manual_seed(5))
+
+
+def of_the_next(m, x):
+    logits = (torch.tanh(x @ m.a) @ m.c)[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def rolled(m, x, shift=-1):
+    logits = torch.tanh(x @ m.a) @ m.c
+    labels = torch.roll(TOKENS, shift, 1)
+    picked = logits.gather(-1, labels[..., None])[:, :-1, 0]
+    return (torch.logsumexp(logits, -1)[:, :-1] - picked).mean()
+
+
+def test_labels_that_are_rolled_the_other_way_are_named(at_fault, blamed_text):
+    x = drawn(4, 9, 3, seed=6)
+    assert not at_fault(of_the_next, rolled, LEAVES, x)
+    [row] = at_fault(of_the_next, lambda m, x: rolled(m, x, 1), LEAVES, x)
+    assert "rolled by -1, not 1" in row.evidence
+    assert blamed_text(row) == "labels = torch.roll(TOKENS, shift, 1)"

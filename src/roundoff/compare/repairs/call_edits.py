@@ -75,6 +75,7 @@ from roundoff.compare.repairs.edits.windows import (
     other_ends,
     other_parts,
     other_rows,
+    other_shifts,
     other_sides,
 )
 from roundoff.compare.values.traced_calls import TracedCall
@@ -141,6 +142,7 @@ _KINDS = (
     (CHANGE, other_rows),
     (CHANGE, other_parts),
     (CHANGE, other_ends),
+    (CHANGE, other_shifts),
     (CHANGE, exchanged_inputs),
     (CHANGE, factors_of_other_terms),
     (CHANGE, opposite_masks),

@@ -141,6 +141,26 @@ def _moved(step: int, ingredients: Ingredients) -> Template:
     return template
 
 
+def other_shifts(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """Rolled the other way, one place further, or one less far."""
+    if call.first.base_operator == "roll":
+        yield partial(_rolled, lambda shift: -shift)
+        yield partial(_rolled, lambda shift: shift + 1)
+        yield partial(_rolled, lambda shift: shift - 1)
+
+
+def _rolled(moved: Callable[[int], int], call: TracedCall) -> Edit | None:
+    positional = call.parsed[0]
+    shifts = positional[1] if len(positional) > 1 else None
+    if call.first.base_operator != "roll" or not isinstance(shifts, list):
+        return None
+    others = [moved(shift) for shift in shifts]
+    arguments = [[positional[0], others, *positional[2:]], call.parsed[1]]
+    by, not_by = (", ".join(map(str, each)) for each in (others, shifts))
+    words = f"rolled by {by}, not {not_by},"
+    return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+
 def moved_ranges(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """As many places in a row, beginning one earlier or later."""
     if call.first.base_operator == "arange":

@@ -10,7 +10,7 @@ again. Where the results then agree, that call is at fault, and the edit says ho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import stack_of
@@ -300,7 +300,15 @@ def best_repair(
         return blamed
     kinds = range(LAYOUT, ONE_MORE + 1)
     unlikely, best = _first_end(_of_kinds(sides, trials, region, kinds), best)
-    return unlikely or best
+    return unlikely or (best and _to_the_end(trials, best))
+
+
+def _to_the_end(trials: Trials, repair: Repair) -> Repair:
+    """Return a repair as it is where its trial is not given up: in a long loop nothing that
+    was lost may be there for long."""
+    trials.left = trials.budget
+    agrees, _ = trials.outcome(repair.edits, to_the_end=True, is_patient=True)
+    return replace(repair, ends=agrees)
 
 
 def _first_end(

@@ -188,21 +188,27 @@ def _is_whole(number: object) -> bool:
 
 
 def moved_places(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
-    """The place before or behind the one that is picked, in each turn of a loop."""
+    """The place before or behind the one that is picked, in each turn of a loop, or as far
+    from the other end."""
     if call.first.base_operator == "select" and records_in(call.parsed[0]):
-        yield _picked(-1, "one place earlier", ingredients)
-        yield _picked(1, "one place later", ingredients)
+        yield _picked(lambda _, place: place - 1, "one place earlier", ingredients)
+        yield _picked(lambda _, place: place + 1, "one place later", ingredients)
+        from_end = "as many places from the other end"
+        yield _picked(lambda size, place: size - 1 - place, from_end, ingredients)
 
 
-def _picked(step: int, words: str, ingredients: Ingredients) -> Template:
+def _picked(
+    moved: Callable[[int, int], int], words: str, ingredients: Ingredients
+) -> Template:
     def template(call: TracedCall) -> Edit | None:
         positional = call.parsed[0]
         if call.first.base_operator != "select" or len(positional) != 3:
             return None
         [record, axis, place] = positional
         size = ingredients.shapes(records_in([record])[0])[axis]
-        other = place + step
-        if place < 0 or not 0 <= other < size:
+        first = place + size if place < 0 else place
+        other = moved(size, first)
+        if other == first or not 0 <= other < size:
             return None
         arguments = [[record, axis, other], call.parsed[1]]
         return Edit((EditStep(call.first.overload or "", arguments),), words)

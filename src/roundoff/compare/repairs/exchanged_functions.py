@@ -17,6 +17,7 @@ from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.records.call_stacks import shared, stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.repairs.trials import BUDGET, CALL, Trials
+from roundoff.compare.rounding.rounding_bound import DIFFERENCES
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides
 
@@ -37,7 +38,11 @@ def exchanged_functions(sides: Sides, part: Part, trials: Trials) -> Blamed | No
             continue
         for result in islice(_results(flow, head, given), MOST_RESULTS):
             for second, made in _of_second(trials, result, given):
-                if _gives_reference(trials, given, made, result):
+                # behind a norm that is written out a term may stand elsewhere
+                is_term = head.numel != given.numel and _adds_what_is_computed(
+                    flow, second
+                )
+                if not is_term and _gives_reference(trials, given, made, result):
                     return _blamed(result, second)
     return None
 
@@ -100,6 +105,13 @@ def _of_second(
     except CannotRun:
         pass
     return gained
+
+
+def _adds_what_is_computed(flow: Flow, value: Value) -> bool:
+    """Return True for a sum of which no term is a parameter."""
+    terms = [flow.behind(key) for key in value.inputs if key in flow.values]
+    has_parameter = any(term.row.name and not term.is_call for term in terms)
+    return value.operator in DIFFERENCES and not has_parameter
 
 
 def _gives_reference(trials: Trials, given: Value, made: Tensor, result: Value) -> bool:

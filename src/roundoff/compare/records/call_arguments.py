@@ -12,7 +12,7 @@ import torch
 from roundoff.compare.records.recorded_rows import RecordedRow
 from roundoff.errors import RunError
 from roundoff.foreign import parse_json
-from roundoff.ops import overload_of
+from roundoff.ops import operators_that, overload_of
 
 Shape = Sequence[int]
 
@@ -43,13 +43,12 @@ _LOWEST = [-value for value in _LARGEST]
 #: Longer texts of a value are cut.
 _LONGEST = 60
 
-#: What ``other`` is to an operator.
-_OPERANDS = {
-    "add": "summand",
-    "sub": "subtracted",
-    "mul": "factor",
-    "div": "divisor",
-}
+#: What ``other`` is to operators.
+_OPERANDS = (
+    ("factor", operators_that("scale elements")),
+    ("divisor", operators_that("divide")),
+    ("summand", operators_that("add or subtract")),
+)
 
 Fits = Callable[[int, int], bool]
 
@@ -91,7 +90,8 @@ def argument_differences(
     names = list(dict.fromkeys([*ours, *theirs]))
     if _may_stand_in(ours, theirs):
         names = [name for name in names if name in ours and name in theirs]
-    operand = _OPERANDS.get(candidate.base_operator, "other")
+    operator = candidate.base_operator
+    operand = next((name for name, of in _OPERANDS if operator in of), "other")
     return tuple(
         f"{operand if name == 'other' else name}: "
         f"{_text(ours.get(name))}, here {_text(theirs.get(name))}"

@@ -21,8 +21,7 @@ from roundoff.compare.values.traced_calls import (
     TracedCall,
     records_in,
 )
-from roundoff.ops import operators_that
-from roundoff.ops.repeated_call import RepeatedCall
+from roundoff.ops import RepeatedCall, operators_that
 
 _PAD = operators_that("pad")
 _AVERAGES = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d")

@@ -17,6 +17,7 @@ from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.blame.known_leaves import parameters_of_the_same
 from roundoff.compare.blame.near_leaves import leaves_of, of_leaves_alone
 from roundoff.compare.blame.same_layouts import same_layout
+from roundoff.compare.judging.step_causes import with_line
 from roundoff.compare.records.parameter_content import relation
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Part, Sides, first_of
@@ -149,7 +150,8 @@ def _blamed_cut(flow: Flow, wanted: Value, read: Value, leaf: Value) -> Blamed |
         cut = flow.values[cut.inputs[0]]
     if cut.operator not in _CUT:
         return None
-    words = f"it takes another part of {leaf.row.name} than {wanted.row.line} does"
+    there = with_line(wanted.row.site, wanted.row.line)
+    words = f"it takes another part of {leaf.row.name} than {there} is"
     return Blamed(cut, wanted, words, is_operator=True)
 
 

@@ -31,7 +31,9 @@ from roundoff.ops import operators_that
 
 #: Values of the reference that a piece is looked for in, at most.
 MOST_TWINS = 48
-#: After so many values that are made of data this share of them should have been found.
+#: After so many values that are made of data this share of them should have been found: of
+#: the same work in other portions nearly all are, up to a fault; of other data a few are by
+#: chance, such as zeros that a state begins with.
 ENOUGH = 256
 FEWEST_FOUND = 0.02
 #: Factors of gradients, at most: how many times the mean of a part weighs that of all.

@@ -300,12 +300,17 @@ def best_repair(
         return blamed
     kinds = range(LAYOUT, ONE_MORE + 1)
     unlikely, best = _first_end(_of_kinds(sides, trials, region, kinds), best)
-    return unlikely or (best and _to_the_end(trials, best))
+    if unlikely is not None or best is None:
+        return unlikely
+    proven = _to_the_end(trials, best)
+    return best if _moves_the_fault(sides, trials, proven) else proven
 
 
 def _to_the_end(trials: Trials, repair: Repair) -> Repair:
-    """Return a repair as it is where its trial is not given up: in a long loop nothing that
-    was lost may be there for long."""
+    """Return a repair with what its trial gives that is not given up.
+
+    In a long loop nothing that was lost may be there for long.
+    """
     trials.left = trials.budget
     agrees, _ = trials.outcome(repair.edits, to_the_end=True, is_patient=True)
     return replace(repair, ends=agrees)

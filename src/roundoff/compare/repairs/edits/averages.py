@@ -45,7 +45,8 @@ def weighted_averages(call: TracedCall, ingredients: Ingredients) -> Iterator[Te
 
 def _weighted(place: int, ingredients: Ingredients, call: TracedCall) -> Edit | None:
     [product, *axes] = call.parsed[0]
-    maker = ingredients.maker(records_in(product)[0])
+    read = records_in(product)
+    maker = ingredients.maker(read[0]) if len(read) == 1 else None
     if maker is None or maker.first.overload != "aten.mul.Tensor":
         return None
     factors = records_in(maker.parsed)
@@ -86,11 +87,11 @@ def _share_inside(call: TracedCall, ingredients: Ingredients) -> Tensor | None:
         if maker is None or not (is_move(maker) or is_move(maker, _PAD)):
             return None
         path.append(maker)
-    positional = path[-1].parsed[0]
+    positional, keywords = path[-1].parsed
     fill = positional[2] if len(positional) > 2 else 0
     shape = ingredients.shapes(records_in(positional)[0])
     dtype = getattr(torch, path[-1].first.dtype or "", None)
-    if fill != 0 or not isinstance(dtype, torch.dtype):
+    if keywords or fill != 0 or not isinstance(dtype, torch.dtype):
         return None
     share = torch.ones(shape, dtype=dtype)
     for each in reversed(path):

@@ -30,12 +30,15 @@ def test_the_search_ends_where_hardly_a_value_stands(
     step = pieces.StepPieces(reference, {0: candidate}, str)
     looked_for = []
     find = step._find_piece
-    monkeypatch.setattr(
-        step, "_find_piece", lambda *args: (looked_for.append(args), find(*args))
-    )
+
+    def counted(rank, recorded, row):
+        looked_for.append(row)
+        find(rank, recorded, row)
+
+    monkeypatch.setattr(step, "_find_piece", counted)
     step.find()
     computed = [p for p in step.pieces.values() if p.row.is_call]
     assert len(computed) == 2 * 8 * 2  # a product and an activation in each layer
     assert all(p.location is not None for p in computed) is is_same
-    calls = [row for _, _, row in looked_for if row.is_call]
+    calls = [row for row in looked_for if row.is_call]
     assert len(calls) == (len(computed) if is_same else 5)

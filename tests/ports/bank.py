@@ -147,6 +147,7 @@ NETWORKS = (
     "informer",
     "xlstm",
     "maskformer",
+    "biaffine",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -239,6 +240,7 @@ KEPT_APART = (
     "informer",
     "xlstm",
     "maskformer",
+    "biaffine",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

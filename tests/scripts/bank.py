@@ -90,6 +90,8 @@ KEPT_APART = (
     "ocr",
     "gflow",
     "speaker",
+    "lottery",
+    "selfplay",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -148,6 +148,7 @@ NETWORKS = (
     "xlstm",
     "maskformer",
     "biaffine",
+    "fcos",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -241,6 +242,7 @@ KEPT_APART = (
     "xlstm",
     "maskformer",
     "biaffine",
+    "fcos",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -279,7 +279,7 @@ class FeaturePyramid(Layer):
 
 
 def build_tower(filters=32):
-    layers = {}
+    layers: dict[str, nn.Module] = {}
     for i in range(2):
         layers[f"conv_{i}"] = Conv2D(filters, 3, padding="same", use_bias=False)
         layers[f"norm_{i}"] = GroupNormalization(groups=4, epsilon=1e-5)

@@ -127,10 +127,10 @@ class ConvNormLayer(nn.Module):
     ):
         super().__init__()
         self.conv = Conv2D(ch_in, ch_out, filter_size, stride, bias_attr=False)
-        if norm_groups is None:
-            self.norm = AffineChannel(ch_out)
-        else:
-            self.norm = GroupNorm(norm_groups, ch_out)
+        is_frozen = norm_groups is None
+        self.norm: nn.Module = (
+            AffineChannel(ch_out) if is_frozen else GroupNorm(norm_groups, ch_out)
+        )
         self.act = act
 
     def forward(self, inputs):

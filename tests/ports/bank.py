@@ -149,6 +149,7 @@ NETWORKS = (
     "maskformer",
     "biaffine",
     "fcos",
+    "pointer",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -243,6 +244,7 @@ KEPT_APART = (
     "maskformer",
     "biaffine",
     "fcos",
+    "pointer",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

@@ -92,6 +92,8 @@ KEPT_APART = (
     "speaker",
     "lottery",
     "selfplay",
+    "ner",
+    "wgan",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

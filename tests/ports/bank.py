@@ -150,6 +150,7 @@ NETWORKS = (
     "biaffine",
     "fcos",
     "pointer",
+    "pvt",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -245,6 +246,7 @@ KEPT_APART = (
     "biaffine",
     "fcos",
     "pointer",
+    "pvt",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

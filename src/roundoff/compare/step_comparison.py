@@ -218,6 +218,7 @@ class _Measures:
         )
         self._scales = sides.candidate.scales
         self._rescaling = rescaling(sides.candidate)
+        self._rescaled = rescaling(sides.reference)
         self.counterpart = {
             pair.candidate: pair.reference
             for pair in pairs
@@ -428,9 +429,12 @@ class _Measures:
         # of several records that one reference record was paired with, the first
         ordered = sorted(self.exact, reverse=True)
         holders = {self.counterpart[record]: record for record in ordered}
-        return ReferenceCalls(
-            self._reference, self._first_of_reference, holders, tensors, self._fits
-        )
+        # what its tensors hold on both sides of these differs by the scale
+        rescaled = {self._reference[record].call for record in self._rescaled}
+        first = {
+            c: row for c, row in self._first_of_reference.items() if c not in rescaled
+        }
+        return ReferenceCalls(self._reference, first, holders, tensors, self._fits)
 
     def _fits(self, reference: int, candidate: int) -> bool:
         twin = self._reference.get(reference)

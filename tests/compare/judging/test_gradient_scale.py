@@ -174,3 +174,59 @@ def test_what_a_loss_is_divided_by_for_good_is_no_scale(tmp_path):
         of_words_that_count(tmp_path / "one"), of_words_that_count(tmp_path / "other")
     )
     assert without_loss_scales(sides) is sides
+
+
+def clipped_by_torch(parameters):
+    nn.utils.clip_grad_norm_(parameters, 1e-2)
+
+
+def clipped_by_hand(parameters):
+    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    factor = min(1.0, 1e-2 / (flat.norm().item() + 1e-6))
+    for parameter in parameters:
+        parameter.grad = parameter.grad * factor
+
+
+def accumulated(folder, clip, *, divides, by=2.0, keep="tensors"):
+    """Two micro-batches a step; their loss, or their gradients, are divided."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    batches = torch.randn(2, 5, 6)
+    with roundoff.capture(folder, model, keep=keep) as run:
+        for batch in batches:
+            # a term with the weight that the loss is divided by is no scale
+            y = model(batch)
+            loss = y.square().mean() + 0.5 * y.abs().mean()
+            if divides == "loss":
+                (loss / by).backward()
+                continue
+            slopes = torch.autograd.grad(loss, parameters)
+            for parameter, slope in zip(parameters, slopes, strict=True):
+                part = slope / by
+                grad = parameter.grad
+                parameter.grad = part if grad is None else grad + part
+        clip(parameters)
+        optimizer.step()
+        run.step()
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_a_loss_is_divided_or_its_gradients_are(keep, tmp_path):
+    accumulated(tmp_path / "one", clipped_by_torch, divides="loss", keep=keep)
+    accumulated(tmp_path / "other", clipped_by_hand, divides="slopes", keep=keep)
+    found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
+    assert found.agrees, found.answer
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats"])
+def test_gradients_divided_by_another_number_are_found_though_a_clip_hides_it(
+    keep, tmp_path
+):
+    accumulated(tmp_path / "one", clipped_by_torch, divides="loss", keep=keep)
+    accumulated(
+        tmp_path / "other", clipped_by_hand, divides="slopes", by=3.0, keep=keep
+    )
+    found = roundoff.compare(reference=tmp_path / "one", candidate=tmp_path / "other")
+    assert not found.agrees

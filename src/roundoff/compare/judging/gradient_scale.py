@@ -12,10 +12,11 @@ of the gradients, and would hide any scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from roundoff.compare.judging.explain import RecordedStep, Sides
+from roundoff.compare.judging.scale_left import scale_left
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.rounding_bound import DIVISIONS, PRODUCTS
 from roundoff.ops import operators_that
@@ -29,6 +30,8 @@ MOST_DEEP = 64
 HANDS_ON = operators_that("hand on in order")
 #: What changes a gradient by one factor, after the backward pass too.
 _FACTORS = PRODUCTS | DIVISIONS | operators_that("unscale gradients")
+_OPTIMIZER = "optimizer"
+_SUM = "add"
 _VALUES = ("min", "max", "mean", "l2", "std")
 
 
@@ -36,19 +39,26 @@ def without_loss_scales(sides: Sides) -> Sides:
     """Return a step of both runs with the scales of their losses divided out.
 
     The same sides where neither loss is scaled, or a scale is left in the gradients
-    that a step ends with, on either side.
+    that a step ends with, on either side. Where one and the same is left in both, it is
+    taken out up to there: one divides its loss by what the other divides gradients by.
     """
     ours = _scales(sides.reference.rows)
     theirs = _scales(sides.candidate.rows)
     if not ours and not theirs:
         return sides
     if not _are_divided_out(sides, ours, theirs):
-        return sides
+        if not _leave_the_same(sides, ours, theirs):
+            return sides
+        ours = _of_the_pass(sides.reference.rows, ours)
+        theirs = _of_the_pass(sides.candidate.rows, theirs)
     return Sides(_divided(sides.reference, ours), _divided(sides.candidate, theirs))
 
 
 def rescaling(step: RecordedStep) -> frozenset[int]:
-    """Return the records of calls that multiply a loss or a gradient by its scale alone."""
+    """Return the records of calls that multiply a loss or a gradient by its scale alone.
+
+    And of sums of gradients up to which a scale is taken out, which stays in them.
+    """
     scales = step.scales
     if not scales:
         return frozenset()
@@ -57,7 +67,8 @@ def rescaling(step: RecordedStep) -> frozenset[int]:
         read = [r for r in row.inputs if r in step.rows]
         same_size = [r for r in read if step.rows[r].numel == row.numel]
         scaled = [r for r in same_size if r in scales]
-        if row.base_operator not in _FACTORS or not (scaled or record in scales):
+        may_change = row.base_operator in _FACTORS or row.base_operator == _SUM
+        if not may_change or not (scaled or record in scales):
             continue
         # what a gradient is multiplied with beside it, as a saved result, carries no scale
         before = [scales.get(r, 1.0) for r in scaled or same_size]
@@ -102,6 +113,37 @@ def _are_divided_out(
     )
 
 
+def _leave_the_same(
+    sides: Sides, ours: Mapping[int, float], theirs: Mapping[int, float]
+) -> bool:
+    """Return True where both sides' gradients have one scale when they are read.
+
+    And another one on the way there.
+    """
+    factors, other_factors = _distinct(ours.values()), _distinct(theirs.values())
+    together = _distinct([*factors, *other_factors])
+    if len(factors) == len(other_factors) == len(together):
+        return False
+    left = scale_left(sides.reference.rows, ours)
+    other_left = scale_left(sides.candidate.rows, theirs)
+    return left is not None and other_left is not None and _same(left, other_left)
+
+
+def _of_the_pass(rows: Rows, scales: Mapping[int, float]) -> dict[int, float]:
+    """Return the scales before a gradient is a parameter's, where they stay in it.
+
+    What several passes add up to is one, with a name or without.
+    """
+    read = {i for row in rows.values() if row.phase == _OPTIMIZER for i in row.inputs}
+    return {
+        record: scale
+        for record, scale in scales.items()
+        if rows[record].phase != _OPTIMIZER
+        and not _is_gradient(rows[record])
+        and not (record in read and rows[record].base_operator == _SUM)
+    }
+
+
 def _is_divided_out(
     rows: Rows, gradient: RecordedRow, scales: Mapping[int, float]
 ) -> bool:
@@ -116,7 +158,7 @@ def _is_unscaled_by_the_optimizer(
     """Return True where the optimizer's call reads the scale beside the gradient."""
     scale = scales.get(gradient.record, 1.0)
     for row in rows.values():
-        if row.phase != "optimizer" or gradient.record not in row.inputs:
+        if row.phase != _OPTIMIZER or gradient.record not in row.inputs:
             continue
         numbers = [rows[r] for r in row.inputs if r in rows and rows[r].numel == 1]
         if any(_same(number.l2 or 0.0, scale) for number in numbers):
@@ -133,46 +175,65 @@ def _scales(rows: Rows) -> dict[int, float]:
 
     And of the products that multiply a whole loss.
     """
-    losses = _scaled_losses(rows)
+    losses: dict[int, float] = {}
     scales: dict[int, float] = {}
+    # the factors of its loss that a gradient has not met yet: each is met once
+    ahead: dict[int, Sequence[float]] = {}
     made_of_gradients: set[int] = set()
     for record in sorted(rows):
         row = rows[record]
-        scale = _scale(row, rows, scales, losses.values())
-        if scale is None:
+        if _is_seed(row, rows):
+            products = _scaled_loss(row, rows)
+            losses |= products
+            scales[record] = 1.0
+            ahead[record] = _distinct(products.values())
+            continue
+        source = _gradient_read(row, rows, scales)
+        factors = ahead.get(source.record, ()) if source else ()
+        scale = _scale(row, source, rows, scales, factors)
+        if source is None or scale is None:
             if any(i in scales or i in made_of_gradients for i in row.inputs):
                 made_of_gradients.add(record)
         elif _is_clip(row, made_of_gradients):
             scales[record] = next(scales[i] for i in row.inputs if i in scales)
         else:
+            before = scales[source.record]
+            ahead[record] = [f for f in factors if not _same(scale, before * f)]
             scales[record] = scale
     scaled = {r: s for r, s in scales.items() if not _same(s, 1.0)}
     if not scaled:
         return {}
-    factors = set(scaled.values())
+    known = set(scaled.values())
     return scaled | {
         record: factor
         for record, factor in losses.items()
-        if any(_same(factor, scale) for scale in factors)
+        if any(_same(factor, scale) for scale in known)
     }
+
+
+def _distinct(factors: Iterable[float]) -> list[float]:
+    """Return factors that are not one, of near ones one: all terms of a loss have it."""
+    found: list[float] = []
+    for factor in factors:
+        if not any(_same(factor, other) for other in (1.0, *found)):
+            found.append(factor)
+    return found
 
 
 def _scale(
     row: RecordedRow,
+    source: RecordedRow | None,
     rows: Rows,
     scales: Mapping[int, float],
-    of_losses: Collection[float],
+    factors: Collection[float],
 ) -> float | None:
     """Return the scale of a gradient; None for what is none.
 
-    ``of_losses`` are the factors that whole losses are multiplied by: in the backward
-    pass any other is the weight of a term.
+    ``source`` is the gradient that a call reads, and ``factors`` are those that its loss
+    as a whole is multiplied by: in the backward pass any other is the weight of a term.
     """
-    if not row.is_call:
+    if not row.is_call or source is None:
         return None
-    source = _gradient_read(row, rows, scales)
-    if source is None:
-        return 1.0 if _is_seed(row, rows) else None
     before = scales[source.record]
     # what a hook makes of a finished gradient may be an update: that is not linear
     goes_backward = row.phase == "backward" and not _is_gradient(source)
@@ -184,7 +245,7 @@ def _scale(
     if row.numel != source.numel or _is_an_update(row, source, rows, before):
         return None
     after = _rescaled(row, source, before)
-    is_of_a_loss = any(_same(after, before * factor) for factor in of_losses)
+    is_of_a_loss = any(_same(after, before * factor) for factor in factors)
     return after if row.phase != "backward" or is_of_a_loss else before
 
 
@@ -238,7 +299,7 @@ def _is_clip(row: RecordedRow, made_of_gradients: set[int]) -> bool:
 
 def _is_seed(row: RecordedRow, rows: Rows) -> bool:
     """Return True for the gradient of the loss to itself: a number from no other gradient."""
-    if row.numel != 1 or row.l2 != 1.0:
+    if not row.is_call or row.numel != 1 or row.l2 != 1.0:
         return False
     read = [rows[record] for record in row.inputs if record in rows]
     return row.base_operator in operators_that("create exactly") and all(
@@ -250,13 +311,14 @@ def _is_gradient(row: RecordedRow) -> bool:
     return bool(row.name) and str(row.name).endswith(".grad")
 
 
-def _scaled_losses(rows: Rows) -> dict[int, float]:
-    """Return the forward products of a whole loss, each with what it multiplies by."""
+def _scaled_loss(seed: RecordedRow, rows: Rows) -> dict[int, float]:
+    """Return the forward products of a whole loss, each with what it multiplies by.
+
+    ``seed`` is the gradient of the loss to itself.
+    """
     losses: dict[int, float] = {}
-    for row in rows.values():
-        if row.is_call and _is_seed(row, rows):
-            for record in row.inputs:
-                losses |= _products_behind(rows, record)
+    for record in seed.inputs:
+        losses |= _products_behind(rows, record)
     return losses
 
 
@@ -265,7 +327,7 @@ def _products_behind(rows: Rows, record: int, depth: int = 0) -> dict[int, float
     row = rows.get(record)
     if row is None or not row.is_call or row.numel != 1 or depth > MOST_DEEP:
         return {}
-    if row.base_operator == "add":
+    if row.base_operator == _SUM:
         return _of_all([_products_behind(rows, i, depth + 1) for i in row.inputs])
     source = rows.get(row.inputs[0]) if row.inputs else None
     if source is None or source.numel != 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -259,3 +261,30 @@ def test_averages_that_an_optimizer_makes_early_are_no_weights(keep, tmp_path):
     found = roundoff.compare(reference=right, candidate=other)
     assert not any("no module names" in c.evidence for c in found.culprits())
     assert found.agrees or keep == "stats"
+
+
+def with_a_copied_module(folder, *, early):
+    """A module that is copied in the first step, and a copy that follows its weights."""
+    torch.manual_seed(2)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(8, 6)
+    with roundoff.capture(folder, net) as run:
+        slow = copy.deepcopy(net)
+        for _ in range(2):
+            (net(x).square().mean() + (slow(x) - net(x)).abs().mean()).backward()
+            if early:
+                follow(slow.state_dict(), net.state_dict())
+            optimizer.step()
+            if not early:
+                follow(slow.state_dict(), net.state_dict())
+            optimizer.zero_grad()
+            run.step()
+    return folder
+
+
+def test_a_copied_module_that_is_moved_before_the_optimizer_steps(tmp_path):
+    right = with_a_copied_module(tmp_path / "right", early=False)
+    wrong = with_a_copied_module(tmp_path / "wrong", early=True)
+    first = roundoff.compare(reference=right, candidate=wrong).culprits()[0]
+    assert "are moved before the optimizer steps" in first.evidence

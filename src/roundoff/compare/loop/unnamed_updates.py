@@ -207,11 +207,19 @@ class _Side:
         moves = []
         for row in self._between():
             source = self.rows.get(self.sources.get(row.record, -1))
-            if source is None or source.name or row.record in stepped_with:
+            if source is None or row.name or row.record in stepped_with:
+                continue
+            # a copy of a module made in this step has names once, as it is made
+            if str(source.name).endswith(GRADIENT) or (source.name and source.is_leaf):
                 continue
             if source.call < first_pass:
                 moves.append(row)
         return moves
+
+    def writes_beside(self, writes: Sequence[RecordedRow]) -> list[int]:
+        """Return the records of all writes to what some writes are to."""
+        written = {self.before(write.record) for write in writes}
+        return [record for record, source in self.sources.items() if source in written]
 
     def _read_by_optimizer(self) -> set[int]:
         """Return what optimizers read: gradients, to which a decay may be added by hand."""
@@ -443,6 +451,7 @@ def _of_order(ours: _Side, theirs: _Side, rank: int, step: int) -> Cause | None:
         at=-1 if write is None else write.call,
         row=write,
         twin=twin,
+        shown_by=theirs.writes_beside(writes),
         decides=True,
     )
 

@@ -17,6 +17,7 @@ from roundoff.compare.judging.step_causes import (
     Cause,
 )
 from roundoff.compare.judging.table import SCHEDULE, STALE, WRONG_CONSTANT, ComparedRow
+from roundoff.compare.loop.clip_order import clip_order_causes
 from roundoff.compare.loop.fed_data import data_causes
 from roundoff.compare.loop.fresh_state import fresh_state_causes
 from roundoff.compare.loop.hand_writes import hand_order_causes, hand_write_causes
@@ -123,6 +124,8 @@ def causes_of_step(compared: ComparedStep) -> list[Cause]:
     causes += begins_anew
     if not begins_anew:
         causes += unnamed_update_causes(compared.sides, compared.rows, **at)
+    if compared.differs:
+        causes += clip_order_causes(compared.sides, compared.events, **at)
     causes = _with_writes_by_hand(causes, compared, rename, at)
     if not causes:
         causes += operator_causes(compared.sides, compared.rows, **at)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from roundoff.compare.loop.optimizer_settings import values_held
 from roundoff.record import HELD, LoopEvent
 
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ def _go_on(loop: _Loop, event: LoopEvent) -> None:
     elif event.what == "backward":
         loop.backward.append(event)
         loop.passes += 1
-    elif event.what in _CLIPS:
+    elif event.what in CLIPS:
         is_unscaled = loop.unscaled is not None or not loop.scaled
         loop.clips.append((event, is_unscaled))
         loop.clipped_after.append(len(loop.backward))

@@ -270,7 +270,13 @@ class Divergence:
         """Note how far the values were off that both runs saved, and read here again."""
         ours, theirs = self._saved
         saved = theirs.saved(row)
-        if saved is None or ours.saved(twin) is None:
+        expected = ours.saved(twin)
+        if saved is None or expected is None:
+            return
+        blamed = self._blamed_for(expected, saved)
+        if blamed is not None:
+            finding.inputs = finding.error or 0.0
+            finding.carried, finding.origin = True, blamed
             return
         earlier = self.findings.get(saved)
         if earlier is None and (finding.error or 0.0) <= REGION * unit(row.dtype):
@@ -284,6 +290,19 @@ class Divergence:
         finding.carried = earlier.cause is not None
         if finding.carried:
             finding.origin = saved if earlier.origin is None else earlier.origin
+
+    def _blamed_for(self, expected: int, saved: int) -> int | None:
+        """Return what is blamed already for a value that is not the one that was meant."""
+        if self.counterpart.get(saved) in (None, expected):
+            return None
+        return next(
+            (
+                record
+                for record, finding in self.findings.items()
+                if finding.cause == OWN and finding.read == (expected, saved)
+            ),
+            None,
+        )
 
     # -- what the row reads ------------------------------------------------------
 
@@ -330,7 +349,9 @@ class Divergence:
         operands = self.measures.operands(twin, row) if self._is_alike(row) else ()
         read = [pair for pair in operands if pair[1] in self.counterpart]
         waiting = [theirs for _, theirs in operands if theirs not in self.counterpart]
-        if not operands:
+        if not operands and self._is_seen_again(row, twin):
+            read = [(twin.inputs[0], row.inputs[0])]
+        elif not operands:
             waiting = row.values_read() if row.is_call else self._written_parts(row)
         region: set[int] = set()
         visited: set[int] = set()
@@ -353,6 +374,17 @@ class Divergence:
         twin = self.twin(row.record)
         is_same = row.overload == twin.overload and len(row.inputs) == len(twin.inputs)
         return row.record in self.exact or (row.base_operator in EXACT and is_same)
+
+    def _is_seen_again(self, row: RecordedRow, twin: RecordedRow) -> bool:
+        """Return True for a value that is seen whole through its memory, on both sides."""
+        if row.is_call or twin.is_call or len(row.inputs) != 1 or len(twin.inputs) != 1:
+            return False
+        source = self.candidate.get(row.inputs[0])
+        wanted = self.reference.get(twin.inputs[0])
+        if source is None or wanted is None or source.record not in self.counterpart:
+            return False
+        sizes = {source.numel, wanted.numel, row.numel, twin.numel}
+        return len(sizes) == 1 and not source.inplace and not wanted.inplace
 
     def _written_parts(self, row: RecordedRow) -> list[int]:
         """Return the records that were written, part by part, to the memory of a value.

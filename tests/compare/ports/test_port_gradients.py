@@ -1011,3 +1011,35 @@ def test_what_is_wrong_before_the_sum_is_named_and_not_its_factor(compared):
     comparison = compared(with_branch, of_the_sum(half), optimizers=optimizers)
     first = comparison.culprits()[0]
     assert first.phase == "forward"
+
+
+def gated_at_once(m, x, y):
+    """The gates of all samples are constants of the loss."""
+    h = torch.tanh(F.linear(x, m.a))
+    gates = F.logsigmoid(F.linear(h, m.b)).detach()
+    return F.mse_loss(F.linear(h + gates, m.c), y)
+
+
+def log_sigmoid(x):
+    return -torch.logaddexp(-x, torch.zeros_like(x))
+
+
+def one_by_one(stop):
+    def port(m, x, y):
+        outs = []
+        for row in x.unbind(0):
+            h = tanh(product(row[None], m.a))
+            gate = log_sigmoid(product(h, m.b))
+            gate = stop(gate)
+            outs.append(product(h + gate, m.c))
+        return far(torch.cat(outs), y)
+
+    return port
+
+
+def test_what_is_handed_on_sample_by_sample(compared):
+    assert compared(gated_at_once, one_by_one(stop_gradient)).agrees
+    [culprit] = compared(gated_at_once, one_by_one(lambda gate: gate)).culprits()
+    assert culprit.looks_like == "gradient cut"
+    assert "it hands a gradient on, and the reference's" in culprit.evidence
+    assert "log_sigmoid" in text(culprit.line) or "logaddexp" in text(culprit.line)

@@ -11,6 +11,7 @@ parameters those of the other program, this is where the two part.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -30,6 +31,7 @@ from roundoff.compare.ports.pass_under_autograd import (
     DifferentiatedFlow,
     LostGradient,
     Scaling,
+    place_of,
 )
 from roundoff.compare.ports.port_results import least_gradient
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
@@ -81,7 +83,59 @@ def blamed_cut(sides: Sides) -> Blamed | None:
     for losses in _groups([*pair.losses(True), *pair.losses(False)]):
         if pair.is_explained_by(losses):
             return _blamed(pair, losses[0])
-    return _blamed_alone(pair) or _blamed_scaling(pair)
+    return _blamed_alone(pair) or _blamed_in_parts(pair) or _blamed_scaling(pair)
+
+
+def _blamed_in_parts(pair: _Pair) -> Blamed | None:
+    """Return what hands a gradient on sample by sample, where the reference's whole does not.
+
+    Without its gradients all gradients are the reference's.
+    """
+    reference, candidate = pair.reference, pair.candidate
+    for record in reference.cut_off:
+        for records in _parts_of(pair, reference.tensors[record]):
+            mended = candidate.closed_at(records)
+            if mended is None:
+                continue
+            if replace(pair, candidate=mended).is_explained_by([]):
+                value, cut = (
+                    candidate.flow.values[records[0]],
+                    reference.flow.values[record],
+                )
+                return _blamed_handing_on(pair, value, cut, None)
+    return None
+
+
+def _parts_of(pair: _Pair, whole: Tensor) -> Iterator[list[int]]:
+    """Yield the candidate's values, of one place of a line each, that hold a tensor's
+    elements together."""
+    flow = pair.candidate.flow
+    groups: dict[object, list[int]] = defaultdict(list)
+    for key, tensor in pair.candidate.tensors.items():
+        value = flow.values[key]
+        if value.is_call and value.computes and pair.candidate.hands_on(key):
+            place = (*place_of(value.row), value.operator, tuple(tensor.shape))
+            groups[place].append(key)
+    for keys in groups.values():
+        count, rest = divmod(
+            whole.numel(), pair.candidate.tensors[keys[0]].numel() or 1
+        )
+        if rest or count < 2 or len(keys) % count:
+            continue
+        # one line may call the operator several times for each part
+        times = len(keys) // count
+        for first in range(times):
+            parts = sorted(keys)[first::times]
+            if _are_together(pair, parts, whole):
+                yield parts
+
+
+def _are_together(pair: _Pair, parts: Sequence[int], whole: Tensor) -> bool:
+    """Return True where some values hold what a tensor does, in whatever order."""
+    tensors = [pair.candidate.tensors[key].detach().reshape(-1) for key in parts]
+    wanted = whole.detach().reshape(-1).sort().values
+    apart = torch.cat(tensors).to(wanted.dtype).sort().values - wanted
+    return float(apart.norm()) <= pair.sides.limit * float(wanted.norm())
 
 
 def _blamed_alone(pair: _Pair) -> Blamed | None:
@@ -375,13 +429,21 @@ def _blamed(pair: _Pair, lost: _Lost) -> Blamed:
         return Blamed(
             lost.cut, lost.twin, words, is_operator=True, line=at, label=LABEL
         )
-    line = f" ({lost.reader})" if not lost.cut.is_call and lost.reader else ""
-    line = line or (f" ({lost.cut.row.line})" if lost.cut.row.line else "")
+    return _blamed_handing_on(pair, lost.twin, lost.cut, lost.reader)
+
+
+def _blamed_handing_on(
+    pair: _Pair, value: Value, cut: Value, reader: str | None
+) -> Blamed:
+    """Return a value that hands a gradient on where the reference's does not."""
+    line = f" ({reader})" if not cut.is_call and reader else ""
+    line = line or (f" ({cut.row.line})" if cut.row.line else "")
     words = (
-        f"it hands a gradient on, and the reference's {lost.cut.row.site}{line} does not: "
+        f"it hands a gradient on, and the reference's {cut.row.site}{line} does not: "
         "without it all gradients are the reference's"
     )
-    return Blamed(lost.twin, lost.cut, words, is_operator=True, label=LABEL)
+    at = FaultLines(pair.sides, {value.key}).of_operator(value)
+    return Blamed(value, cut, words, is_operator=True, line=at, label=LABEL)
 
 
 def _blamed_constant(cut: Value, twin: Value, is_candidate: bool) -> Blamed:

@@ -100,6 +100,7 @@ class Way:
         through_views: a view of detached memory may be read as one of what was detached.
         cut: reads of detached values that hand nothing on.
         scaled: values that hand on so many times their gradient.
+        closed: values that hand nothing on to what they are made of.
     """
 
     hidden: frozenset[Place] = frozenset()
@@ -108,6 +109,7 @@ class Way:
     through_views: bool = False
     cut: frozenset[Edge] = frozenset()
     scaled: Mapping[int, Scaling] = field(default_factory=dict)
+    closed: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -174,6 +176,10 @@ class DifferentiatedFlow:
         """
         cut = frozenset(edge for edge in self.way.cut if edge[1] not in detached)
         return self._going(replace(self.way, cut=cut))
+
+    def closed_at(self, keys: Collection[int]) -> DifferentiatedFlow | None:
+        """Return the same where some values hand nothing on; None where that cannot run."""
+        return self._going(replace(self.way, closed=self.way.closed.union(keys)))
 
     def scaled(self, key: int, scaling: Scaling | None) -> DifferentiatedFlow | None:
         """Return the same with another factor at a value; None where that cannot run."""
@@ -460,6 +466,8 @@ class Run:
         number = reader.first.call
         self._reads[number] = self._reads.get(number, 0) + 1
         edge = number, record, self._reads[number]
+        if record in self.way.closed:
+            return self._lose(edge, tensor)
         if tensor.requires_grad and record in self._learned:
             self._learning_reads[edge] = place_of(reader.first)
         if not self.flow.values[record].is_call:

@@ -83,3 +83,35 @@ def test_what_a_comparison_reads_is_named_where_it_is_wrong(at_fault, blamed_tex
     assert not at_fault(at_edges, at_edges_by_hand, LEAVES, X)
     [row] = at_fault(at_edges, at_edges_of_another_height, LEAVES, X)
     assert blamed_text(row).startswith("return centre * words[:, 1:-1]")
+
+
+COSTS = drawn(3, 12, 4, seed=5).abs()
+TARGETS = drawn(3, 4, 9, seed=6)
+
+
+def nearest_of_each(m, x):
+    """Sample by sample each place has the target that costs least."""
+    total = x.new_zeros(())
+    for one, costs, targets in zip(x, COSTS, TARGETS, strict=True):
+        _, matched = costs.min(1)
+        total = total + (torch.tanh(one @ m.a) @ m.b - targets[matched]).square().sum()
+    return total / 9
+
+
+def nearest(m, x):
+    matched = COSTS.argmin(2)
+    targets = TARGETS.take_along_dim(matched[..., None], 1)
+    return (torch.tanh(x @ m.a) @ m.b - targets).square().sum() / 9
+
+
+def first_below(m, x):
+    matched = (COSTS < 0.6).long().argmax(2)
+    targets = TARGETS.take_along_dim(matched[..., None], 1)
+    return (torch.tanh(x @ m.a) @ m.b - targets).square().sum() / 9
+
+
+def test_what_the_reference_makes_sample_by_sample(at_fault, blamed_text):
+    assert not at_fault(nearest_of_each, nearest, LEAVES, X)
+    [row] = at_fault(nearest_of_each, first_below, LEAVES, X)
+    assert "in its place all that follows is right" in row.evidence
+    assert blamed_text(row).startswith("matched = (COSTS < 0.6)")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from roundoff.compare.judging.explain import EarlierSteps, Sides
 from roundoff.compare.ports.port_comparison import compare_port
+from roundoff.compare.repairs.repair_trials import Repair, first_end
 from roundoff.compare.repairs.trials import families_of, places_of_runs
 from roundoff.compare.values.traced_calls import TracedProgram
 from roundoff.compare.values.value_flow import flow_of
@@ -198,3 +199,22 @@ def test_calls_at_one_place_of_a_line_in_each_turn(program, step_of):
     assert [c.first.call for c in families[cuts[0]]] == cuts
     assert [c.first.call for c in places[cuts[0]]] == cuts[::2]
     assert [c.first.call for c in places[cuts[1]]] == cuts[1::2]
+
+
+def test_a_number_that_agrees_alone_waits_for_what_explains_more():
+    def repair(words, *, ends=True, may_be_chance=False, gained=0):
+        return Repair(
+            call=None,
+            words=words,
+            ends=ends,
+            gained=gained,
+            unlikely=1,
+            may_be_chance=may_be_chance,
+        )
+
+    chance = repair("chance", may_be_chance=True)
+    again = repair("again", may_be_chance=True)
+    helps = repair("helps", ends=False, gained=3)
+    sure = repair("sure", gained=2)
+    assert first_end([chance, helps, sure], None) == (sure, helps, chance)
+    assert first_end([chance, helps, again], None) == (None, helps, chance)

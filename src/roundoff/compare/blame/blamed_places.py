@@ -7,7 +7,7 @@ is picked says which is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from roundoff.compare.blame.blamed import Blamed
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
@@ -20,11 +20,18 @@ _LOOK_UP = operators_that("read at places")
 _MOVE = operators_that("move values")
 
 
-def blamed_places(sides: Sides, part: Part) -> Blamed | None:
+def blamed_places(
+    sides: Sides,
+    part: Part,
+    matters: Callable[[Value, Value], bool] = lambda _picked, _wanted: True,
+) -> Blamed | None:
     """Return the first table by which other places are read of a value that agrees.
 
     The reference picks as many elements of the same value, and the candidate lacks what it
     picks. None where the candidate computes the places of its data.
+
+    ``matters(picked, wanted)``: results change with what the reference picks. Padding may be
+    other words in two right programs.
     """
     flow = sides.candidate
     constants = constants_of(flow, sides.twins)
@@ -42,7 +49,7 @@ def blamed_places(sides: Sides, part: Part) -> Blamed | None:
         if any(table.key not in constants for table in tables):
             continue
         wanted = next(_picked_in_reference(sides, sources[0], picked), None)
-        if wanted is not None:
+        if wanted is not None and matters(picked, wanted):
             return _blamed(flow, tables, picked, wanted)
     return None
 

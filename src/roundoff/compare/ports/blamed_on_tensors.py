@@ -6,9 +6,10 @@ needs many trials.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import islice, product
 
 from torch import Tensor
 
@@ -49,12 +50,19 @@ from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.repair_trials import Repair, best_repair
-from roundoff.compare.repairs.transplants import rejoin_of, trials_of_value
+from roundoff.compare.repairs.transplants import (
+    in_layout_of,
+    rejoin_of,
+    trials_of_value,
+)
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials, trials_of
 from roundoff.compare.repairs.unlike_values import unlike
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, upstream
+
+#: Layouts of a value that are tried in another one's place.
+MOST_LAYOUTS = 2
 
 
 def blamed_on_tensors(
@@ -162,7 +170,11 @@ def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed |
 
 
 def _behind(
-    sides: Sides, part: Part, end: Rejoin, likely: Blamed | None
+    sides: Sides,
+    part: Part,
+    end: Rejoin,
+    likely: Blamed | None,
+    matters: Callable[[Value, Value], bool],
 ) -> Blamed | None:
     """Return what is named behind a value that should be what the reference has."""
     if end.region != part.region:
@@ -171,7 +183,7 @@ def _behind(
             return blamed
         region = end.region | {end.value.key}
         behind = replace(part, region=region, expected=end.expected | {end.twin.key})
-        places = blamed_places(sides, behind)
+        places = blamed_places(sides, behind, matters)
         if places is not None:
             return places
         constants = constants_of(sides.candidate, sides.twins)
@@ -224,7 +236,8 @@ def _tried(
     if isinstance(repair, Blamed):
         return repair
     if repair is not None and repair.ends:
-        return blamed_for(sides, repair, part.region, part.reference)
+        late = _found_late(sides, part, trials) if repair.may_be_chance else None
+        return late or blamed_for(sides, repair, part.region, part.reference)
     turns = _end_in_turns(sides, part, trials, None if is_in_turns else end)
     if turns is not None:
         repaired = _repaired(sides, part, trials, turns)
@@ -232,9 +245,12 @@ def _tried(
             return repaired
         if turns.agrees:
             end = turns
-    named = None if end is None else _missing(sides, part, end, likely)
+    matters = partial(_matters, sides, trials)
+    named = None if end is None else _missing(sides, part, end, likely, matters)
     named = named or scaled_loss(sides)
-    named = named or blamed_places(sides, part) or blamed_table(sides, part)
+    if named is None:
+        named = blamed_places(sides, part, matters)
+    named = named or blamed_table(sides, part)
     named = named or _likely(sides, part, likely, end)
     if named is not None:
         return named
@@ -251,12 +267,26 @@ def _tried(
     return blamed
 
 
+def _matters(sides: Sides, trials: Trials, value: Value, twin: Value) -> bool:
+    """Return True where results change with the reference's value in a value's place."""
+    held = sides.candidate.tensor(value.key)
+    content = sides.reference.tensor(twin.key)
+    if held is None or content is None:
+        return True
+    layouts = islice(in_layout_of(sides, held, content), MOST_LAYOUTS)
+    return any(trials.changes_results({value.key: tensor}) for tensor in layouts)
+
+
 def _missing(
-    sides: Sides, part: Part, end: Rejoin, likely: Blamed | None
+    sides: Sides,
+    part: Part,
+    end: Rejoin,
+    likely: Blamed | None,
+    matters: Callable[[Value, Value], bool],
 ) -> Blamed | None:
     """Return what is missing before a value that should be what the reference has."""
     missing = blamed_move(sides, part) or blamed_repeat(sides, part)
-    return missing or _behind(sides, part, end, likely)
+    return missing or _behind(sides, part, end, likely, matters)
 
 
 def _found_late(sides: Sides, part: Part, trials: Trials) -> Blamed | None:

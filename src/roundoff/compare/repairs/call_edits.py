@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from roundoff.compare.repairs.edits.added_calls import (
     activated_inputs,
     negated_inputs,
+    offset_inputs,
     one_more,
     other_spreads,
 )
@@ -24,7 +25,7 @@ from roundoff.compare.repairs.edits.averages import (
     averages_without_padding,
     weighted_averages,
 )
-from roundoff.compare.repairs.edits.axes import axes_of_line, other_axes
+from roundoff.compare.repairs.edits.axes import added_axes, axes_of_line, other_axes
 from roundoff.compare.repairs.edits.constants import (
     diagonals,
     factors_of_other_terms,
@@ -52,6 +53,7 @@ from roundoff.compare.repairs.edits.inputs import (
     not_turned,
     opposite_masks,
     other_inputs,
+    other_turns,
 )
 from roundoff.compare.repairs.edits.layouts import other_layouts
 from roundoff.compare.repairs.edits.operators import (
@@ -93,7 +95,7 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
         return
     for unlikely, kind in _KINDS:
         for template in kind(call, ingredients):
-            on_line = kind in (axes_of_line, exchanged_parts, moved_windows)
+            on_line = kind in _ON_LINE
             everywhere = kind in (
                 transferred_arguments,
                 switched_arguments,
@@ -127,6 +129,7 @@ _KINDS = (
     (ARGUMENT, inclusive_comparisons),
     (ARGUMENT, averages_without_padding),
     (ARGUMENT, weighted_averages),
+    (ARGUMENT, offset_inputs),
     (CHANGE, switched_arguments),
     (CHANGE, other_copies),
     (CHANGE, unshared_constants),
@@ -134,6 +137,7 @@ _KINDS = (
     (CHANGE, pairs_of_numbers),
     (CHANGE, other_axes),
     (CHANGE, axes_of_line),
+    (CHANGE, added_axes),
     (CHANGE, other_order_of_results),
     (CHANGE, exchanged_parts),
     (CHANGE, moved_windows),
@@ -156,6 +160,7 @@ _KINDS = (
     (LAYOUT, exchanged_splits),
     (LEFT_OUT, left_out_calls),
     (INPUT, moved_ranges),
+    (INPUT, other_turns),
     (INPUT, other_inputs),
     (INPUT, activated_inputs),
     (ONE_MORE, negated_inputs),
@@ -164,3 +169,5 @@ _KINDS = (
     (ONE_MORE, reciprocals),
     (ONE_MORE, one_more),
 )
+#: Made in every call of a line that they fit.
+_ON_LINE = (axes_of_line, added_axes, exchanged_parts, moved_windows)

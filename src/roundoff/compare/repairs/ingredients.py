@@ -18,6 +18,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
     floats_in,
     label_of,
 )
+from roundoff.compare.repairs.offset_values import OffsetValues
 from roundoff.compare.repairs.suspects import MOST_CALLS
 from roundoff.compare.repairs.trials import (
     Region,
@@ -81,6 +82,15 @@ def ingredients_of(sides: Sides, trials: Trials, region: Region) -> Ingredients:
     def siblings(call: TracedCall) -> list[Any]:
         return [each.parsed for each in by_line.get(call.first.line or "", ())]
 
+    def turns(count: int, shape: tuple[int, ...]) -> Iterator[Sequence[TracedCall]]:
+        seen: set[int] = set()
+        for family in trials.families.values():
+            first = family[0].first
+            is_alike = len(family) == count and tuple(first.shape or ()) == shape
+            if is_alike and first.call not in seen:
+                seen.add(first.call)
+                yield family
+
     return Ingredients(
         list(theirs.calls.values()),
         constants=_numbers_in(near, reference),
@@ -92,6 +102,8 @@ def ingredients_of(sides: Sides, trials: Trials, region: Region) -> Ingredients:
         is_read_again=lambda record: len(sides.candidate.readers.get(record, ())) > 1,
         shapes=shapes,
         mask_format=mask_format,
+        offset=cache(OffsetValues(sides, region.expected).offset),
+        turns=turns,
         maker=maker,
         written_out=_WrittenOut(trials).source,
         siblings=siblings,

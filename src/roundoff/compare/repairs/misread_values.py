@@ -16,6 +16,12 @@ from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.fault_lines import FaultLines, computing_readers
 from roundoff.compare.values.value_flow import Flow, Value
 from roundoff.compare.values.value_regions import Sides, upstream
+from roundoff.ops import operators_that
+
+#: Calls between a part of a value and what reads it.
+MOST_STEPS = 3
+#: They give parts of one value.
+_CUTS = operators_that("cut out")
 
 
 def exchanged(sides: Sides, trials: Trials, rejoin: Rejoin) -> Blamed | None:
@@ -78,6 +84,12 @@ def blamed_reader(
     if leaves is not None:
         return _for_each_other(*leaves, reader, rejoin)
     words = f"it should read what {other.operator} of {other.row.site} gives"
+    cut = _cut_apart(sides.candidate, value, other)
+    if cut is not None:
+        words = f"its parts stand in another order than they are read: {reader.row.site}, {words}"
+        lines = FaultLines(sides, rejoin.region)
+        line = lines.of_operator(cut)
+        return Blamed(cut, rejoin.twin, words, is_operator=True, line=line)
     line = FaultLines(sides, rejoin.region).of_operator(reader)
     leaf = _common_leaf(sides.candidate, value, other)
     is_function_right = line != reader.row.line
@@ -85,6 +97,27 @@ def blamed_reader(
         return Blamed(reader, rejoin.twin, words, is_operator=True, line=line)
     words = f"{leaf.row.name} stands in another order than {reader.row.site} takes it: {words}"
     return Blamed(leaf, rejoin.twin, words, line=reader.row.line)
+
+
+def _cut_apart(flow: Flow, value: Value, other: Value) -> Value | None:
+    """Return what cuts two values, or what they are made of alone, out of one: the gates of
+    a cell."""
+    parts = [_part_behind(flow, each) for each in (value, other)]
+    if parts[0] is None or parts[1] is None or parts[0].key == parts[1].key:
+        return None
+    return parts[0] if parts[0].row.call == parts[1].row.call else None
+
+
+def _part_behind(flow: Flow, value: Value) -> Value | None:
+    """Return the part of another value that one is made of with numbers alone."""
+    for _ in range(MOST_STEPS):
+        if value.row.base_operator in _CUTS:
+            return value
+        sources = [flow.values[key] for key in value.inputs if key in flow.values]
+        if not value.is_call or len(sources) != 1:
+            return None
+        [value] = sources
+    return None
 
 
 def _common_leaf(flow: Flow, value: Value, other: Value) -> Value | None:

@@ -101,7 +101,9 @@ def _part_of_another(sides: Sides, rejoin: Rejoin) -> Blamed | None:
         if piece.says_nothing or not others or any(leaf.key in others for leaf in ours):
             continue
         wanted = [leaf for leaf in lost if leaf.row.numel == piece.row.numel]
-        if wanted:
+        # what is repeated for each sample may have the size of any other parameter
+        is_part = (piece.row.numel or 0) <= (source.row.numel or 0)
+        if wanted and is_part:
             held = min(others.values(), key=lambda leaf: leaf.order)
             words = (
                 f"{source.row.name} holds {held.row.name} there; the reference has "

@@ -82,7 +82,9 @@ def blamed_for(
             f"the parts of {names} stand in another order than "
             f"{value.row.site} takes them: {words}"
         )
-        line = _line_of_some(sides, value, repair.edits) or value.row.line
+        line = (
+            _line_of_some(sides, value, repair.edits, are_right=False) or value.row.line
+        )
         return Blamed(joined[0], wanted, words, line=line)
     is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
     turned = _only_turned(sides, value) if is_move else None
@@ -121,8 +123,9 @@ def blamed_for(
     line = None
     if repair.unlikely in _OF_SOME_CALLERS and not repair.is_whole:
         line = FaultLines(sides, frozenset(region)).of_operator(value)
-    if repair.exchanges:
-        line = _line_of_some(sides, value, repair.edits)
+    are_right = repair.ends and repair.is_of_caller
+    if repair.exchanges or are_right:
+        line = _line_of_some(sides, value, repair.edits, are_right=are_right)
     line = line or line_that_hands_numbers(sides.candidate, repair)
     return Blamed(value, wanted, words, is_operator=True, line=line)
 
@@ -184,11 +187,14 @@ def _joins_otherwise(repair: Repair) -> bool:
     return len(edit.steps) == 1 and records_in(edit.steps[0].arguments) == reads
 
 
-def _line_of_some(sides: Sides, value: Value, edited: Collection[int]) -> str | None:
+def _line_of_some(
+    sides: Sides, value: Value, edited: Collection[int], *, are_right: bool
+) -> str | None:
     """Return the line where an edited call parts from those of its line that are right.
 
     A function of which some calls are right hands on what it was given. None where no
-    other call of the line is.
+    other call of the line is. ``are_right``: all that are not edited are, as all results
+    agree.
     """
     stack = stack_of(value.row)
     staying = [
@@ -198,7 +204,7 @@ def _line_of_some(sides: Sides, value: Value, edited: Collection[int]) -> str | 
         and each.operator == value.operator
         and each.row.phase == value.row.phase
         and each.row.call not in edited
-        and each.key in sides.twins
+        and (are_right or each.key in sides.twins)
     ]
     staying = [other for other in staying if other[-1:] == stack[-1:]]
     place = max((shared(stack, other) for other in staying), default=None)

@@ -57,8 +57,12 @@ class Repair:
             lacked is among those.
         exchanges: True where it exchanges parts of one value.
         is_whole: True where it is made in all calls of the place.
+        is_of_caller: True where it is made for one caller of a function, and other calls of
+            its lines stay as they are.
         factor: the record of a value that the call's input is multiplied with.
         scales: True where the call's result is multiplied with a number.
+        may_be_chance: True where the results are few numbers that agree, and nothing that
+            was lost before them is there.
         edits: of all calls that are edited.
     """
 
@@ -70,8 +74,10 @@ class Repair:
     gives_first: bool = False
     exchanges: bool = False
     is_whole: bool = True
+    is_of_caller: bool = False
     factor: int | None = None
     scales: bool = False
+    may_be_chance: bool = False
     edits: Mapping[int, Edit] = field(default_factory=dict)
 
     @property
@@ -141,9 +147,13 @@ def _tried_in_function(
 ) -> Repair | None:
     """Return what an edit repairs in all lines of a function, where several have it."""
     in_all = edits_of(proposal.template, function).keys()
-    if in_all <= edits_of(proposal.template, line).keys():
+    on_line = edits_of(proposal.template, line).keys()
+    if in_all <= on_line:
         return None
-    return _tried(trials, proposal, call, function)
+    repair = _tried(trials, proposal, call, function)
+    if repair is None or on_line <= in_all:
+        return repair
+    return replace(repair, is_of_caller=True)
 
 
 def _tried_where_wrong(
@@ -267,6 +277,7 @@ def _tried(
         is_whole=is_whole and len(edits) >= len(family),
         factor=edit.factor,
         scales=edit.scales,
+        may_be_chance=trials.goal.is_far and not gained,
         edits=edits,
     )
 
@@ -291,17 +302,22 @@ def best_repair(
     """Return the first edit after which all results agree, else the one that gains most.
 
     ``between`` is asked after the likely kinds of edits; what it returns ends the search.
+    Where nothing but a result that is one number agrees, after many other values that were
+    lost, the search goes on: that may be chance.
     """
-    likely, best = _first_end(_of_kinds(sides, trials, region, range(LAYOUT)), None)
+    likely, best, chance = first_end(
+        _of_kinds(sides, trials, region, range(LAYOUT)), None
+    )
     if likely is not None:
         return likely
     blamed = between()
     if blamed is not None:
         return blamed
     kinds = range(LAYOUT, ONE_MORE + 1)
-    unlikely, best = _first_end(_of_kinds(sides, trials, region, kinds), best)
-    if unlikely is not None or best is None:
-        return unlikely
+    unlikely, best, late = first_end(_of_kinds(sides, trials, region, kinds), best)
+    end = unlikely or chance or late
+    if end is not None or best is None:
+        return end
     proven = _to_the_end(trials, best)
     return best if _moves_the_fault(sides, trials, proven) else proven
 
@@ -316,18 +332,22 @@ def _to_the_end(trials: Trials, repair: Repair) -> Repair:
     return replace(repair, ends=agrees)
 
 
-def _first_end(
+def first_end(
     repairs: Iterable[Repair], best: Repair | None
-) -> tuple[Repair | None, Repair | None]:
-    """Return the repair after which all agrees, if any, and the best of the others."""
+) -> tuple[Repair | None, Repair | None, Repair | None]:
+    """Return the repair after which all agrees, if any, the best of the others, and the first
+    after which all may agree by chance."""
+    chance = None
     for repair in repairs:
-        if repair.ends:
+        if repair.ends and not repair.may_be_chance:
             # what repairs only a later part does not explain the first
             is_later = best is not None and _is_earlier(best, repair)
-            return (best if is_later else repair), best
-        if best is None or repair.rank > best.rank:
+            return (best if is_later else repair), best, chance
+        if repair.ends:
+            chance = chance or repair
+        elif best is None or repair.rank > best.rank:
             best = repair
-    return None, best
+    return None, best, chance
 
 
 def _is_earlier(one: Repair, other: Repair) -> bool:

@@ -49,7 +49,7 @@ def rejoin_of(
     would do. Where no transplant makes the results agree (they may be other values of the
     same formula, or the fault is made again elsewhere), it is the one that brings back
     most of what the candidate lacks: an earlier one brings back all that a later one
-    does, and a wrong one what agrees by chance.
+    does, and a wrong one what agrees by chance. None of padding, which changes no result.
     """
     trials.left = PATIENT * BUDGET
     search = Search(sides, part, trials)
@@ -63,7 +63,8 @@ def rejoin_of(
         )
         if not agrees and search.are_of_the_same(transplant.value, transplant.twin):
             agrees, _ = trials.trusting().outcome({}, transplant.tensors)
-        if len(gained) > most or (agrees and len(gained) == most):
+        is_better = len(gained) > most or (agrees and len(gained) == most)
+        if is_better and (agrees or trials.changes_results(transplant.tensors)):
             best = transplant
             most = len(gained)
         if agrees:

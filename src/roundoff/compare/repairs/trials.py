@@ -16,7 +16,14 @@ from torch import Tensor
 from roundoff.compare.records.call_stacks import stack_of
 from roundoff.compare.records.recorded_calls import CannotRun
 from roundoff.compare.records.value_sketch import SketchIndex, in_reals
-from roundoff.compare.repairs.goals import FEWEST, MOST_IN_LOSS, Ends, Goal
+from roundoff.compare.repairs.goals import (
+    FEWEST,
+    MOST_IN_LOSS,
+    SEVERAL,
+    Ends,
+    Goal,
+    apart,
+)
 from roundoff.compare.values.padded_rows import kept_values
 from roundoff.compare.values.traced_calls import (
     Edit,
@@ -41,6 +48,9 @@ BUDGET = 25 * 10**7
 #: Times that, where nothing else was found: of a network that runs in turns a trial takes
 #: hundreds of calls.
 LONGER = 8
+#: Trials of a kind that go on for nothing where several values came back at first: behind
+#: them a recurrent layer may have hundreds of calls that are none of the reference's.
+CHANCES = 3
 #: A call costs as much as so many elements.
 CALL = 20_000
 #: In another process a call, and an element that goes there and back, costs so many times that.
@@ -106,6 +116,9 @@ class Trials:
         is_unconfirmed: True where what was tried last agreed in the part alone.
         unconfirmed: how often that was so.
         known: what was tried before, with what it cost: several rules try the same.
+        chances: trials that may still go on though nothing came back for long.
+        never_give_up: all do: a loss whose formula is another one has no value of the
+            reference before its end.
     """
 
     program: TracedProgram
@@ -117,6 +130,8 @@ class Trials:
     is_unconfirmed: bool = False
     unconfirmed: int = 0
     known: dict[object, _Outcome] = field(default_factory=dict)
+    chances: int = CHANCES
+    never_give_up: bool = False
     #: Of each call those that its place of its line has made.
     families: Mapping[int, Sequence[TracedCall]] = field(default_factory=dict)
     #: Of each call those that stand at the same place in other runs of its line.
@@ -159,6 +174,24 @@ class Trials:
         self.unconfirmed += not agrees
         return agrees, gained
 
+    def changes_results(self, leaves: Mapping[int, Tensor]) -> bool:
+        """Return True where a result is another one with other values in some places.
+
+        What stands in padding may be anything in two right programs.
+        """
+        limit = self.goal.limit
+        try:
+            with torch.no_grad():
+                for row, tensor in self.program.again({}, leaves, self.only):
+                    recorded = self.program.tensor(row.record)
+                    if row.record not in self.goal.ends or recorded is None:
+                        continue
+                    if apart(recorded, tensor) > limit:
+                        return True
+        except CannotRun:
+            return True
+        return False
+
     def alone(self) -> Trials:
         """Return the same trials where what agrees need not agree in the whole."""
         return replace(self, whole=None, left=BUDGET)
@@ -169,8 +202,8 @@ class Trials:
         return replace(self, only=only, whole=None, budget=BUDGET, known={})
 
     def patient(self) -> Trials:
-        """Return the same trials, of which there may be many more."""
-        return replace(self, budget=LONGER * BUDGET)
+        """Return the same trials, of which there may be many more, each to its end."""
+        return replace(self, budget=LONGER * BUDGET, never_give_up=True, known={})
 
     def trusting(self) -> Trials:
         """Return the same trials where one number that agrees is enough."""
@@ -209,7 +242,8 @@ class Trials:
         gained: set[int] = set()
         right = set()
         sure = set()
-        waiting = _Waiting(to_the_end, is_patient or self.only is not None)
+        is_patient |= self.never_give_up or self.only is not None
+        waiting = _Waiting(to_the_end, is_patient)
         values = self.program.flow.values
         factor = 1 if run_in_this_process() else ELSEWHERE
         try:
@@ -235,7 +269,11 @@ class Trials:
                 gained |= more
                 waiting.add(value, gained=len(more))
                 if waiting.is_over:
-                    break
+                    if len(gained) < SEVERAL or not self.chances:
+                        break
+                    self.chances -= 1
+                    waiting.forever = True
+                    factor = 0
         except CannotRun:
             return False, set()
         is_known = bool(sure or gained)

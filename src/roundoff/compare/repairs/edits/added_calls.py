@@ -129,6 +129,30 @@ def _activated(place: int, name: str) -> Template:
     return template
 
 
+def offset_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """A number that the reference adds to what it reads, or does not."""
+    for place, record in enumerate(records_in(call.parsed)):
+        offset = ingredients.offset(record)
+        if offset is not None:
+            yield _with_summand(place, -offset)
+
+
+def _with_summand(place: int, number: float) -> Template:
+    words = f"with {number:.6g} added to what it reads"
+
+    def template(call: TracedCall) -> Edit | None:
+        records = records_in(call.parsed)
+        if place >= len(records):
+            return None
+        total = [[{"record": records[place]}, number], {}]
+        first = EditStep("aten.add.Scalar", total)
+        arguments = reading_another(call, place, BEFORE)
+        last = EditStep(call.first.overload or "", arguments)
+        return Edit((first, last), words)
+
+    return template
+
+
 def _scaled_input(place: int, choose: Callable[[TracedCall], int | None]) -> Template:
     """One of its inputs times another value."""
 

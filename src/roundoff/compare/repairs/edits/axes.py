@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from roundoff.compare.repairs.edits.edited_calls import (
     Ingredients,
@@ -22,6 +22,7 @@ MOST_TOGETHER = 2
 _RESHAPE = operators_that("reshape")
 _PERMUTE = operators_that("permute axes")
 _CUT = operators_that("cut out")
+_ADDS_AN_AXIS = "unsqueeze"
 
 
 def other_axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
@@ -67,6 +68,38 @@ def axes_of_line(call: TracedCall, ingredients: Ingredients) -> Iterator[Templat
         return
     for others in _other_or_neighbours(axes, dimensions):
         yield _along(axes, others, dimensions)
+
+
+def added_axes(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """Another place for an axis that is added, in all that a line adds: what one term gets
+    behind its rows, the other gets before its columns."""
+    records = records_in(call.parsed[0])
+    if call.first.base_operator != _ADDS_AN_AXIS or not records:
+        return
+    dimensions = len(ingredients.shapes(records[0])) + 1
+    present = call.parsed[0][1] % dimensions
+    for other in range(dimensions):
+        if other != present:
+            yield _added_at({present: other, other: present}, dimensions)
+
+
+def _added_at(places: Mapping[int, int], dimensions: int) -> Template:
+    """Return the edit that adds axes at other places of a tensor that then has so many."""
+    [one, other] = sorted(places)
+    words = f"with axis {other} for axis {one} where axes are added here"
+
+    def template(call: TracedCall) -> Edit | None:
+        if call.first.base_operator != _ADDS_AN_AXIS or not call.parsed[0]:
+            return None
+        if len(call.first.shape or ()) != dimensions:
+            return None
+        place = places.get(call.parsed[0][1] % dimensions)
+        if place is None:
+            return None
+        arguments = with_argument(call.parsed, 1, place)
+        return Edit((EditStep(call.first.overload or "", arguments),), words)
+
+    return template
 
 
 def _other_or_neighbours(axes: Sequence[int], dimensions: int) -> Iterator[list[int]]:

@@ -86,6 +86,10 @@ class Ingredients:
         shapes: ``shapes(record)`` gives the shape of a value of the candidate.
         mask_format: ``mask_format(record)`` gives the format of truth values, and of
             numbers of which each is 0 or 1; None of other values.
+        offset: ``offset(record)`` gives by how much a value is more, everywhere, than one
+            of the reference's; None of any other.
+        turns: ``turns(count, shape)`` yields the calls that so many turns of a loop have
+            made at one place, in order, of values of a shape.
         maker: ``maker(record)`` gives the call that makes a value; None of no call's.
         written_out: ``written_out(call)`` gives the one value that several operators of a
             line make a call's result of, element by element; None of any other.
@@ -101,6 +105,10 @@ class Ingredients:
     is_read_again: Callable[[int], bool] = lambda _record: False
     shapes: Callable[[int], tuple[int, ...]] = lambda _record: ()
     mask_format: Callable[[int], str | None] = lambda _record: None
+    offset: Callable[[int], float | None] = lambda _record: None
+    turns: Callable[[int, tuple[int, ...]], Iterable[Sequence[TracedCall]]] = (
+        lambda _count, _shape: ()
+    )
     maker: Callable[[int], TracedCall | None] = lambda _record: None
     written_out: Callable[[TracedCall], int | None] = lambda _call: None
     siblings: Callable[[TracedCall], Iterable[Any]] = lambda _call: ()

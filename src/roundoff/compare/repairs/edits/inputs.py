@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from roundoff.ops import operators_that
 
 #: They put the elements of an axis in another order.
 _TURN = operators_that("reorder")
+_JOIN = operators_that("join")
+#: Fewer values that are put together may be of one turn.
+FEWEST_TURNS = 3
 
 
 def other_inputs(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
@@ -159,6 +162,31 @@ def left_out_calls(call: TracedCall, ingredients: Ingredients) -> Iterator[Templ
     for place, record in enumerate(records_in(call.parsed)):
         if ingredients.shapes(record) == shape:
             yield handing_on(place)
+
+
+def other_turns(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """What a loop has collected, of another of the values that its turns make."""
+    records = records_in(call.parsed)
+    are_turns = len(records) >= FEWEST_TURNS and len({*records}) == len(records)
+    if not is_move(call, _JOIN) or not are_turns:
+        return
+    for calls in ingredients.turns(len(records), ingredients.shapes(records[0])):
+        others = [each.first.record for each in calls]
+        if others != records:
+            made = calls[0].first
+            words = f"of what {made.base_operator} ({made.line}) gives in each turn"
+            yield _collecting(records, others, words)
+
+
+def _collecting(records: Sequence[int], others: Sequence[int], words: str) -> Template:
+    def template(call: TracedCall) -> Edit | None:
+        if list(records_in(call.parsed)) != list(records):
+            return None
+        arguments = renamed(call.parsed, dict(zip(records, others, strict=True)))
+        step = EditStep(call.first.overload or "", arguments)
+        return Edit((step,), words)
+
+    return template
 
 
 def not_turned(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:

@@ -30,7 +30,7 @@ _JOIN = operators_that("join")
 
 
 def other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Template]:
-    """Two of the parts that a call cuts out exchanged."""
+    """Two of the parts that a call cuts out exchanged; those of each pair, or the halves."""
     count = len(call.rows)
     if not 1 < count <= MOST_INDEXES or not is_move(call):
         return
@@ -39,6 +39,12 @@ def other_order_of_results(call: TracedCall, _: Ingredients) -> Iterator[Templat
         order[first] = second
         order[second] = first
         yield _with_places(tuple(order), f"with parts {first} and {second} exchanged")
+    if count > 2 and count % 2 == 0:
+        # corners as y, x, y, x for x, y, x, y; lower and upper ones the other way round
+        neighbours = tuple(place ^ 1 for place in range(count))
+        halves = tuple((place + count // 2) % count for place in range(count))
+        yield _with_places(neighbours, "with the two of each pair of parts exchanged")
+        yield _with_places(halves, "with the two halves of the parts exchanged")
 
 
 def _with_places(places: tuple[int, ...], words: str) -> Template:

@@ -157,7 +157,9 @@ def of_all_states(m, x):
         h = torch.tanh(seen + h @ m.u[:HIDDEN].t())
         outs.append(torch.stack([seen, h], 1))
     both = torch.stack(outs, 1)
-    return ((both[:, :, 0] @ m.head).sin() + both[:, :, 1] @ m.head.exp()).square().mean()
+    return (
+        ((both[:, :, 0] @ m.head).sin() + both[:, :, 1] @ m.head.exp()).square().mean()
+    )
 
 
 def collected(m, x, later=False):

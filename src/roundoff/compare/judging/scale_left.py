@@ -17,7 +17,7 @@ from roundoff.compare.records.recorded_rows import RecordedRow, Rows, last_named
 from roundoff.compare.rounding.rounding_bound import DIVISIONS, PRODUCTS
 from roundoff.ops import operators_that
 
-GRADIENT = ".grad"
+_GRADIENT = ".grad"
 #: A gradient is followed through at most so many calls.
 MOST_DEEP = 64
 _BACKWARD = "backward"
@@ -37,7 +37,7 @@ def scale_left(rows: Rows, scales: Mapping[int, float]) -> float | None:
     made = _made_of_gradients(rows)
     asked = [record for record in made if rows[record].base_operator in _ASK]
     first_asked = min(asked, default=math.inf)
-    ends = [row for name, row in last_named(rows).items() if name.endswith(GRADIENT)]
+    ends = [row for name, row in last_named(rows).items() if name.endswith(_GRADIENT)]
     found = [_followed(row, rows, scales, made, first_asked) for row in ends]
     known = [scale for scale in found if scale is not None]
     return median(known) if known else None

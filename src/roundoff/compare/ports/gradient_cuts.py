@@ -98,10 +98,8 @@ def _blamed_in_parts(pair: _Pair) -> Blamed | None:
             if mended is None:
                 continue
             if replace(pair, candidate=mended).is_explained_by([]):
-                value, cut = (
-                    candidate.flow.values[records[0]],
-                    reference.flow.values[record],
-                )
+                value = candidate.flow.values[records[0]]
+                cut = reference.flow.values[record]
                 return _blamed_handing_on(pair, value, cut, None)
     return None
 
@@ -113,7 +111,9 @@ def _parts_of(pair: _Pair, whole: Tensor) -> Iterator[list[int]]:
     groups: dict[object, list[int]] = defaultdict(list)
     for key, tensor in pair.candidate.tensors.items():
         value = flow.values[key]
-        if value.is_call and value.computes and pair.candidate.hands_on(key):
+        is_real = tensor.is_floating_point() and whole.is_floating_point()
+        hands_on = value.is_call and value.computes and pair.candidate.hands_on(key)
+        if is_real and hands_on:
             place = (*place_of(value.row), value.operator, tuple(tensor.shape))
             groups[place].append(key)
     for keys in groups.values():

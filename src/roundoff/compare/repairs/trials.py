@@ -48,8 +48,8 @@ BUDGET = 25 * 10**7
 #: Times that, where nothing else was found: of a network that runs in turns a trial takes
 #: hundreds of calls.
 LONGER = 8
-#: Trials of a kind that go on for nothing where several values came back at first: behind
-#: them a recurrent layer may have hundreds of calls that are none of the reference's.
+#: Trials that go on for nothing where several values came back at first: behind them a
+#: recurrent layer may have hundreds of calls that are none of the reference's.
 CHANCES = 3
 #: A call costs as much as so many elements.
 CALL = 20_000

@@ -21,9 +21,7 @@ _MOVE = operators_that("move values")
 
 
 def blamed_places(
-    sides: Sides,
-    part: Part,
-    matters: Callable[[Value, Value], bool] = lambda _picked, _wanted: True,
+    sides: Sides, part: Part, matters: Callable[[Value, Value], bool]
 ) -> Blamed | None:
     """Return the first table by which other places are read of a value that agrees.
 

@@ -56,6 +56,7 @@ from roundoff.compare.repairs.transplants import (
     trials_of_value,
 )
 from roundoff.compare.repairs.trials import BUDGET, Region, Trials, trials_of
+from roundoff.compare.repairs.turned_places import turned_with_padding
 from roundoff.compare.repairs.unlike_values import unlike
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
@@ -72,7 +73,9 @@ def blamed_on_tensors(
     _, last = last_results(sides)
     needed = [*results[1], *([last.key] if last is not None else [])]
     trials = trials_of(sides, _ends(sides, *results), needed, part.expected)
-    certain = unfollowed(sides, part, trials) or wrong_index(sides, part, trials)
+    certain = unfollowed(sides, part, trials)
+    certain = certain or turned_with_padding(sides, part, trials)
+    certain = certain or wrong_index(sides, part, trials)
     certain = certain or read_again(sides, part, trials)
     certain = certain or exchanged_functions(sides, part, trials)
     if certain is not None:

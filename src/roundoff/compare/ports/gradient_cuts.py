@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 import torch
@@ -92,15 +92,17 @@ def _blamed_in_parts(pair: _Pair) -> Blamed | None:
     Without its gradients all gradients are the reference's.
     """
     reference, candidate = pair.reference, pair.candidate
-    for record in reference.cut_off:
-        for records in _parts_of(pair, reference.tensors[record]):
-            mended = candidate.closed_at(records)
-            if mended is None:
-                continue
-            if replace(pair, candidate=mended).is_explained_by([]):
-                value = candidate.flow.values[records[0]]
-                cut = reference.flow.values[record]
-                return _blamed_handing_on(pair, value, cut, None)
+    tried = (
+        (record, records)
+        for record in reference.cut_off
+        for records in _parts_of(pair, reference.tensors[record])
+    )
+    for record, records in islice(tried, MOST):
+        mended = candidate.closed_at(records)
+        if mended is not None and replace(pair, candidate=mended).is_explained_by([]):
+            value = candidate.flow.values[records[0]]
+            cut = reference.flow.values[record]
+            return _blamed_handing_on(pair, value, cut, None)
     return None
 
 

@@ -51,8 +51,6 @@ def wrong_index(
     if found is None:
         found = _transposed(sides, part, trials, is_patient)
     if found is None:
-        found = _turned_with_padding(sides, part, trials)
-    if found is None:
         found = _first_right(sides, part, trials, theirs, ours, is_patient)
     if found is None:
         found = _changed_further(sides, part, trials, ours)
@@ -125,11 +123,11 @@ def _transposed(
     tables = [v for v in values if v.is_call and v.computes and not v.is_number]
     seen: set[object] = set()
     for value in filter(_is_square, tables):
-        if _place(value) in seen or len(seen) >= MOST_TRIED:
+        if place_of(value) in seen or len(seen) >= MOST_TRIED:
             continue
-        seen.add(_place(value))
+        seen.add(place_of(value))
         # a function makes it for several layers
-        alike = [value, *filter(_is_square, _made_alike(flow, value))]
+        alike = [value, *filter(_is_square, made_alike(flow, value))]
         held = {each.key: flow.tensor(each.key) for each in alike}
         turned = {
             key: tensor.mT.contiguous()
@@ -142,93 +140,6 @@ def _transposed(
             words = "with its last two axes exchanged all that follows is right"
             return Blamed(value, None, words, is_operator=True)
     return None
-
-
-def _turned_with_padding(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
-    """Return the places, from the last to the first, with which all is right once those of
-    a sample are turned round within its length.
-
-    A sequence that is read backwards begins with its last word, not with padding.
-    """
-    flow = sides.candidate
-    made_of = upstream(flow, sorted(part.region), lambda _value: True)
-    values = sorted((flow.values[key] for key in made_of), key=lambda v: v.order)
-    tables = [v for v in values if v.is_call and not v.inner and _turns(sides, v)]
-    firsts = {_place(value): value for value in reversed(tables)}
-    masks = _masks_of_lengths(sides) if tables else []
-    for value, mask in product(list(firsts.values())[:MOST_TRIED], masks):
-        alike = [value, *_made_alike(flow, value)]
-        turned = {
-            each.key: tensor
-            for number, each in enumerate(sorted(alike, key=lambda v: v.order))
-            if (tensor := _within_lengths(sides, each, number, mask)) is not None
-        }
-        trials.left = BUDGET
-        if turned and trials.outcome({}, turned, is_patient=True)[0]:
-            words = "turned round within the length of each sample all that follows is right"
-            line = FaultLines(sides, part.region).of_operator(value)
-            return Blamed(value, None, words, is_operator=True, line=line)
-    return None
-
-
-def _masks_of_lengths(sides: Sides) -> list[Tensor]:
-    """Return the different masks that say how long each of some samples is."""
-    masks: list[Tensor] = []
-    for flow in (sides.reference, sides.candidate):
-        for value in flow.in_order():
-            shape = value.row.shape or ()
-            if value.row.phase != _FORWARD or len(shape) != 2 or value.inner:
-                continue
-            held = flow.tensor(value.key)
-            if held is None or not _is_mask_of_lengths(held):
-                continue
-            mask = held.to(torch.bool)
-            if not any(torch.equal(mask, each) for each in masks):
-                masks.append(mask)
-    return masks[:MOST_LAYOUTS]
-
-
-def _is_mask_of_lengths(held: Tensor) -> bool:
-    """Return True for rows of ones before zeros, of several lengths.
-
-    >>> _is_mask_of_lengths(torch.tensor([[1, 1, 1], [1, 0, 0]]))
-    True
-    >>> _is_mask_of_lengths(torch.tensor([[1, 0, 1], [1, 0, 0]]))
-    False
-    """
-    counts = (held == 1).sum(1)
-    if not bool(((held == 0) | (held == 1)).all()) or len(set(counts.tolist())) < 2:
-        return False
-    places = torch.arange(held.shape[1], device=held.device)
-    return torch.equal(held == 1, places < counts[:, None])
-
-
-def _turns(sides: Sides, value: Value) -> bool:
-    """Return True for places from the last to the first, for each sample the same."""
-    held = sides.candidate.tensor(value.key)
-    if held is None or held.dtype not in (torch.int64, torch.int32) or not held.dim():
-        return False
-    places = torch.arange(held.shape[-1] - 1, -1, -1).to(held)
-    return held.shape[-1] > 1 and bool((held == places).all())
-
-
-def _within_lengths(
-    sides: Sides, value: Value, number: int, mask: Tensor
-) -> Tensor | None:
-    """Return the places of a sample, or of all, turned round within their lengths.
-
-    ``number``: which of the values alike it is; samples may be turned one after the other.
-    """
-    held = sides.candidate.tensor(value.key)
-    samples, length = mask.shape
-    if held is None or not _turns(sides, value) or held.shape[-1] != length:
-        return None
-    places = torch.arange(length)
-    lengths = mask.to(torch.int64).sum(1, keepdim=True)
-    turned = torch.where(places < lengths, lengths - 1 - places, places).to(held)
-    if held.dim() == 1:
-        return turned[number % samples]
-    return turned.clone() if held.shape == mask.shape else None
 
 
 def _is_square(value: Value) -> bool:
@@ -371,10 +282,10 @@ def _given(sides: Sides, value: Value, twin: Value) -> Iterator[dict[int, Tensor
     turns = None if alone else _of_all_turns(sides, value, twin)
     if turns is not None:
         yield {value.key: turns}
-    others = _made_alike(sides.candidate, value) if alone else []
+    others = made_alike(sides.candidate, value) if alone else []
     for layout, tensor in enumerate(alone):
         together = {value.key: tensor}
-        twins = _made_alike(sides.reference, twin)
+        twins = made_alike(sides.reference, twin)
         for other in others:
             # the reference may call it once for both
             for each in (*twins, twin):
@@ -404,9 +315,7 @@ def _of_all_turns(sides: Sides, value: Value, twin: Value) -> Tensor | None:
     content = sides.reference.tensor(twin.key)
     if held is None or content is None or held.shape[1:] != content.shape:
         return None
-    turns = [
-        each for each in _made_alike(sides.reference, twin) if _is_turn(each, twin)
-    ]
+    turns = [each for each in made_alike(sides.reference, twin) if _is_turn(each, twin)]
     if len(turns) + 1 != held.shape[0] or any(t.order < twin.order for t in turns):
         return None
     tensors = [sides.reference.tensor(each.key) for each in (twin, *turns)]
@@ -440,19 +349,19 @@ def _changed_further(
     return None
 
 
-def _made_alike(flow: Flow, value: Value) -> list[Value]:
+def made_alike(flow: Flow, value: Value) -> list[Value]:
     """Return what other whole numbers the same line makes with the same operator."""
     return [
         each
         for each in flow.in_order()
-        if _place(each) == _place(value)
+        if place_of(each) == place_of(value)
         and each.is_call
         and not each.is_number
         and each is not value
     ]
 
 
-def _place(value: Value) -> tuple[str | None, str]:
+def place_of(value: Value) -> tuple[str | None, str]:
     return value.row.line, value.operator
 
 

@@ -229,6 +229,11 @@ def _masks(flow: Flow) -> Iterator[Tensor]:
     yield from factors
 
 
+def masks_made(*flows: Flow) -> Iterator[Tensor]:
+    """Yield what programs read or make that keeps some places and not all, each once."""
+    return _different(chain.from_iterable(map(_masks, flows)))
+
+
 def _is_factor_of_rows(flow: Flow, value: Value) -> bool:
     """Return True for what is multiplied with a value of more axes, or longer ones."""
     readers = (flow.values[key] for key in flow.readers.get(value.key, ()))

@@ -151,6 +151,8 @@ NETWORKS = (
     "fcos",
     "pointer",
     "pvt",
+    "gin",
+    "rcan",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -247,6 +249,8 @@ KEPT_APART = (
     "fcos",
     "pointer",
     "pvt",
+    "gin",
+    "rcan",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

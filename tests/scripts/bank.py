@@ -94,6 +94,7 @@ KEPT_APART = (
     "selfplay",
     "ner",
     "wgan",
+    "pix2pix",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

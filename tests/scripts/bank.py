@@ -95,6 +95,7 @@ KEPT_APART = (
     "ner",
     "wgan",
     "pix2pix",
+    "pcgrad",
 )
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

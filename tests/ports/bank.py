@@ -153,6 +153,8 @@ NETWORKS = (
     "pvt",
     "gin",
     "rcan",
+    "cait",
+    "deepar",
 )
 #: They were written after the rules: docs/benchmarks.md has what a first look at them gave.
 KEPT_APART = (
@@ -251,6 +253,8 @@ KEPT_APART = (
     "pvt",
     "gin",
     "rcan",
+    "cait",
+    "deepar",
 )
 _NOT_PORTS = ("__init__", "reference", "faults")
 _BATCHES = re.compile(r"^def batches\(\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)

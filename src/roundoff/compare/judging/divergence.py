@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from roundoff.compare.records.call_stacks import places_by_callers
 from roundoff.compare.records.kept_results import is_kept_for_gradient
 from roundoff.compare.records.recorded_calls import is_written_in_python
 from roundoff.compare.records.recorded_rows import RecordedRow, Rows
@@ -150,6 +151,8 @@ class Divergence:
     _alone: dict[int, CallReplay] = field(default_factory=dict)
     #: What stands in the step before it is read from outside, of both sides.
     _saved: tuple[SavedValues, SavedValues] = field(init=False)
+    #: Where calls stand among those of their callers, on both sides, once somebody asks.
+    _places: list[dict[int, int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._saved = SavedValues(self.reference), SavedValues(self.candidate)
@@ -319,7 +322,9 @@ class Divergence:
                 continue  # what is written over, or to be
             if distance.error is None or distance.equal or distance.masked:
                 finding.unknown |= not distance.equal
-            elif self._is_wrong_input(ours, theirs, distance.error, finding.tolerance):
+            elif self._is_wrong_input(
+                ours, theirs, distance.error, finding.tolerance
+            ) and not self._is_read_alike(row, twin, ours, theirs):
                 wrong_input = wrong_input or (ours, theirs)
             else:
                 finding.inputs = max(finding.inputs, distance.error)
@@ -426,6 +431,28 @@ class Divergence:
         if itself.error is None:
             return False
         return itself.equal or itself.error * NEARER < error
+
+    def _is_read_alike(
+        self, row: RecordedRow, twin: RecordedRow, ours: int, theirs: int
+    ) -> bool:
+        """Return True where both programs read what the same line made as many calls before.
+
+        They do the same then, in turns of a loop that are not each other's counterparts: of
+        two vectors one product stands in two turns.
+        """
+        wanted, read = self.reference[ours], self.candidate[theirs]
+        lines = [
+            (each.line, each.base_operator, each.callers) for each in (wanted, read)
+        ]
+        callers = {each.callers for each in (row, twin, wanted, read)}
+        is_of_one_place = wanted.is_call and lines[0] == lines[1] and len(callers) == 1
+        if not is_of_one_place or not row.is_call or not twin.is_call:
+            return False
+        if not self._places:
+            sides = (self.reference, self.candidate)
+            self._places = [places_by_callers(side) for side in sides]
+        before, now = self._places
+        return before[twin.record] - before[ours] == now[row.record] - now[theirs]
 
     def _blame_input(self, finding: Finding, wrong_input: tuple[int, int]) -> None:
         """Something else is read: an operator was left out, or another tensor taken."""

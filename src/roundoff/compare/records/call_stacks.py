@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from roundoff.compare.records.recorded_rows import RecordedRow
+from roundoff.compare.records.recorded_rows import RecordedRow, Rows
 from roundoff.record import CALLED_FROM
 
 
@@ -12,6 +13,17 @@ def stack_of(row: RecordedRow) -> tuple[str, ...]:
     """Return the lines that led to a call; empty where nobody knows."""
     callers = row.callers.split(CALLED_FROM) if row.callers else []
     return (*reversed(callers), row.line) if row.line else ()
+
+
+def places_by_callers(rows: Rows) -> dict[int, int]:
+    """Return at which place each call stands among those of the same callers, by record."""
+    counts: Counter[str | None] = Counter()
+    places = {}
+    for row in rows.values():
+        if row.is_call:
+            places[row.record] = counts[row.callers]
+            counts[row.callers] += 1
+    return places
 
 
 def shared(one: Sequence[str], other: Sequence[str]) -> int:

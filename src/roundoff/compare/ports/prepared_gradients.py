@@ -9,6 +9,7 @@ optimizer makes of it first, among the values that it makes of its own gradient.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from roundoff.compare.ports.port_results import (
@@ -118,7 +119,31 @@ def _contradiction(
     wanted = [clipped, *_readers(flow, clipped)]
     if any(_distance(w, value) <= limit for w in wanted for value in results):
         return []
+    if any(_is_update(flow, clipped, value, limit) for value in results):
+        return []
     return results
+
+
+def _is_update(flow: Flow, clipped: Value, made: Value, limit: float) -> bool:
+    """Return True for what a clipped gradient is times a rate that it is added with."""
+    if clipped.sketch is None or made.sketch is None:
+        return False
+    scaled = (clipped.sketch.times(rate) for rate in _rates(flow))
+    forms = (form for each in scaled for form in (each, each.negative))
+    return any(form.distance(made.sketch) <= limit for form in forms)
+
+
+def _rates(flow: Flow) -> set[float]:
+    """Return the factors, without their signs, with which an optimizer adds values."""
+    rates = set()
+    for value in flow.values.values():
+        is_added = value.operator == "add" and value.row.phase == _OPTIMIZER
+        if is_added and value.row.arguments:
+            _, keywords = json.loads(value.row.arguments)
+            rate = keywords.get("alpha", 1)
+            if isinstance(rate, int | float) and rate not in (0, 1):
+                rates.add(abs(float(rate)))
+    return rates
 
 
 def _is_part_of_more(flow: Flow, value: Value) -> bool:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roundoff.compare.records.value_sketch import (
-    in_reals,
-    sketch_of_tensor,
-)
+from roundoff.compare.records.value_sketch import in_reals
 from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Sides
 
@@ -21,12 +18,9 @@ MOST_SORTED = 10**6
 
 def is_in_reference(sides: Sides, tensor: Tensor) -> bool:
     """Return True where the reference has such a value, and the candidate had none."""
-    sketch = sketch_of_tensor(tensor)
-    if sketch is None:
-        return False
     return any(
         key not in sides.agreeing and not sides.reference.values[key].says_nothing
-        for key in sides.near_in_reference(sketch)
+        for key in sides.near_in_reference(tensor)
     )
 
 
@@ -37,7 +31,8 @@ class Turns:
         self._limit = sides.limit
         held = sides.reference.tensor(whole.key)
         self._whole = None if held is None else in_reals(held.detach())
-        self._sorted: dict[int, Tensor] = {}
+        #: By their elements: the turns, sorted, and the norm of each.
+        self._sorted: dict[int, tuple[Tensor, Tensor]] = {}
 
     def have(self, tensor: Tensor) -> bool:
         """Return True where one of them has these elements, in any layout."""
@@ -45,13 +40,19 @@ class Turns:
         numel = values.numel()
         if self._whole is None or numel < FEWEST_IN_TURN or self._whole.numel() % numel:
             return False
-        present = values.reshape(-1).to(torch.float64).sort().values
-        if not present.any():
+        present = values.reshape(-1).to(torch.float64)
+        size = present.norm()
+        if not size:
             return False
         if numel not in self._sorted:
-            self._sorted[numel] = _sorted_turns(self._whole, numel)
-        apart = torch.linalg.vector_norm(self._sorted[numel] - present, dim=1)
-        return bool((apart <= self._limit * present.norm()).any())
+            turns = _sorted_turns(self._whole, numel)
+            self._sorted[numel] = turns, torch.linalg.vector_norm(turns, dim=1)
+        turns, sizes = self._sorted[numel]
+        turns = turns[(sizes - size).abs() <= self._limit * size]
+        if not len(turns):
+            return False
+        apart = torch.linalg.vector_norm(turns - present.sort().values, dim=1)
+        return bool((apart <= self._limit * size).any())
 
 
 def _sorted_turns(whole: Tensor, numel: int) -> Tensor:

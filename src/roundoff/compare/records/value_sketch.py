@@ -242,6 +242,15 @@ class SketchIndex:
         """Return True where one of these has so many elements."""
         return numel in self._by_size
 
+    def may_have(self, tensor: Tensor, limit: float) -> bool:
+        """Return False where none of these has about the l2 norm of a real tensor: cheaper
+        than ``near``."""
+        if not self.has_numel(tensor.numel()):
+            return False
+        size = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        # masks count in this norm and not in that of a sketch
+        return not size < MASK or self.has_size(tensor.numel(), size, limit)
+
     def has_size(self, numel: int, size: float, limit: float) -> bool:
         """Return True where one of these has about this l2 norm: cheaper than ``near``."""
         sizes = self._sizes.get(numel)

@@ -98,11 +98,7 @@ class Goal:
     def _gained(self, tensor: Tensor) -> list[int]:
         if not tensor.is_floating_point() or tensor.numel() < FEWEST:
             return []
-        if not self.lost.has_numel(tensor.numel()):
-            return []
-        norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-        # masks count in this norm and not in that of a sketch
-        if norm < MASK and not self.lost.has_size(tensor.numel(), norm, self.limit):
+        if not self.lost.may_have(tensor, self.limit):
             return []
         sketch = sketch_of_tensor(tensor)
         if sketch is None or sketch.constant:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from roundoff.compare.records.recorded_calls import CannotRun
-from roundoff.compare.records.value_sketch import sketch_of_tensor
 from roundoff.compare.values.traced_calls import Edit, TracedProgram
 from roundoff.compare.values.value_regions import Sides
 from roundoff.ops import operators_that
@@ -39,13 +38,12 @@ def loses(
         for row, tensor in program.again(edits, leaves):
             value = sides.candidate.values[row.record]
             again.add(value.key)
-            sketch = sketch_of_tensor(tensor)
-            if value.is_number and not value.says_nothing and sketch is not None:
+            if value.is_number and not value.says_nothing:
                 # parts that several make up are not looked for again
                 is_part = value.key in sides.several
                 twins = () if is_part else sides.all_twins(value)
                 had.update(key for key in twins if _is_computed(sides, key))
-                has.update(sides.near_in_reference(sketch))
+                has.update(sides.near_in_reference(tensor))
     except CannotRun:
         return True
     lost = had - has

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from roundoff.compare.judging.divergence import EXACT
 from roundoff.compare.judging.explain import Paired
-from roundoff.compare.records.value_sketch import Sketch, SketchIndex
+from roundoff.compare.records.value_sketch import (
+    Sketch,
+    SketchIndex,
+    in_reals,
+    sketch_of_tensor,
+)
 from roundoff.compare.rounding.rounding_bound import unit, working_formats
 from roundoff.compare.values.inner_values import open_calls
 from roundoff.compare.values.joined_calls import joined_calls
@@ -115,8 +120,15 @@ class Sides:
         near = self._index.near(value.sketch, self.limit_for(value))
         return [key for _, key in near]
 
-    def near_in_reference(self, sketch: Sketch) -> list[int]:
-        """Return the keys of the reference that agree with a sketch."""
+    def near_in_reference(self, tensor: Tensor) -> list[int]:
+        """Return the keys of the reference that agree with a tensor."""
+        real = in_reals(tensor)
+        is_float = real.is_floating_point()
+        if is_float and not self._index.may_have(real, self.limit):
+            return []
+        sketch = sketch_of_tensor(tensor)
+        if sketch is None:
+            return []
         return [key for _, key in self._index.near(sketch, self.limit)]
 
     def match(self) -> None:

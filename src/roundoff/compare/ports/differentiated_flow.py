@@ -57,6 +57,8 @@ FEWEST = 8
 MOST_READS = 128
 #: Reads one behind the other of which each hands on what the others leave.
 MOST_ROUNDS = 4
+#: Reads of detached values that are opened one by one.
+MOST_DETACHED = 16
 #: Lines that detach values, each tried as the only one that means it, at most.
 MOST_LINES = 8
 
@@ -177,7 +179,7 @@ def _attempts(
         if way.through_views and not whole.doubtful:
             continue
         yield plain
-        for cut in chain([frozenset[Edge]()], _cuts(whole, plain, wanted, end)):
+        for cut in chain([frozenset[Edge]()], _cuts(whole, plain, wanted, end, limit)):
             run = plain
             if cut:
                 run = Run(flow, replace(way, cut=cut)).run(end)
@@ -207,13 +209,18 @@ def lost_gradients(
 
 
 def _cuts(
-    whole: Run, found: DifferentiatedFlow, wanted: Mapping[str, Tensor], end: Value
+    whole: Run,
+    found: DifferentiatedFlow,
+    wanted: Mapping[str, Tensor],
+    end: Value,
+    limit: float,
 ) -> Iterator[frozenset[Edge]]:
     """Yield which reads may hand nothing on, the likeliest first.
 
     Reads of detached values, most of them: what a cut read is made of may have been cut
     before too. Then those of parameters that are read several times: in one of the passes
-    of a step they may ask for no gradient; last those where no backward call stands.
+    of a step they may ask for no gradient; then those where no backward call stands. Last
+    those of detached values again, one behind the other.
     """
     if whole.doubtful:
         yield from _cuts_of_detached(whole, found, wanted, end)
@@ -227,6 +234,40 @@ def _cuts(
     if unseen and len(unseen | frozen) <= MOST_READS:
         every = unseen | frozen | whole.doubtful.keys()
         yield from _added_back(whole, wanted, end, every)
+    if 0 < len(whole.doubtful) <= MOST_DETACHED:
+        yield from _opened_one_by_one(whole, wanted, end, limit)
+
+
+def _opened_one_by_one(
+    whole: Run, wanted: Mapping[str, Tensor], end: Value, limit: float
+) -> Iterator[frozenset[Edge]]:
+    """Yield fewer and fewer reads of detached values: each time without one of them.
+
+    The one without which most gradients are those that were recorded, while these become
+    more. What goes back to a value of which both reads were cut shows behind other reads.
+    """
+
+    def right_with(cut: frozenset[Edge]) -> int:
+        run = Run(whole.flow, replace(whole.way, cut=cut)).run(end)
+        pairs = ((run.gradients.get(name), tensor) for name, tensor in wanted.items())
+        return sum(_is_near(got, tensor, limit) for got, tensor in pairs)
+
+    cut = frozenset(whole.doubtful)
+    most = right_with(cut)
+    while cut:
+        fewer = [cut - {edge} for edge in sorted(cut)]
+        counts = [right_with(each) for each in fewer]
+        if max(counts) <= most:
+            return
+        most = max(counts)
+        cut = fewer[counts.index(most)]
+        yield cut
+
+
+def _is_near(got: Tensor | None, wanted: Tensor, limit: float) -> bool:
+    if got is None:
+        return not wanted.any()
+    return float((got - wanted).norm()) <= limit * float(wanted.norm())
 
 
 def _added_back(

@@ -36,6 +36,7 @@ from roundoff.compare.ports.pass_under_autograd import (
 from roundoff.compare.ports.port_results import least_gradient
 from roundoff.compare.records.value_sketch import rising, sketch_of_tensor
 from roundoff.compare.values.fault_lines import FaultLines
+from roundoff.compare.values.padded_rows import kept_rows, places_kept
 from roundoff.compare.values.value_flow import Flow, Value, values_of_parameters
 from roundoff.compare.values.value_regions import Sides
 
@@ -87,7 +88,8 @@ def blamed_cut(sides: Sides) -> Blamed | None:
 
 
 def _blamed_in_parts(pair: _Pair) -> Blamed | None:
-    """Return what hands a gradient on sample by sample, where the reference's whole does not.
+    """Return what hands a gradient on sample by sample, or with its padding, where the
+    reference's whole does not.
 
     Without its gradients all gradients are the reference's.
     """
@@ -108,8 +110,9 @@ def _blamed_in_parts(pair: _Pair) -> Blamed | None:
 
 def _parts_of(pair: _Pair, whole: Tensor) -> Iterator[list[int]]:
     """Yield the candidate's values, of one place of a line each, that hold a tensor's
-    elements together."""
+    elements together; or one that does but for its padding."""
     flow = pair.candidate.flow
+    yield from ([key] for key in _padded(pair, whole))
     groups: dict[object, list[int]] = defaultdict(list)
     for key, tensor in pair.candidate.tensors.items():
         value = flow.values[key]
@@ -128,15 +131,27 @@ def _parts_of(pair: _Pair, whole: Tensor) -> Iterator[list[int]]:
         times = len(keys) // count
         for first in range(times):
             parts = sorted(keys)[first::times]
-            if _are_together(pair, parts, whole):
+            tensors = [pair.candidate.tensors[key] for key in parts]
+            if _are_together(pair, tensors, whole):
                 yield parts
 
 
-def _are_together(pair: _Pair, parts: Sequence[int], whole: Tensor) -> bool:
+def _padded(pair: _Pair, whole: Tensor) -> Iterator[int]:
+    """Yield the candidate's values that hold a tensor's elements, and padding."""
+    for key, tensor in pair.candidate.tensors.items():
+        if not pair.candidate.hands_on(key) or tensor.is_complex():
+            continue
+        kept = (r for mask in pair.sides.padding for r in kept_rows(tensor, mask))
+        fitting = (rows for rows in kept if rows.numel() == whole.numel())
+        if any(_are_together(pair, [rows], whole) for rows in fitting):
+            yield key
+
+
+def _are_together(pair: _Pair, parts: Sequence[Tensor], whole: Tensor) -> bool:
     """Return True where some values hold what a tensor does, in whatever order."""
-    tensors = [pair.candidate.tensors[key].detach().reshape(-1) for key in parts]
     wanted = whole.detach().reshape(-1).sort().values
-    apart = torch.cat(tensors).to(wanted.dtype).sort().values - wanted
+    present = torch.cat([part.detach().reshape(-1) for part in parts])
+    apart = present.to(wanted.dtype).sort().values - wanted
     return float(apart.norm()) <= pair.sides.limit * float(wanted.norm())
 
 
@@ -265,13 +280,40 @@ class _Pair:
             for key in sorted(twins, key=lambda k: k not in other.way.scaled):
                 if not other.hands_on(key):
                     continue
-                gradient = _in_layout(losing, lost, other.tensors[key])
+                gradient = self._in_layout(losing, lost, other.tensors[key])
+                if gradient is None:
+                    continue
                 pair = losing.flow.values[lost.key], other.flow.values[key]
                 reader = losing.flow.first[lost.reader].line
                 share = other.given(key, gradient)
                 cut, twin = _first(self, *pair, is_candidate)
                 yield _Lost(cut, twin, share, is_candidate, reader)
                 break
+
+    def _in_layout(
+        self, losing: DifferentiatedFlow, lost: LostGradient, twin: Tensor
+    ) -> Tensor | None:
+        """Return a gradient with its elements where those of ``twin`` lie.
+
+        Without its padding, or with zeros in that of the twin. None where neither fits.
+        """
+        values = losing.tensors[lost.key].detach()
+        wanted = twin.detach()
+        if values.numel() == wanted.numel():
+            return _in_places_of(values, lost.gradient, wanted)
+        padding = self.sides.padding
+        for kept in places_kept(values.shape, padding):
+            if int(kept.sum()) == wanted.numel():
+                here = values[kept], lost.gradient[kept]
+                moved = _in_places_of(*here, wanted.flatten())
+                return moved.reshape(wanted.shape)
+        for kept in places_kept(wanted.shape, padding):
+            if int(kept.sum()) == values.numel():
+                filled = torch.zeros_like(wanted)
+                flat = values.flatten(), lost.gradient.flatten()
+                filled[kept] = _in_places_of(*flat, wanted[kept])
+                return filled
+        return None
 
     def is_explained_by(self, losses: Sequence[_Lost]) -> bool:
         """Return True where nothing but these makes the gradients of the two differ.
@@ -368,18 +410,17 @@ def _twins(sides: Sides, key: int, is_candidate: bool) -> list[int]:
     ]
 
 
-def _in_layout(losing: DifferentiatedFlow, lost: LostGradient, twin: Tensor) -> Tensor:
-    """Return a gradient with its elements where those of ``twin`` lie."""
-    values = losing.tensors[lost.key].detach()
-    wanted = twin.detach()
+def _in_places_of(values: Tensor, gradient: Tensor, wanted: Tensor) -> Tensor:
+    """Return the gradient of some values with its elements where those of another tensor
+    lie, which has the same."""
     if values.dim() <= MOST_AXES:
         for order in permutations(range(values.dim())):
             turned = values.permute(order).reshape(wanted.shape)
             if torch.allclose(turned, wanted, rtol=1e-5, atol=1e-8):
-                return lost.gradient.permute(order).reshape(wanted.shape)
-    gradient = torch.empty_like(wanted).reshape(-1)
-    gradient[rising(wanted)] = lost.gradient.reshape(-1)[rising(values)]
-    return gradient.reshape(wanted.shape)
+                return gradient.permute(order).reshape(wanted.shape)
+    moved = torch.empty_like(wanted).reshape(-1)
+    moved[rising(wanted)] = gradient.reshape(-1)[rising(values)]
+    return moved.reshape(wanted.shape)
 
 
 def _first(

@@ -1,7 +1,8 @@
 """Places of a batch that are filled up, and count for nothing.
 
 Sequences of several lengths stand in one tensor behind padding, and a mask says where; or
-all pairs of nodes, of which few have an edge. What a program computes there is anybody's
+all pairs of nodes, of which few have an edge. Or the rows of all samples are filled up to
+one number, and no mask need say so. What a program computes there is anybody's
 guess, and another program may leave these places out. They count for nothing where no
 gradient goes on from them: then values agree that agree in the places that the mask keeps.
 """
@@ -9,6 +10,7 @@ gradient goes on from them: then values agree that agree in the places that the 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +46,8 @@ def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tenso
     """Return the masks of either side outside which no gradient of either is.
 
     None without tensors, or without a backward pass. Or one that keeps what the other
-    side, which has no such places, computes: then a fault lets them count.
+    side, which has no such places, computes: then a fault lets them count. And without a
+    mask the rows that a gradient reaches, if the other side has none but those.
 
     Args:
         reference: its values.
@@ -74,7 +77,34 @@ def padding_masks(reference: Flow, candidate: Flow, limit: float) -> tuple[Tenso
         for other, mask in unsure
         if _keeps(flows[1 - other], mask, index(other), limit)
     ]
+    known = {mask.numel() for mask in (*sure, *kept)}
+    for other, flow in enumerate(reversed(flows)):
+        for mask in _rows_with_gradients(flow):
+            is_new = mask.numel() not in known
+            if is_new and _keeps(flow, mask, index(other), limit, least=1):
+                kept.append(mask)
     return (*sure, *kept)
+
+
+def _rows_with_gradients(flow: Flow) -> Iterator[Tensor]:
+    """Yield, of each number of rows that gradients have, the rows where any is not zero.
+
+    Of those that are zero in some rows; of parameters, as many rows may be something else.
+    """
+    reached: dict[int, Tensor] = {}
+    counts: Counter[int] = Counter()
+    for key in _gradients(flow):
+        row = flow.values[key].row
+        tensor = flow.tensor(key)
+        if tensor is None or tensor.dim() < 2 or row.name:
+            continue
+        rows = tensor.ne(0).flatten(1).any(1)
+        if rows.any() and not rows.all():
+            reached[len(rows)] = reached.get(len(rows), rows) | rows
+            counts[len(rows)] += 1
+    for size, rows in reached.items():
+        if counts[size] >= LEAST_GRADIENTS and not rows.all():
+            yield rows
 
 
 def _places_of_gradients(flow: Flow) -> Iterator[tuple[int, ...]]:
@@ -105,13 +135,20 @@ def _index_of(flow: Flow, masks: Sequence[Tensor]) -> SketchIndex:
     return SketchIndex([*whole, *kept])
 
 
-def _keeps(flow: Flow, mask: Tensor, others: SketchIndex, limit: float) -> bool:
-    """Return True where several of the values that a mask keeps are the other program's."""
+def _keeps(
+    flow: Flow,
+    mask: Tensor,
+    others: SketchIndex,
+    limit: float,
+    *,
+    least: int = LEAST_KEPT,
+) -> bool:
+    """Return True where so many of the values that a mask keeps are the other program's."""
     found: set[int] = set()
     for each in kept_values(flow, [mask]):
         if others.near(each.sketch, limit):
             found.add(each.key)
-        if len(found) == LEAST_KEPT:
+        if len(found) == least:
             return True
     return False
 
@@ -148,7 +185,7 @@ def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
 
     The axes of the mask are the tensor's first ones as one, or the sequences are the first
     axis and the places any other; what has places alone is the same in all sequences. A mask
-    of more axes, of pairs, keeps those of a tensor's first ones.
+    of more axes, of pairs, keeps those of a tensor's first ones; one of rows those of any.
 
     >>> mask = torch.tensor([[True, False, True], [True, True, False]])
     >>> [rows.tolist() for rows in kept_rows(torch.arange(6).view(2, 3), mask)]
@@ -167,6 +204,10 @@ def kept_rows(tensor: Tensor, mask: Tensor) -> Iterator[Tensor]:
     elif mask.dim() > 2:
         if _has_places(tensor, mask):
             yield tensor[mask]
+    elif mask.dim() == 1:
+        for axis in range(1, tensor.dim()):
+            if tensor.shape[axis] == len(mask):
+                yield tensor.movedim(axis, 0)[mask]
     else:
         yield from _rows_of_sequences(tensor, mask)
 

@@ -45,13 +45,14 @@ from roundoff.compare.repairs.named_behind import (
     is_rightly_filled,
     unlike_behind,
 )
-from roundoff.compare.repairs.named_repairs import blamed_for
+from roundoff.compare.repairs.named_repairs import blamed_for, stands_in_order
 from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.rejoins import Rejoin
 from roundoff.compare.repairs.repair_trials import Repair, best_repair
 from roundoff.compare.repairs.transplants import (
     in_layout_of,
+    regains_in_order,
     rejoin_of,
     trials_of_value,
 )
@@ -61,7 +62,13 @@ from roundoff.compare.repairs.unlike_values import unlike
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, upstream
+from roundoff.ops import operators_that
 
+_TURNS = (
+    operators_that("reshape")
+    | operators_that("permute axes")
+    | operators_that("reorder")
+)
 #: Layouts of a value that are tried in another one's place.
 MOST_LAYOUTS = 2
 
@@ -82,8 +89,8 @@ def blamed_on_tensors(
         return certain
     trials.left = BUDGET
     blamed = blamed_leaf(sides, part) or blamed_layout(sides, part)
-    if blamed is not None and _is_right_with(sides, trials, blamed):
-        return blamed
+    if blamed is not None and _is_right_with(sides, part, trials, blamed):
+        return _turned_otherwise(sides, part, trials, blamed.value) or blamed
     ordered = ordered_constant(sides, trials, Region(part.region, part.expected))
     if ordered is not None:
         return ordered
@@ -131,12 +138,15 @@ def _scaled(sides: Sides, part: Part, trials: Trials) -> Blamed | None:
     return scaled
 
 
-def _is_right_with(sides: Sides, trials: Trials, blamed: Blamed) -> bool:
-    """Return True where all results agree with what a parameter should hold.
+def _is_right_with(sides: Sides, part: Part, trials: Trials, blamed: Blamed) -> bool:
+    """Return True where all results agree with what a parameter should hold, or with the
+    elements of a value in another order.
 
     With others that have the same mistake, if not alone. Where a loop runs in another no
     single value need be the reference's before the end.
     """
+    if blamed.value.is_call and blamed.other is None and not sides.made_up:
+        return _is_out_of_order(sides, part, trials, blamed.value)
     if blamed.other is None:
         return False
     alone = LeafChange({blamed.value.key: blamed.other}, blamed.evidence)
@@ -152,6 +162,37 @@ def _is_right_with(sides: Sides, trials: Trials, blamed: Blamed) -> bool:
         if trials.outcome({}, leaves, is_patient=True)[0]:
             return True
     return False
+
+
+def _is_out_of_order(sides: Sides, part: Part, trials: Trials, moved: Value) -> bool:
+    """Return True where a call turns what stands in the reference's order, and with that
+    order all results agree.
+
+    Or much more: the same line may put others out of it later on.
+    """
+    source = sides.candidate.behind(moved.key)
+    if moved.operator not in _TURNS or stands_in_order(sides, moved):
+        return False
+    if source.key == moved.key or not stands_in_order(sides, source):
+        return False
+    return regains_in_order(sides, part, trials, moved)
+
+
+def _turned_otherwise(
+    sides: Sides, part: Part, trials: Trials, moved: Value
+) -> Blamed | None:
+    """Return which of the calls that turn a value does it wrong, by an edit of it."""
+    source = sides.candidate.behind(moved.key)
+    if not moved.is_call or source.key == moved.key:
+        return None
+    turned = upstream(
+        sides.candidate, [moved.key], lambda value: value.order > source.order
+    )
+    region = Region(turned, part.expected)
+    repair = best_repair(sides, trials, region, lambda: None)
+    if not isinstance(repair, Repair) or not repair.ends:
+        return None
+    return blamed_for(sides, repair, part.region, part.reference)
 
 
 def _repaired(sides: Sides, part: Part, trials: Trials, end: Rejoin) -> Blamed | None:

@@ -26,6 +26,7 @@ from roundoff.compare.repairs.edits.averages import (
     weighted_averages,
 )
 from roundoff.compare.repairs.edits.axes import added_axes, axes_of_line, other_axes
+from roundoff.compare.repairs.edits.brackets import terms_alone
 from roundoff.compare.repairs.edits.constants import (
     diagonals,
     factors_of_other_terms,
@@ -56,6 +57,7 @@ from roundoff.compare.repairs.edits.inputs import (
     other_turns,
 )
 from roundoff.compare.repairs.edits.layouts import other_layouts
+from roundoff.compare.repairs.edits.masked_sums import masked_sums
 from roundoff.compare.repairs.edits.operators import (
     bounds_and_summands,
     inclusive_comparisons,
@@ -66,10 +68,12 @@ from roundoff.compare.repairs.edits.splits import (
     exchanged_parts,
     exchanged_splits,
     other_copies,
+    other_cuts,
     other_order_of_results,
     other_splits,
 )
 from roundoff.compare.repairs.edits.windows import (
+    more_or_less,
     moved_places,
     moved_ranges,
     moved_windows,
@@ -117,7 +121,7 @@ def proposals(call: TracedCall, ingredients: Ingredients) -> Iterator[Proposal]:
                 everywhere=everywhere,
                 exchanges=exchanges,
                 is_copied=is_copied,
-                in_function=kind is axes_of_line,
+                in_function=kind in (axes_of_line, other_operators),
             )
 
 
@@ -155,14 +159,18 @@ _KINDS = (
     (CHANGE, other_operators),
     (CHANGE, bounds_and_summands),
     (CHANGE, not_turned),
+    (LAYOUT, other_cuts),
     (LAYOUT, other_layouts),
     (LAYOUT, moved_places),
     (LAYOUT, exchanged_splits),
     (LEFT_OUT, left_out_calls),
+    (LEFT_OUT, more_or_less),
     (INPUT, moved_ranges),
     (INPUT, other_turns),
     (INPUT, other_inputs),
     (INPUT, activated_inputs),
+    (INPUT, masked_sums),
+    (INPUT, terms_alone),
     (ONE_MORE, negated_inputs),
     (ONE_MORE, other_spreads),
     (ONE_MORE, shared_constants),

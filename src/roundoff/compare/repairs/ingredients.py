@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -16,15 +15,14 @@ from roundoff.compare.repairs.edits.edited_calls import (
     Ingredients,
     Insertion,
     floats_in,
-    label_of,
 )
 from roundoff.compare.repairs.offset_values import OffsetValues
+from roundoff.compare.repairs.similar_values import Masks, SimilarValues
 from roundoff.compare.repairs.suspects import MOST_CALLS
 from roundoff.compare.repairs.trials import (
     Region,
     Trials,
     calls_by_line,
-    period_of,
     with_names,
 )
 from roundoff.compare.values.traced_calls import (
@@ -44,8 +42,6 @@ MOST_STEPS = 12
 MOST_DONE = 6
 #: Numbers that are tried in a call.
 MOST_NUMBERS = 24
-#: Values nearest before a call that it might read instead.
-SIMILAR = 10
 _MOVE = operators_that("move values")
 _DONE = operators_that("pair elements") | operators_that("fill")
 _PAIRS = operators_that("pair elements")
@@ -58,7 +54,7 @@ def ingredients_of(sides: Sides, trials: Trials, region: Region) -> Ingredients:
     reference = sides.reference
     theirs = TracedProgram(reference)
     near = _calls_near(reference, theirs, region.expected)
-    similar = _Similar(program)
+    similar = SimilarValues(program)
 
     def shapes(record: int) -> tuple[int, ...]:
         row = sides.candidate.step.rows.get(record)
@@ -72,6 +68,8 @@ def ingredients_of(sides: Sides, trials: Trials, region: Region) -> Ingredients:
             return None
         is_truth = values.dtype == torch.bool
         return row.dtype if is_truth or _are_zeros_and_ones(values) else None
+
+    masks = Masks(similar, sides.candidate, mask_format)
 
     def maker(record: int) -> TracedCall | None:
         row = sides.candidate.step.rows.get(record)
@@ -108,6 +106,8 @@ def ingredients_of(sides: Sides, trials: Trials, region: Region) -> Ingredients:
         written_out=_WrittenOut(trials).source,
         siblings=siblings,
         similar=similar.to,
+        masks=masks.of,
+        contents=sides.candidate.tensor,
     )
 
 
@@ -256,70 +256,3 @@ def _insertion(flow: Flow, call: TracedCall) -> Insertion | None:
     words = f"{name} ({call.first.line})" if call.first.line else name
     shape = tuple(call.first.shape or ()) if held else ()
     return Insertion(step, held, words, shape)
-
-
-class _Similar:
-    """Values that a call might read in place of another: of the same shape and format.
-
-    A choice is made for one call and holds for its family: the value that the same place
-    of the same line made last before each of them, or a parameter of the same name in
-    another layer.
-    """
-
-    def __init__(self, program: TracedProgram) -> None:
-        self._rows = program.flow.step.rows
-        self._labels: dict[int, object] = {}
-        self._by_label: dict[object, list[RecordedRow]] = defaultdict(list)
-        by_line: dict[object, list[TracedCall]] = defaultdict(list)
-        for call in program.calls.values():
-            by_line[call.first.line].append(call)
-        for line, calls in by_line.items():
-            period = period_of([call.first.operator for call in calls])
-            for number, call in enumerate(calls):
-                for row in call.rows:
-                    self._label(row, (line, number % period, row.place))
-        for row in self._rows.values():
-            if not row.is_call and row.name:
-                self._label(row, label_of(row))
-        self._alike: dict[object, list[RecordedRow]] = defaultdict(list)
-        for row in self._rows.values():
-            if row.record in self._labels:
-                self._alike[_form(row)].append(row)
-
-    def _label(self, row: RecordedRow, label: object) -> None:
-        self._labels[row.record] = label
-        self._by_label[label].append(row)
-
-    def to(
-        self, call: TracedCall, record: int
-    ) -> Iterator[Callable[[TracedCall], int | None]]:
-        """Yield choices of another value for what a call reads, the nearest first."""
-        read = self._rows.get(record)
-        if read is None or record not in self._labels:
-            return
-        rows = [row for row in self._alike[_form(read)] if _fits(row, read, call)]
-        rows.sort(key=lambda row: abs(row.record - record))
-        labels = dict.fromkeys(self._labels[row.record] for row in rows)
-        for label in list(labels)[:SIMILAR]:
-            yield self._chooser(label)
-
-    def _chooser(self, label: object) -> Callable[[TracedCall], int | None]:
-        rows = self._by_label[label]
-
-        def choose(call: TracedCall) -> int | None:
-            end = call.first.record
-            if not rows[0].is_call:
-                return min(rows, key=lambda row: abs(row.record - end)).record
-            before = [row.record for row in rows if row.record < end]
-            return before[-1] if before else None
-
-        return choose
-
-
-def _form(row: RecordedRow) -> object:
-    return tuple(row.shape or ()), row.dtype
-
-
-def _fits(row: RecordedRow, read: RecordedRow, call: TracedCall) -> bool:
-    """Return True for another value than the one read, which is there before the call."""
-    return row is not read and (not row.is_call or row.record < call.first.record)

@@ -208,7 +208,13 @@ def _line_of_some(
     ]
     staying = [other for other in staying if other[-1:] == stack[-1:]]
     place = max((shared(stack, other) for other in staying), default=None)
-    return None if place is None else stack[place]
+    if place is None:
+        return None
+    # where the two run through other functions too, the last of these hands on what is wrong
+    right = {line for other in staying for line in other}
+    return next(
+        (line for line in reversed(stack[place:]) if line not in right), stack[place]
+    )
 
 
 def _beside_factor(flow: Flow, value: Value, factor: int) -> Value | None:

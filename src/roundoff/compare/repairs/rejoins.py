@@ -24,6 +24,8 @@ class Rejoin:
         region: the candidate's keys that it is made of and that do not agree.
         expected: the reference's.
         agrees: True where all results are right after it.
+        in_any_order: True where they are so with its elements in other places too, as
+            where all are added up.
     """
 
     value: Value
@@ -32,6 +34,7 @@ class Rejoin:
     region: frozenset[int]
     expected: frozenset[int]
     agrees: bool = True
+    in_any_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ _MOVE = operators_that("move values")
 _CLIP = operators_that("clip codes")
 _PRODUCTS = operators_that("multiply two matrices")
 _FORWARD = "forward"
+_OPPOSITE = "neg"
 
 
 class Search:
@@ -105,6 +106,30 @@ class Search:
             also, others = trials.outcome({}, tensors, to_the_end=True)
             if tensors and also == agrees and gained <= others | {twin.key}:
                 return Transplant(value, source, tensors)
+        return transplant
+
+    def in_nearer_sign(self, transplant: Transplant) -> Transplant:
+        """Return a transplant of the same with the other sign, if the reference has that, all
+        results agree too, and it is nearer to what the candidate has.
+
+        A weight that its sum is divided by may have any sign.
+        """
+        value, twin = transplant.value, transplant.twin
+        held = self._sides.candidate.tensor(value.key)
+        if held is None or list(transplant.tensors) != [value.key]:
+            return transplant
+        flow = self._sides.reference
+        made = [each for each in reading(flow, twin) if each.operator == _OPPOSITE]
+        if twin.operator == _OPPOSITE:
+            made += [flow.values[key] for key in twin.inputs if key in flow.values]
+        off = apart(held, transplant.tensors[value.key])
+        for other in made:
+            for layout in self._layouts(value, other):
+                tensors = self._tensors([(value, other)], layout)
+                if not tensors or apart(held, tensors[value.key]) >= off:
+                    continue
+                if self._trials.outcome({}, tensors, to_the_end=True)[0]:
+                    return Transplant(value, other, tensors)
         return transplant
 
     def after_clipped(self, transplant: Transplant) -> Transplant:
@@ -182,11 +207,11 @@ class Search:
                 yield from islice(self._of_turns(value), MOST_IN_PARTS)
             return
         for value in firsts:
-            yield from self._given_to(value)
+            yield from self.given_to(value)
         taken = {value.key for value in firsts}
         for value in chosen:
             if value.key not in taken:
-                yield from self._given_to(value, alone=True)
+                yield from self.given_to(value, alone=True)
 
     def _before(self) -> Iterator[Value]:
         """Yield values that agree and are read by the region, or moved to there.
@@ -197,7 +222,7 @@ class Search:
             if may_be_replaced(value):
                 yield value
 
-    def _given_to(self, value: Value, *, alone: bool = False) -> Iterator[Transplant]:
+    def given_to(self, value: Value, *, alone: bool = False) -> Iterator[Transplant]:
         """Yield what a value may be given: what the candidate lacks.
 
         For one that agrees its own elements in other places, and what it lacks that is

@@ -14,6 +14,8 @@ values are replaced together, each by the one that the reference makes in the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -30,10 +32,13 @@ from roundoff.compare.repairs.trials import BUDGET, Trials
 from roundoff.compare.values.learnt_layouts import layouts_for, stand_in
 from roundoff.compare.values.padded_rows import places_kept
 from roundoff.compare.values.traced_calls import TracedProgram
+from roundoff.compare.values.value_flow import Value
 from roundoff.compare.values.value_regions import Part, Sides, upstream
 
 #: How many budgets of ``repair_trials`` the search may use: what it finds saves others.
 PATIENT = 4
+#: Orders of a value's elements that are tried.
+MOST_ORDERS = 16
 
 
 def rejoin_of(
@@ -70,11 +75,34 @@ def rejoin_of(
         if agrees:
             best = best or transplant
             is_proven = best is transplant
+            best = search.in_nearer_sign(best) if is_proven else best
             best = search.after_clipped(search.before_clipped(best))
-            return search.rejoin(best, agrees=is_proven)
+            rejoin = search.rejoin(best, agrees=is_proven)
+            return replace(rejoin, in_any_order=_may_be_turned(trials, best))
     if best is None:
         return None
     return search.rejoin(search.before_clipped(best), agrees=False)
+
+
+def regains_in_order(sides: Sides, part: Part, trials: Trials, value: Value) -> bool:
+    """Return True where all results agree once a value's elements stand as the reference has
+    them, or else the first of what was lost, and more, is there."""
+    search = Search(sides, part, trials)
+    for transplant in islice(search.given_to(value), MOST_ORDERS):
+        agrees, gained = trials.outcome({}, transplant.tensors, to_the_end=True)
+        if agrees or (trials.goal.first in gained and len(gained) >= SEVERAL):
+            return True
+    return False
+
+
+def _may_be_turned(trials: Trials, transplant: Transplant) -> bool:
+    """Return True where results agree with the elements of each value the other way round."""
+    turned = {
+        key: tensor.flatten().flip(0).reshape(tensor.shape)
+        for key, tensor in transplant.tensors.items()
+    }
+    agrees, _ = trials.trusting().outcome({}, turned)
+    return agrees
 
 
 def trials_of_value(
@@ -82,7 +110,7 @@ def trials_of_value(
 ) -> Trials:
     """Return trials of what a value is made of: it should be what the reference has.
 
-    Element by element where all that follows proves the layout, and where the value has
+    Element by element where all that follows proves the places, and where the value has
     the right elements in other places. Else up to the layout: behind gates in another
     order some values are right. With ``whole`` the results have to agree there too.
     """
@@ -98,7 +126,8 @@ def trials_of_value(
     sketch = sketch_of_tensor(wanted)
     ends: dict[int, list[tuple[Sketch, float]]] = {}
     has_elements = rejoin.twin.key in sides.all_twins(rejoin.value)
-    held = {key: wanted} if rejoin.agrees or has_elements else {}
+    is_in_place = rejoin.agrees and not rejoin.in_any_order
+    held = {key: wanted} if is_in_place or has_elements else {}
     if present is not None and sketch is not None:
         off = apart(wanted, present)
         ends[key] = [(sketch, min(sides.usual, off / CLEARLY))]

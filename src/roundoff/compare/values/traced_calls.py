@@ -22,6 +22,11 @@ from roundoff.compare.records.recorded_rows import (
     was_there_before,
 )
 from roundoff.compare.records.shared_memory import put_together
+from roundoff.compare.values.other_sizes import (
+    may_be_longer,
+    other_sizes,
+    takes_sizes,
+)
 from roundoff.compare.values.value_flow import Flow
 from roundoff.errors import RunError
 from roundoff.ops import Reason, RepeatedCall, base, operators_that, overload_of
@@ -218,6 +223,7 @@ class TracedProgram:
         where something cannot run.
         """
         changed: dict[int, Tensor] = dict(leaves or {})
+        sizes: dict[int, int] = {}
         waiting = _Waiting()
         waiting.add(self._places[call] for call in edits if call in self._places)
         for record in changed:
@@ -228,9 +234,10 @@ class TracedProgram:
             if only is not None and all(row.record not in only for row in rows):
                 continue
             edit = None if isinstance(entry, RecordedRow) else edits.get(rows[0].call)
-            for row, tensor in self.one(entry, changed, edit):
+            for row, tensor in self.one(entry, changed, edit, sizes):
                 if leaves is not None and row.record in leaves:
                     continue
+                sizes.update(_changed_sizes(row, tensor))
                 if not _are_equal(tensor, self.tensor(row.record)):
                     changed[row.record] = tensor
                     waiting.add(self._readers.get(row.record, ()))
@@ -241,15 +248,19 @@ class TracedProgram:
         entry: TracedCall | RecordedRow,
         changed: Mapping[int, Tensor] | None = None,
         edit: Edit | None = None,
+        sizes: Mapping[int, int] | None = None,
     ) -> list[tuple[RecordedRow, Tensor]]:
-        """Run one entry of ``order``; return what it makes. Raises ``CannotRun``."""
+        """Run one entry of ``order``; return what it makes. Raises ``CannotRun``.
+
+        ``sizes``: what became of those of other tensors.
+        """
         changed = changed or {}
         if isinstance(entry, RecordedRow):
             return [(entry, self._written_through(entry, changed))]
         if edit is None:
-            results = self._as_recorded(entry, changed)
+            results = self._as_recorded(entry, changed, sizes or {})
         else:
-            results = self._edited(entry, edit, changed)
+            results = self._edited(entry, edit, changed, sizes or {})
         made = []
         for row in entry.rows:
             place = row.place or 0
@@ -267,11 +278,14 @@ class TracedProgram:
         return tensor
 
     def _as_recorded(
-        self, call: TracedCall, changed: Mapping[int, Tensor]
+        self,
+        call: TracedCall,
+        changed: Mapping[int, Tensor],
+        sizes: Mapping[int, int],
     ) -> list[Tensor | None]:
         prepared = self._prepared.get(call.first.call)
         if prepared is not None:
-            return prepared.run(lambda record: self._value(record, changed))
+            return prepared.run(lambda record: self._value(record, changed), sizes)
         if call.first.base_operator in _UNWRITTEN:
             return [_unwritten(row) for row in call.rows]
         only_tells_python = all(row.shape is None for row in call.rows)
@@ -294,10 +308,14 @@ class TracedProgram:
         self._prepared[call.first.call] = _PreparedCall(
             overload, text, required, keeps_strides=self._keeps_strides
         )
-        return self._as_recorded(call, changed)
+        return self._as_recorded(call, changed, sizes)
 
     def _edited(
-        self, call: TracedCall, edit: Edit, changed: Mapping[int, Tensor]
+        self,
+        call: TracedCall,
+        edit: Edit,
+        changed: Mapping[int, Tensor],
+        sizes: Mapping[int, int],
     ) -> list[Tensor | None]:
         results: list[Tensor | None] = []
         for step in edit.steps:
@@ -311,7 +329,7 @@ class TracedProgram:
 
             required = self._shapes_read(call) if step.shapes is None else step.shapes
             text = json.dumps(step.arguments)
-            results = _PreparedCall(step.overload, text, required).run(value)
+            results = _PreparedCall(step.overload, text, required).run(value, sizes)
         if edit.places is not None and len(edit.places) == len(results):
             return [results[place] for place in edit.places]
         return results
@@ -402,19 +420,61 @@ class _PreparedCall:
             raise CannotRun("it draws random numbers")
         self._call = RepeatedCall(overload, text)
         self._shapes = shapes
+        self._operator = base(name)
         self._records: list[int] | None = None
-        if trusts_sizes(base(name)):
+        if trusts_sizes(self._operator) or takes_sizes(self._operator):
             self._records = records_in(json.loads(text))
 
-    def run(self, value: Callable[[int], Tensor]) -> list[Tensor | None]:
-        """Return what it makes of tensors, which are not changed."""
+    def run(
+        self, value: Callable[[int], Tensor], sizes: Mapping[int, int]
+    ) -> list[Tensor | None]:
+        """Return what it makes of tensors, which are not changed.
+
+        ``sizes``: what became of those of other tensors.
+        """
+        call = self._call
         if self._records is not None:
             shapes = tuple(tuple(value(record).shape) for record in self._records)
             if shapes != self._shapes:
-                raise CannotRun("an input has another shape than was recorded")
-        results = self._call.run(value)
+                call = self._for_shapes(shapes, sizes)
+        results = call.run(value)
         if isinstance(results, Reason):
             raise CannotRun(results.text)
         if self._keeps_strides:
             return results
         return [None if each is None else each.contiguous() for each in results]
+
+    def _for_shapes(
+        self, shapes: tuple[tuple[int, ...], ...], changed: Mapping[int, int]
+    ) -> RepeatedCall:
+        """Return the call for inputs of other shapes than were recorded."""
+        if takes_sizes(self._operator):
+            return self._with_sizes(shapes[0], changed)
+        if self._shapes and may_be_longer(self._operator, self._shapes, shapes):
+            return self._call
+        raise CannotRun("an input has another shape than was recorded")
+
+    def _with_sizes(
+        self, shape: tuple[int, ...], changed: Mapping[int, int]
+    ) -> RepeatedCall:
+        positional, keywords = json.loads(self._call.arguments)
+        is_plain = len(positional) > 1 and isinstance(positional[1], list)
+        if not self._shapes or not is_plain:
+            return self._call
+        if not all(isinstance(size, int) for size in positional[1]):
+            return self._call
+        recorded = self._shapes[0]
+        sizes = other_sizes(self._operator, positional[1], recorded, shape, changed)
+        if sizes is None:
+            return self._call
+        positional[1] = sizes
+        return RepeatedCall(self._call.overload, json.dumps([positional, keywords]))
+
+
+def _changed_sizes(row: RecordedRow, tensor: Tensor) -> dict[int, int]:
+    """Return what became of the sizes of a value, where it has as many axes as before."""
+    recorded = row.shape or ()
+    if len(recorded) != tensor.dim():
+        return {}
+    pairs = zip(recorded, tensor.shape, strict=True)
+    return {before: now for before, now in pairs if before != now}

@@ -95,14 +95,14 @@ def _share_inside(call: TracedCall, ingredients: Ingredients) -> Tensor | None:
         return None
     share = torch.ones(shape, dtype=dtype)
     for each in reversed(path):
-        made = _again(each, share)
+        made = again(each, share)
         if made is None:
             return None
         share = made
     return share
 
 
-def _again(call: TracedCall, tensor: Tensor) -> Tensor | None:
+def again(call: TracedCall, tensor: Tensor) -> Tensor | None:
     """Return the one result of a call that reads a tensor in the place of its own."""
     repeated = RepeatedCall(call.first.overload or "", call.first.arguments or "")
     results = repeated.run(lambda _record: tensor)

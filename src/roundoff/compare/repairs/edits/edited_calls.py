@@ -96,6 +96,9 @@ class Ingredients:
         siblings: ``siblings(call)`` gives the arguments of the calls of its line.
         similar: ``similar(call, record)`` yields choices of another value for one that
             a call reads.
+        masks: ``masks(call, record)`` yields choices of a mask that fits to what a call
+            reads.
+        contents: ``contents(record)`` gives what was recorded of a value.
     """
 
     calls: Sequence[TracedCall]
@@ -115,6 +118,10 @@ class Ingredients:
     similar: Callable[
         [TracedCall, int], Iterable[Callable[[TracedCall], int | None]]
     ] = lambda _call, _record: ()
+    masks: Callable[[TracedCall, int], Iterable[Callable[[TracedCall], int | None]]] = (
+        lambda _call, _record: ()
+    )
+    contents: Callable[[int], Tensor | None] = lambda _record: None
     _by_overload: dict[str, list[Any]] = field(default_factory=dict)
     _numbers: dict[str, dict[float, None]] = field(default_factory=dict)
 

@@ -44,11 +44,11 @@ def other_operators(call: TracedCall, ingredients: Ingredients) -> Iterator[Temp
         for other in sorted(names - {name, _with_equal_values(name)}):
             overload = _overload(other, overloads)
             if overload is not None:
-                yield _exchanged(overload, other)
+                yield _exchanged(name, overload, other)
     if len(records_in(call.parsed[0])) == 1 and name in _UNARY:
         for insertion in ingredients.inserted:
             if not insertion.held:
-                yield _replaced(insertion)
+                yield _replaced(name, insertion)
 
 
 def inclusive_comparisons(call: TracedCall, _: Ingredients) -> Iterator[Template]:
@@ -57,7 +57,7 @@ def inclusive_comparisons(call: TracedCall, _: Ingredients) -> Iterator[Template
     if other is not None:
         overload = _overload(other, _overloads_like(call))
         if overload is not None:
-            yield _exchanged(overload, other)
+            yield _exchanged(call.first.base_operator, overload, other)
 
 
 def _with_equal_values(name: str) -> str | None:
@@ -127,10 +127,14 @@ def _overload(name: str, overloads: Sequence[str]) -> str | None:
     return None
 
 
-def _exchanged(overload: str, name: str) -> Template:
+def _exchanged(operator: str, overload: str, name: str) -> Template:
+    """One operator in the place of another."""
+
     def template(call: TracedCall) -> Edit | None:
+        if call.first.base_operator != operator:
+            return None
         step = EditStep(overload, [_carried_over(call, overload), {}])
-        return Edit((step,), f"as {name}, not {call.first.base_operator}")
+        return Edit((step,), f"as {name}, not {operator}")
 
     return template
 
@@ -160,12 +164,12 @@ def _carried_over(call: TracedCall, overload: str) -> list[Any]:
     return arguments
 
 
-def _replaced(insertion: Insertion) -> Template:
-    """Another call on the first input of a call."""
+def _replaced(operator: str, insertion: Insertion) -> Template:
+    """A call of the reference on the first input, in the place of an operator."""
 
     def template(call: TracedCall) -> Edit | None:
         records = records_in(call.parsed[0])
-        if not records:
+        if not records or call.first.base_operator != operator:
             return None
         first = EditStep("aten.alias.default", [[{"record": records[0]}], {}])
         return Edit((first, insertion.step), f"as {insertion.words}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 from roundoff.compare.repairs.edits.edited_calls import (
@@ -13,6 +13,7 @@ from roundoff.compare.repairs.edits.edited_calls import (
     is_move,
     setting,
 )
+from roundoff.compare.values.other_sizes import joint_axes
 from roundoff.compare.values.traced_calls import (
     BEFORE,
     Edit,
@@ -24,6 +25,8 @@ from roundoff.ops import operators_that
 
 #: Groups, or heads, that are tried in a reshaped value.
 MOST_GROUPS = 16
+#: Axes that one is cut into, of which all orders are tried.
+MOST_CUTS = 4
 _RESHAPE = operators_that("reshape")
 _CUT = operators_that("cut out")
 _JOIN = operators_that("join")
@@ -109,27 +112,42 @@ def other_splits(call: TracedCall, _: Ingredients) -> Iterator[Template]:
                 yield setting(1, sizes, other, f"to {other}, not {sizes}")
 
 
+def other_cuts(call: TracedCall, ingredients: Ingredients) -> Iterator[Template]:
+    """The three or four axes that one is cut into, in any other order: channels vary first."""
+    if call.first.base_operator not in _RESHAPE or len(call.parsed[0]) != 2:
+        return
+    sizes = call.first.shape or ()
+    axes = tuple(range(len(sizes)))
+    [record] = records_in(call.parsed[0])
+    for _, behind in joint_axes(ingredients.shapes(record), sizes):
+        if 2 < len(behind) <= MOST_CUTS:
+            for within in permutations(behind):
+                order = (*axes[: behind.start], *within, *axes[behind.stop :])
+                if order != axes:
+                    yield _cut_otherwise(order)
+
+
 def exchanged_splits(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """Two neighbouring sizes of a reshaped value cut in the other order: heads vary first."""
     if call.first.base_operator not in _RESHAPE or len(call.parsed[0]) != 2:
         return
     sizes = call.first.shape or ()
+    axes = tuple(range(len(sizes)))
     for axis, (size, other) in enumerate(pairwise(sizes)):
         if 1 not in (size, other) and size != other:
-            yield _cut_otherwise(axis)
+            yield _cut_otherwise((*axes[:axis], axis + 1, axis, *axes[axis + 2 :]))
 
 
-def _cut_otherwise(axis: int) -> Template:
+def _cut_otherwise(order: tuple[int, ...]) -> Template:
     def template(call: TracedCall) -> Edit | None:
         sizes = list(call.first.shape or ())
-        if call.first.base_operator not in _RESHAPE or len(sizes) < axis + 2:
+        if call.first.base_operator not in _RESHAPE or len(sizes) != len(order):
             return None
-        other = [*sizes[:axis], sizes[axis + 1], sizes[axis], *sizes[axis + 2 :]]
+        other = [sizes[axis] for axis in order]
+        back = [order.index(axis) for axis in range(len(order))]
         [record, *_] = records_in(call.parsed[0])
         first = EditStep("aten.reshape.default", [[{"record": record}, other], {}])
-        last = EditStep(
-            "aten.transpose.int", [[{"record": BEFORE}, axis, axis + 1], {}]
-        )
+        last = EditStep("aten.permute.default", [[{"record": BEFORE}, back], {}])
         return Edit((first, last), f"to {other}, not {sizes}, which are then exchanged")
 
     return template

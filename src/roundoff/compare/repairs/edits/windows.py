@@ -43,6 +43,16 @@ def other_sides(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     yield _padded(lambda before, after: (before - 1, after + 1), "one place later")
 
 
+def more_or_less(call: TracedCall, _: Ingredients) -> Iterator[Template]:
+    """No padding at all, one place less or one more: other calls take what is as large then."""
+    if call.first.base_operator not in _PAD:
+        return
+    yield _padded(lambda _before, _after: (0, 0), "nowhere")
+    for step, words in ((-1, "one place less"), (1, "one place more")):
+        for sides, where in ((1, 0), "before"), ((0, 1), "after"), ((1, 1), "around"):
+            yield _padded(partial(_longer, step, sides), f"{words} {where}")
+
+
 def other_borders(call: TracedCall, _: Ingredients) -> Iterator[Template]:
     """Other values in the padding: zeros, those of the border, or of what lies beside it."""
     if call.first.base_operator not in _PAD:
@@ -93,6 +103,12 @@ def _looked_up(place: int, by: int, words: str) -> Template:
     return template
 
 
+def _longer(
+    step: int, sides: tuple[int, int], before: int, after: int
+) -> tuple[int, int]:
+    return before + step * sides[0], after + step * sides[1]
+
+
 def _padded(moved: Callable[[int, int], tuple[int, int]], words: str) -> Template:
     def template(call: TracedCall) -> Edit | None:
         positional, keywords = call.parsed
@@ -102,7 +118,7 @@ def _padded(moved: Callable[[int, int], tuple[int, int]], words: str) -> Templat
         pairs = zip(sides[::2], sides[1::2], strict=False)
         # an axis that is not padded stays as it is
         others = [n for b, a in pairs for n in (moved(b, a) if b or a else (b, a))]
-        if others == sides or min(others, default=0) < min(sides, default=0):
+        if others == sides or min(others, default=0) < min(0, *sides):
             return None
         arguments = [[positional[0], others, *positional[2:]], keywords]
         return Edit(

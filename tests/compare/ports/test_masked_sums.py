@@ -1,5 +1,6 @@
 """A loss over places of a batch: a mask that is forgotten, a value that is mistaken where the
-places stand in another order, a mask that grows where it should shrink."""
+places stand in another order, a mask that grows where it should shrink, a scale of a whole
+sum."""
 
 from __future__ import annotations
 
@@ -113,3 +114,30 @@ def test_a_mask_that_grows_is_named_on_the_lines_that_make_it(at_fault, blamed_t
     found = at_fault(inside, lambda m, x: by_shifts(m, x, True), KERNEL, PICTURES)
     [row] = found
     assert "pair(pair(x" in blamed_text(row), row.evidence
+
+
+SCALED = {
+    "mix": drawn(5, 5, seed=9) * 0.5,
+    "gamma": drawn(5, seed=10) * 0.3,
+    "leave": drawn(3, 5, seed=11),
+}
+
+
+def scaled_branch(m, x):
+    x = x + m.gamma * F.linear(x, m.mix)
+    return F.linear(torch.tanh(x), m.leave).square().mean()
+
+
+def scaled_sum(m, x, fault):
+    branch = x @ m.mix.t()
+    x = (x + branch) * m.gamma if fault else x + branch * m.gamma
+    return ((2 * torch.sigmoid(2 * x) - 1) @ m.leave.t()).square().mean()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_scale_of_the_whole_sum_is_named(at_fault, blamed_text, fault):
+    rows = at_fault(scaled_branch, lambda m, x: scaled_sum(m, x, fault), SCALED, X)
+    assert len(rows) == fault
+    for row in rows:
+        assert "x = (x + branch) * m.gamma" in blamed_text(row)
+        assert "of one term of add alone" in row.evidence

@@ -800,6 +800,24 @@ class NotClipping(Clipping):
         return p.grad * 1.0
 
 
+class Velocity(Clipping):
+    """Momentum written out: of a gradient it makes nothing but its update, rate and all."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        norm = torch.sqrt(sum((p.grad * p.grad).sum() for p in parameters))
+        factor = self.norm / max(float(norm), self.norm)
+        for p in parameters:
+            change = 0.05 * p.grad * factor
+            velocity = 0.9 * torch.zeros_like(p) - change
+            p.add_(velocity)
+
+
+class VelocityLess(Velocity):
+    norm = 1.0
+
+
 class InOneTensor(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -822,6 +840,7 @@ class InOneTensor(torch.optim.Optimizer):
         ((clip, None), (adam, Clipping)),
         ((None, clip), (Clipping, adam)),
         ((clip, None), (adam, InOneTensor)),
+        ((clip, None), (with_momentum, Velocity)),
     ],
 )
 def test_clips_that_are_the_same_agree(prepare, optimizers, compared):
@@ -838,6 +857,7 @@ def test_clips_that_are_the_same_agree(prepare, optimizers, compared):
         ((clip, less), (adam, adam)),
         ((clip, None), (adam, ClippingLess)),
         ((clip, None), (adam, NotClipping)),
+        ((clip, None), (with_momentum, VelocityLess)),
     ],
 )
 def test_another_clip_is_a_difference(prepare, optimizers, compared):

@@ -441,12 +441,11 @@ class Divergence:
         two vectors one product stands in two turns.
         """
         wanted, read = self.reference[ours], self.candidate[theirs]
-        lines = [
-            (each.line, each.base_operator, each.callers) for each in (wanted, read)
-        ]
-        callers = {each.callers for each in (row, twin, wanted, read)}
-        is_of_one_place = wanted.is_call and lines[0] == lines[1] and len(callers) == 1
-        if not is_of_one_place or not row.is_call or not twin.is_call:
+        if not all(each.is_call for each in (row, twin, wanted, read)):
+            return False
+        are_beside = row.callers == read.callers and twin.callers == wanted.callers
+        line, other = ((each.line, each.base_operator) for each in (wanted, read))
+        if not are_beside or line != other:
             return False
         if not self._places:
             sides = (self.reference, self.candidate)

@@ -45,7 +45,7 @@ from roundoff.compare.repairs.named_behind import (
     is_rightly_filled,
     unlike_behind,
 )
-from roundoff.compare.repairs.named_repairs import blamed_for, stands_in_order
+from roundoff.compare.repairs.named_repairs import TURNS, blamed_for, stands_in_order
 from roundoff.compare.repairs.ordered_constants import ordered_constant
 from roundoff.compare.repairs.other_layers import in_all_layers
 from roundoff.compare.repairs.rejoins import Rejoin
@@ -62,13 +62,7 @@ from roundoff.compare.repairs.unlike_values import unlike
 from roundoff.compare.repairs.wrong_indexes import wrong_index
 from roundoff.compare.values.value_flow import Flow, Value, constants_of
 from roundoff.compare.values.value_regions import Part, Sides, upstream
-from roundoff.ops import operators_that
 
-_TURNS = (
-    operators_that("reshape")
-    | operators_that("permute axes")
-    | operators_that("reorder")
-)
 #: Layouts of a value that are tried in another one's place.
 MOST_LAYOUTS = 2
 
@@ -171,7 +165,7 @@ def _is_out_of_order(sides: Sides, part: Part, trials: Trials, moved: Value) -> 
     Or much more: the same line may put others out of it later on.
     """
     source = sides.candidate.behind(moved.key)
-    if moved.operator not in _TURNS or stands_in_order(sides, moved):
+    if moved.operator not in TURNS or stands_in_order(sides, moved):
         return False
     if source.key == moved.key or not stands_in_order(sides, source):
         return False

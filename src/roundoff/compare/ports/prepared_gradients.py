@@ -10,7 +10,7 @@ optimizer makes of it first, among the values that it makes of its own gradient.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
 from roundoff.compare.ports.port_results import (
     GradientPair,
@@ -38,7 +38,9 @@ def prepared_gradients(sides: Sides) -> Results:
     far = pairs_far_apart(sides, read)
     limit = gradient_limit(sides) + _farthest(sides, left)
     keys: Results = ([], [], _OPTIMIZER)
-    for name in far.keys() & left.keys():
+    names = far.keys() & left.keys()
+    rates = _rates(sides.reference) | _rates(sides.candidate) if names else set()
+    for name in names:
         (before,), (other_before,) = left[name].ours, left[name].theirs
         (after,), (other_after,) = read[name].ours, read[name].theirs
         stages = list(_stages(sides.candidate, other_after, other_before))
@@ -51,12 +53,12 @@ def prepared_gradients(sides: Sides) -> Results:
         theirs: Value | None = other_after
         if _is_as_left(sides.reference, after, before):
             results = _contradiction(
-                (sides.candidate, sides.reference), other_after, before, limit
+                (sides.candidate, sides.reference), other_after, before, rates, limit
             )
             ours = _first_of(results, sides.agreeing)
         elif _is_as_left(sides.candidate, other_after, other_before):
             results = _contradiction(
-                (sides.reference, sides.candidate), after, other_before, limit
+                (sides.reference, sides.candidate), after, other_before, rates, limit
             )
             theirs = _first_of(results, sides.twins)
         if ours is not None and theirs is not None:
@@ -104,13 +106,18 @@ def _farthest(sides: Sides, pairs: Mapping[str, GradientPair]) -> float:
 
 
 def _contradiction(
-    flows: tuple[Flow, Flow], clipped: Value, gradient: Value, limit: float
+    flows: tuple[Flow, Flow],
+    clipped: Value,
+    gradient: Value,
+    rates: Collection[float],
+    limit: float,
 ) -> list[Value]:
     """Return what is made of a gradient as it was; nothing for what may be right.
 
     ``flows``: of the program that writes the clipped gradient, and of the one that has
     the gradient as it was. That one is not judged where it makes nothing of this one
-    gradient alone, but of all gradients in one tensor.
+    gradient alone, but of all gradients in one tensor. ``rates``: with which optimizers add
+    values.
     """
     flow, other = flows
     results = list(_made_of(other, gradient))
@@ -119,16 +126,18 @@ def _contradiction(
     wanted = [clipped, *_readers(flow, clipped)]
     if any(_distance(w, value) <= limit for w in wanted for value in results):
         return []
-    if any(_is_update(flow, clipped, value, limit) for value in results):
+    if any(_is_update(clipped, value, rates, limit) for value in results):
         return []
     return results
 
 
-def _is_update(flow: Flow, clipped: Value, made: Value, limit: float) -> bool:
+def _is_update(
+    clipped: Value, made: Value, rates: Collection[float], limit: float
+) -> bool:
     """Return True for what a clipped gradient is times a rate that it is added with."""
     if clipped.sketch is None or made.sketch is None:
         return False
-    scaled = (clipped.sketch.times(rate) for rate in _rates(flow))
+    scaled = (clipped.sketch.times(rate) for rate in rates)
     forms = (form for each in scaled for form in (each, each.negative))
     return any(form.distance(made.sketch) <= limit for form in forms)
 

@@ -31,12 +31,12 @@ _JOIN = operators_that("join")
 _LOOK_UP = operators_that("read at places")
 _MOVE = operators_that("move values")
 #: Give all elements of their input, in other places.
-_TURNS = (
+TURNS = (
     operators_that("reshape")
     | operators_that("permute axes")
     | operators_that("reorder")
 )
-_ORDERS = _TURNS | operators_that("hand on in order")
+_ORDERS = TURNS | operators_that("hand on in order")
 _PRODUCTS = operators_that("multiply two matrices")
 _SCALES = operators_that("scale with their operand")
 #: Of a value and a number.
@@ -86,7 +86,7 @@ def blamed_for(
             _line_of_some(sides, value, repair.edits, are_right=False) or value.row.line
         )
         return Blamed(joined[0], wanted, words, line=line)
-    is_move = repair.unlikely == LAYOUT or value.operator in _TURNS
+    is_move = repair.unlikely == LAYOUT or value.operator in TURNS
     turned = _only_turned(sides, value) if is_move else None
     if is_move and turned is None:
         turned = _turned_factor(sides, value)
@@ -349,7 +349,7 @@ def _factor_beside(flow: Flow, moved: Value) -> Value | None:
         if reader.operator in _PRODUCTS:
             others = [k for k in reader.inputs if k != factor.key and k in flow.values]
             return flow.values[others[0]] if len(others) == 1 else None
-        if reader.operator not in _TURNS and reader.computes:
+        if reader.operator not in TURNS and reader.computes:
             return None
         factor = reader
 
